@@ -23,7 +23,7 @@
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
 #   make bench BENCH=models       chat templates (fetched first) and model families that are right, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
-#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
+#   make chaos                    fault injection: its tests, 20 random SIGKILLs of SPD trainings and 10 of one with tools, 20 SIGSTOPs of GRPO
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU
 #   make gpu-check MODEL=DIR      with the demo of a pretrained model too
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
@@ -119,6 +119,7 @@ bench: env
 chaos: env
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
+	@$(PY) -m tests.chaos --signal STOP
 	@$(PY) -m tests.experimental.agent_loop.test_killed_tools_run 10
 
 gpu-check: env

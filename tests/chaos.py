@@ -1,10 +1,12 @@
 """Kills SPD trainings at random moments, again and again; each must resume to the end of one that was left alone.
 
-    python -m tests.chaos [--kills 20] [--seed 0] [--out DIR]
+    python -m tests.chaos [--signal KILL|STOP] [--kills 20] [--seed 0] [--out DIR]
 
 The victim is the driver, a rank, the run's own vLLM server or its raylet; every fifth kill falls inside a save. Half of
 the completions are recorded beforehand, the others are made again. A moment that hit nothing is tried again. Prints a
 line a kill; exit code 1 if one run ends otherwise, or a kill never hit. About a minute a kill on 2 cores.
+
+With --signal STOP a rank of a GRPO run with vLLM is stopped instead: see tests/chaos_stops.py.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from tests.chaos_stops import stops
 from tests.helpers.spd_run import SPDRuns, processes_of, ranks_of
 
 VICTIMS = ("driver", "rank", "server", "raylet")
@@ -146,6 +149,7 @@ def one_kill(runs: SPDRuns, number: int, kill: Kill) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/chaos"))
@@ -153,6 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
+    if args.signal == "STOP":
+        return 1 if stops(args.out.resolve(), args.kills, args.seed) else 0
     os.environ.pop("SPD_VLLM_URLS", None)
     runs = SPDRuns(args.out.resolve(), steps=STEPS, blocks=8 * STEPS)
     print(f"{args.kills} kills, seed {args.seed}; first a run that is left alone", flush=True)

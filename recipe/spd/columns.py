@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from verl.data.rl_dataset import read_rows
+from verl.utils.parquet import open_parquet
 
 ROWS_AT_A_TIME = 2048  # read, checked or written together
 
@@ -91,7 +91,7 @@ def read_table_rows(path: str | Path) -> TableRows | list[dict[str, Any]]:
     Raises DatasetError as `read_rows` does.
     """
     try:
-        batches = [_narrow(batch) for batch in _batches(path)]
+        batches = [_narrow(batch) for batch in _batches(path, whole=True)]
         return TableRows(pa.Table.from_batches(batches))
     except Exception:  # no parquet, damaged, or with numbers that no token id can be: read_rows says what is wrong
         return read_rows(path)
@@ -100,7 +100,7 @@ def read_table_rows(path: str | Path) -> TableRows | list[dict[str, Any]]:
 def row_batches(path: str | Path) -> Iterator[list[dict[str, Any]]]:
     """The rows of a data file as plain Python, some at a time. Raises DatasetError as `read_rows` does."""
     try:
-        batches: Iterator[Any] = _batches(path)
+        batches: Iterator[Any] = _batches(path, whole=False)
         first = next(batches, None)
     except Exception:
         rows = read_rows(path)
@@ -111,8 +111,8 @@ def row_batches(path: str | Path) -> Iterator[list[dict[str, Any]]]:
         first = next(batches, None)
 
 
-def _batches(path: str | Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(Path(path).expanduser(), page_checksum_verification=True, pre_buffer=False) as file:
+def _batches(path: str | Path, whole: bool) -> Iterator[pa.RecordBatch]:
+    with open_parquet(path, whole) as file:
         yield from file.iter_batches(ROWS_AT_A_TIME)
 
 

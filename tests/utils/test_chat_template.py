@@ -1,6 +1,5 @@
-"""Chat templates: the same text as transformers', no code, no endless loop, no bomb."""
+"""Chat templates: the same text as transformers', no code, no endless loop; bombs: tests/adversary."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -56,30 +55,10 @@ def test_no_template_runs_code(template, tmp_path):
     assert not sentinel.exists()
 
 
-ENDLESS = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
-    "{% endfor %}{% endfor %}",
-    "a power": "{{ 10 ** (10 ** 9) }}",
-    "a long text": "{{ 'a' * 10000000000000 }}",
-    "a doubling text": "{% set n = namespace(t='ab') %}{% for a in range(9999) %}{% set n.t = n.t + n.t %}{% endfor %}",
-    "squares": "{% set n = namespace(t=99) %}{% for a in range(9999) %}{% set n.t = n.t * n.t %}{% endfor %}",
-    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "a huge list": "{{ (range(99999) | list * 99999999) | length }}",
-}
-
-
-@pytest.fixture
-def short_limit(monkeypatch):
-    monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
-
-
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_every_template_ends_within_two_seconds_of_work(template, short_limit):
-    began = time.process_time()
-    with pytest.raises(ChatTemplateError, match="chat template (raised|did not end within 0.3 s)"):
-        render_chat(with_template(template), CHAT)
-    assert time.process_time() - began < 2
-    assert render_chat(with_template("{{ messages[1].content }}"), CHAT) == "2"
+NESTED = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}"
+)
 
 
 def test_a_template_is_stopped_outside_the_main_thread_too(monkeypatch):
@@ -87,8 +66,9 @@ def test_a_template_is_stopped_outside_the_main_thread_too(monkeypatch):
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(render_chat, plain, CHAT).result() == render_chat(plain, CHAT)
         monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
-        with pytest.raises(ChatTemplateError, match="did not end within 0.3 s"):
-            threads.submit(render_chat, with_template(ENDLESS["nested loops"]), CHAT).result()
+        for call in (render_chat, lambda *args: threads.submit(render_chat, *args).result()):
+            with pytest.raises(ChatTemplateError, match="did not end within 0.3 s"):
+                call(with_template(NESTED), CHAT)
 
 
 def test_a_wrong_template_and_a_missing_one_are_reported():

@@ -21,6 +21,7 @@ from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
+from verl.utils.parquet import open_parquet
 from verl.utils.problems import one_line
 
 TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools
@@ -81,7 +82,8 @@ def collate_fn(data_list: list[dict]) -> dict:
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object per line) as plain Python.
 
-    Raises DatasetError for a file that cannot be read, also when the checksum of a parquet page does not match.
+    Raises DatasetError for a file that cannot be read, also when the checksum of a parquet page does not match, or
+    when the rows of one would take far more memory than data of its size (see `open_parquet`).
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -90,9 +92,8 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
     try:
         if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            rows = pq.read_table(path, page_checksum_verification=True).to_pylist()
+            with open_parquet(path) as file:
+                rows = file.read().to_pylist()
         elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
             rows = json.loads(text)
         else:

@@ -101,7 +101,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
         @functools.wraps(func)
         def limited(*args, **kwargs):
             if use_signals:
-                return _call_with_alarm(func, seconds, args, kwargs)
+                return call_with_alarm(func, seconds, *args, **kwargs)
 
             @functools.wraps(func)
             def call() -> Any:  # the fork inherits the arguments, which need not be picklable
@@ -118,7 +118,8 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
     return decorate
 
 
-def _call_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
+def call_with_alarm(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:
+    """Call `func` in the main thread; its Python code is interrupted by TimeoutError after `seconds`."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
 

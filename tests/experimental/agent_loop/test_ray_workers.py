@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ import torch
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
+from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import LOST, AgentLoopManager, AgentLoopWorkerBase
 from verl.protocol import DataProto
+from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.workers.rollout.replica import ServerHandle
 
 pytestmark = pytest.mark.process
@@ -48,6 +51,15 @@ class DyingWorker(ScriptedWorker):
                 struck.touch(exist_ok=False)
                 os._exit(1)
         await super().cancel_rest()
+
+
+class StoppingWorker(ScriptedWorker):
+    """A ScriptedWorker that stops, with all its threads, when it gets a prompt that begins with SLOW."""
+
+    async def answer(self, request_id, prompt_ids, sampling_params):
+        if prompt_ids[0] == SLOW:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await super().answer(request_id, prompt_ids, sampling_params)
 
 
 @pytest.fixture
@@ -117,3 +129,27 @@ def test_workers_share_the_counts_of_running_requests(manager):
     assert ray.get(workers[1].acquire.remote("conversation 0")) == 0  # where its first turn was
     made._reset_router()
     assert [ray.get(worker.acquire.remote(name)) for worker, name in zip(workers, "ab", strict=True)] == [0, 1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_finished", [None, lambda i, row: None], ids=["at the end", "one by one"])
+def test_a_worker_that_stops_is_named_within_the_limit(manager, monkeypatch, on_finished):
+    monkeypatch.setattr(agent_loop, "CLOSE_TIMEOUT_S", 1)
+    made = manager(StoppingWorker, "trainer.watchdog.generate=2")
+    message = r"^agent loop worker 1 \(stopped\) did not finish generate_sequences within trainer.watchdog.generate=2 s"
+    started = time.monotonic()
+    with pytest.raises(PhaseTimeout, match=message):
+        generated(made, [5, 6, 5, SLOW], on_finished)
+    assert 2 <= time.monotonic() - started < 30
+
+
+@pytest.mark.timeout(120)
+def test_a_router_that_stops_is_named_within_the_limit(manager):
+    made = manager(ScriptedWorker, "trainer.watchdog.generate=2")
+    pid = ray.get(made.router.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(PhaseTimeout, match=r"^the router of requests \(stopped\) did not finish reset within"):
+            generated(made, [5])
+    finally:
+        os.kill(pid, signal.SIGKILL)

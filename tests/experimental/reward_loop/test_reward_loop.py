@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
 
@@ -23,6 +24,7 @@ from verl.experimental.reward_loop.reward_manager import (
 )
 from verl.experimental.reward_loop.reward_manager.limited import AsyncTokenBucket
 from verl.protocol import DataProto
+from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager.reward_rows import RewardError
 
@@ -255,6 +257,33 @@ def test_ray_workers_share_the_rows_of_a_batch(ray_cluster, tmp_path, tiny_llama
     remote = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2, reward_manager__name="remote")
     again = RewardLoopManager(remote).compute_rm_score(batch(["1 a"]))
     assert again.batch["rm_scores"].tolist() == [[0, 0.5, 0, 0]]
+
+
+STOPPING = """
+import os, signal
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if solution_str == "7":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_worker_that_stops_is_named_within_the_limit(ray_cluster, tmp_path, tiny_llama):
+    settings = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2)
+    (tmp_path / "reward.py").write_text(STOPPING)
+    manager = RewardLoopManager(settings)
+    assert manager.compute_rm_score(batch(["1", "2"])).batch["rm_scores"].sum() == 2
+    settings.trainer.watchdog.log_prob = 2
+    try:
+        with pytest.raises(PhaseTimeout, match=r"^reward loop worker 1 \(stopped\) did not finish compute_score_batch"):
+            manager.compute_rm_score(batch(["1", "7"]))
+    finally:
+        for worker in manager.reward_loop_workers:
+            ray.kill(worker)
 
 
 @pytest.mark.process

@@ -14,11 +14,13 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, metrics_rows
+from tests.helpers.watched_runs import family
 from verl.config.reward_model import RewardModelModelConfig, RewardModelRolloutConfig
 from verl.experimental.reward_loop import RewardModelManager
 from verl.trainer.main_ppo import TaskRunner
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.reward_server import RewardModelServer
+from verl.workers.rollout.replica import ServerHandle
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.process
@@ -34,6 +36,7 @@ class Named(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.seen.append(json.loads(body)["n"])
         self.server.gate.wait(10)
+        assert self.headers["Authorization"] == f"Bearer token of 127.0.0.1:{self.server.server_port}"
         reply = json.dumps({"server": self.server.name, "path": self.path}).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Type", "application/json")
@@ -58,7 +61,8 @@ def servers():
 
 
 def group_of(addresses):
-    return SimpleNamespace(server_address=lambda: addresses, close_rollout=lambda: None)
+    handles = [address and ServerHandle(address, f"token of {address}") for address in addresses]
+    return SimpleNamespace(server_handle=lambda: handles, close_rollout=lambda: None)
 
 
 async def ask(address, n):
@@ -88,17 +92,20 @@ def test_requests_go_to_the_least_busy_server(servers):
     manager.close()
 
 
-def test_one_server_needs_no_router_and_a_dead_one_is_named(servers):
+def test_a_dead_server_is_named_and_the_router_is_for_this_machine_only(servers):
     alive = f"127.0.0.1:{servers[0].server_port}"
-    assert RewardModelManager({}, group_of([None, alive])).get_router_address() == alive
     manager = RewardModelManager({}, group_of(["127.0.0.1:9", "127.0.0.1:9"]))
     status, text = asyncio.run(ask(manager.get_router_address(), 0))
     assert status == 502 and text.startswith("127.0.0.1:9: ClientConnectorError")
     manager.close()
     servers[0].gate.set()
-    manager = RewardModelManager({}, group_of(["127.0.0.1:9", alive]))
-    assert asyncio.run(ask(manager.get_router_address(), 0)) == (200, {"server": "a", "path": "/classify?x=1"})
-    manager.close()
+    for addresses in ([None, alive], ["127.0.0.1:9", alive]):
+        manager = RewardModelManager({}, group_of(addresses))
+        address = manager.get_router_address()
+        listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert ("127.0.0.1", int(address.rpartition(":")[2])) in listening
+        assert asyncio.run(ask(address, 0)) == (200, {"server": "a", "path": "/classify?x=1"})
+        manager.close()
 
 
 SERVED = {
@@ -119,10 +126,32 @@ def test_settings_of_the_server_are_options_of_vllm(tiny_llama, tmp_path, monkey
         limit_images=3, prompt_length=8, response_length=8,
     )  # fmt: skip
     config = RewardModelConfig(rollout=rollout, model=RewardModelModelConfig(path=tiny_llama))
-    RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1")
+    RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1", token="secret")
+    assert given[5] == "secret" and "secret" not in given[3]
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(given[3])
     assert options.compilation_config.cudagraph_capture_sizes == [1, 4] and options.enable_expert_parallel
     assert options.limit_mm_per_prompt == {"image": 3}
+
+
+@pytest.mark.slow
+def test_every_path_of_a_server_needs_its_token(tiny_llama, tmp_path):
+    server = LocalVllmServer(tiny_llama, tmp_path / "log", 32, host="127.0.0.1", token="secret-7f3a")
+    try:
+        server.wait_ready(300)  # with the token
+        for path in ("/v1/completions", "/tokenize", "/classify", "/pause", "/invocations", "/v1/models", "/metrics"):
+            for token in ("", "secret", "\u00e9"):
+                headers = {"Authorization": f"Bearer {token}"} if token else {}
+                assert asyncio.run(status_of(server.url + path, headers)) == 401, path
+        assert asyncio.run(status_of(server.url + "/v1/models", {"Authorization": "Bearer secret-7f3a"})) == 405
+        assert "secret-7f3a" not in (tmp_path / "log").read_text()
+        assert not any("secret-7f3a" in " ".join(p.cmdline()) for p in family(server.pid))
+    finally:
+        server.stop()
+
+
+async def status_of(url, headers):
+    async with ClientSession() as session, session.post(url, json={}, headers=headers) as reply:
+        return reply.status
 
 
 def servers_running(folder):

@@ -1,6 +1,7 @@
 """Workers that hold many conversations at a time, and the manager that shares a batch among them."""
 
 import asyncio
+import faulthandler
 import itertools
 import math
 import time
@@ -39,6 +40,9 @@ from verl.experimental.agent_loop.rows import (
 )
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
+from verl.single_controller.base.worker import STACK_SIGNAL
+from verl.single_controller.ray import RayWorkerGroup
+from verl.single_controller.ray.watchdog import get_within, hanging
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
@@ -77,6 +81,8 @@ class AgentLoopWorkerBase:
         router: Any = None,
     ) -> None:  # fmt: skip
         self.config, self.reward_router_address = config, reward_router_address
+        if not config.trainer.local:
+            faulthandler.register(STACK_SIGNAL, all_threads=True)
         import_external_libs(config.actor_rollout_ref.model.get("external_lib"))
         self.server_manager = AsyncLLMServerManager(config, server_handles, router=router)
         self.rollout_config = self.server_manager.rollout_config
@@ -276,7 +282,8 @@ class AgentLoopManager:
 
         self._start_worker = start_worker
         self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
-        ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])  # their errors are raised here
+        ready = [worker.__ray_ready__.remote() for worker in self.agent_loop_workers]  # their errors are raised here
+        get_within(config.trainer.watchdog, ready, self._labels(), "__ray_ready__", self.agent_loop_workers)
 
     @property
     def reports_finished(self) -> bool:
@@ -326,7 +333,11 @@ class AgentLoopManager:
         if self._runner is not None:
             self.router.reset(lost)
         elif self.router is not None:
-            ray.get(self.router.reset.remote(lost))
+            call = [self.router.reset.remote(lost)]
+            get_within(self.config.trainer.watchdog, call, ["the router of requests"], "reset", [self.router])
+
+    def _labels(self) -> list[str]:
+        return [f"agent loop worker {i}" for i in range(len(self.agent_loop_workers))]
 
     async def _generate_here(self, batch: DataProto, ended: "_Ended") -> DataProto:
         worker = self.agent_loop_workers[0]
@@ -356,10 +367,18 @@ class AgentLoopManager:
 
         parts: dict[int, DataProto] = {}
         deaths, over = 0, False  # over: enough conversations have ended
+        limit = self.config.trainer.watchdog.generate
+        deadline = time.monotonic() + (limit or 0.0)
         for i in range(len(shares)):
             start(i)
         while calls or reports:
-            ref = ray.wait([*reports, *calls])[0][0]
+            left = None if limit is None else max(0.0, deadline - time.monotonic())
+            if not (ended_calls := ray.wait([*reports, *calls], timeout=left)[0]):
+                ranks = self.worker_group.labelled() if isinstance(self.worker_group, RayWorkerGroup) else {}
+                late, names = {**reports, **calls}, self._labels()
+                raise hanging(list(late), [names[i] for i in late.values()], "generate_sequences", limit,
+                              [workers[i] for i in late.values()], ranks)  # fmt: skip
+            ref = ended_calls[0]
             try:
                 result = ray.get(ref)
             except ray.exceptions.RayActorError:
@@ -381,7 +400,7 @@ class AgentLoopManager:
                 if item is not None and ended.enough(int(shares[i][item[0]]), item[1]) and not over:
                     over = True
                     cancelled = [worker.cancel_rest.remote() for worker in workers[: len(shares)]]
-                    ray.wait(cancelled, num_returns=len(cancelled))
+                    ray.wait(cancelled, num_returns=len(cancelled), timeout=CLOSE_TIMEOUT_S)  # the calls say who hangs
             if None not in result:
                 reports[workers[i].next_finished.remote()] = i
         return [parts[i] for i in range(len(shares))], deaths

@@ -1,6 +1,7 @@
 """Scores of single samples and of batches, by asyncio in Ray actors."""
 
 import asyncio
+import faulthandler
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from verl.config.compose import omega_conf_to_dataclass
 from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
 from verl.experimental.reward_loop.reward_model import ServedRewardManager
 from verl.protocol import DataProto
+from verl.single_controller.base.worker import STACK_SIGNAL
+from verl.single_controller.ray.watchdog import get_within
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
@@ -30,6 +33,7 @@ class RewardLoopWorker:
     def __init__(self, config: DictConfig, reward_router_address: str | None = None) -> None:
         self.config = config
         self.reward_router_address = reward_router_address
+        faulthandler.register(STACK_SIGNAL, all_threads=True)
         reward = config.reward_model
         self.tokenizer, _ = policy_tokenizer(config)
         self.reward_model_tokenizer = None
@@ -90,7 +94,10 @@ class RewardLoopManager:
             worker.compute_score_batch.remote(data.select_idxs(rows))
             for worker, rows in zip(self.reward_loop_workers, parts, strict=True) if len(rows)
         ]  # fmt: skip
-        results = [result for part in ray.get(calls) for result in part]
+        busy = self.reward_loop_workers[: len(calls)]  # the others have no rows
+        labels = [f"reward loop worker {i}" for i in range(len(busy))]
+        limits = self.config.trainer.watchdog
+        results = [result for part in get_within(limits, calls, labels, "compute_score_batch", busy) for result in part]
         extras = [result["reward_extra_info"] for result in results]
         names = sorted({name for extra in extras for name in extra})
         columns = {name: np.array([extra.get(name) for extra in extras], dtype=object) for name in names}

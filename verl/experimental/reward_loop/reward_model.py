@@ -13,16 +13,17 @@ from verl.reward.pool import Failure
 from verl.utils.chat_template import render_chat
 from verl.utils.http_json import post_json
 from verl.workers.reward_manager.reward_rows import RewardError, rows_of
-from verl.workers.rollout.replica import host_to_bind
+from verl.workers.rollout.replica import ServerHandle
 
 REQUEST_TIMEOUT_S = 600.0
 _SIZE_LIMIT = 64 << 20
 
 
 class RewardModelManager:
-    """One address for the servers of a reward model.
+    """One address, on this machine, for the servers of a reward model.
 
-    Several servers get a router in this process, which sends each request to the one with the fewest in flight.
+    It is that of a router in this process, which sends each request to the server with the fewest in flight, with the
+    token of that server.
 
     Args:
         config: the section reward_model.
@@ -31,25 +32,26 @@ class RewardModelManager:
 
     def __init__(self, config: DictConfig, worker_group: Any) -> None:
         self.config, self.worker_group = config, worker_group
-        self.server_addresses = [address for address in worker_group.server_address() if address is not None]
-        self._router = RequestProxy(self.server_addresses) if len(self.server_addresses) > 1 else None
+        handles = [handle for handle in worker_group.server_handle() if handle is not None]
+        self.server_addresses = [handle.address for handle in handles]
+        self._router = RequestProxy(handles)
 
     def get_router_address(self) -> str:
         """host:port that answers every request of the servers' API."""
-        return self.server_addresses[0] if self._router is None else self._router.address
+        return self._router.address
 
     def close(self) -> None:
         """End router and servers."""
-        if self._router is not None:
-            self._router.close()
+        self._router.close()
         self.worker_group.close_rollout()
 
 
 class RequestProxy:
     """Forwards HTTP requests to the least busy of several servers, from a thread of this process."""
 
-    def __init__(self, addresses: list[str]) -> None:
-        self.in_flight = dict.fromkeys(addresses, 0)
+    def __init__(self, handles: list[ServerHandle]) -> None:
+        self.in_flight = {handle.address: 0 for handle in handles}
+        self._tokens = {handle.address: handle.token for handle in handles}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-router")
         self._thread.start()
@@ -61,18 +63,18 @@ class RequestProxy:
         app.router.add_route("*", "/{path:.*}", self._forward)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        host = host_to_bind()
-        site = web.TCPSite(self._runner, host, 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return f"{host}:{self._runner.addresses[0][1]}"
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _forward(self, request: web.Request) -> web.Response:
-        body, kind, problem = await request.read(), {"Content-Type": request.content_type}, ""
+        body, problem = await request.read(), ""
         for address in sorted(self.in_flight, key=self.in_flight.__getitem__):
             self.in_flight[address] += 1
             try:
                 url = f"http://{address}{request.rel_url}"
-                async with self._session.request(request.method, url, data=body, headers=kind) as reply:
+                headers = {"Content-Type": request.content_type, "Authorization": f"Bearer {self._tokens[address]}"}
+                async with self._session.request(request.method, url, data=body, headers=headers) as reply:
                     answer = await reply.read()
                     return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
             except (ClientError, TimeoutError) as error:

@@ -179,14 +179,19 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fetch(self, refs: ray.ObjectRef | list[ray.ObjectRef], method_name: str) -> Any:
         many = refs if isinstance(refs, list) else [refs]
-        what = f"role {self.sub_cls_name!r}" if self.sub_cls_name else "worker group"
-        labels = [f"{what}, rank {rank} ({self._worker_names[rank]})" for rank in range(len(many))]
+        labels = list(self.labelled())[: len(many)]
         limit = self.time_limits.get(phase_of(method_name))
         try:
             values = fetch(many, labels, method_name, limit)
         except GetTimeoutError:
             raise hanging(many, labels, method_name, limit, self._workers) from None
         return values if isinstance(refs, list) else values[0]
+
+    def labelled(self) -> dict[str, ActorHandle]:
+        """The ranks' actors by what messages call them, in rank order."""
+        what = f"role {self.sub_cls_name!r}" if self.sub_cls_name else "worker group"
+        actors = zip(self._worker_names, self._workers, strict=True)
+        return {f"{what}, rank {rank} ({name})": actor for rank, (name, actor) in enumerate(actors)}
 
     def execute_rank_zero_async(self, method_name: str, *args, **kwargs) -> ray.ObjectRef:
         """Call rank 0 with the arguments as they are; a reference."""

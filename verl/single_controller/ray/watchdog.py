@@ -1,23 +1,27 @@
-"""A limit on what ranks may take for one call: beyond it the run ends and says which rank hangs, and where."""
+"""A limit on what ranks and workers may take for one call: beyond it the run ends and says what hangs, and where."""
 
 import os
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import psutil
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.single_controller.base.worker import STACK_SIGNAL
 
 METHODS = {
-    "init": ("init_model", "rollout_server", "server_address", "_query_dispatch_info", "query_collect_info"),
-    "generate": ("generate_sequences",),
-    "log_prob": ("compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_rm_score"),
+    "init": ("init_model", "rollout_server", "server_handle", "_query_dispatch_info", "query_collect_info",
+             "__ray_ready__"),
+    "generate": ("generate_sequences", "reset"),
+    "log_prob": ("compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_rm_score",
+                 "compute_score_batch"),
     "update": ("update_actor", "update_critic", "rollout_mode", "trainer_mode", "wake_up", "sleep", "close_rollout"),
     "save": ("save_checkpoint", "load_checkpoint", "save_is_finished", "nodes_that_see"),
-}
+}  # fmt: skip
 OTHERS = "update"  # the phase of methods that are not listed, such as those of a user's own workers
 REMOTE_S = 60.0  # for the tasks on other nodes, which may have to start a process first
 STACKS_S = 3.0  # until those lines have come through Ray's log to the driver
@@ -32,22 +36,40 @@ def phase_of(method: str) -> str:
     return next((phase for phase, names in METHODS.items() if method.endswith(names)), OTHERS)
 
 
+def get_within(
+    limits: Mapping[str, float | None], refs: Sequence[ray.ObjectRef], labels: list[str], method: str,
+    actors: list[ActorHandle],
+) -> list[Any]:  # fmt: skip
+    """The values of calls of `method`, one on each of the actors, which `labels` name; `limits`: seconds by phase.
+
+    Raises PhaseTimeout, and what a call raised.
+    """
+    limit = limits[phase_of(method)]
+    try:
+        return ray.get(list(refs), timeout=limit)
+    except GetTimeoutError:
+        raise hanging(list(refs), labels, method, limit, actors) from None
+
+
 def hanging(
-    refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: float, actors: list[ActorHandle]
-) -> PhaseTimeout:
+    refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: float, actors: list[ActorHandle],
+    others: Mapping[str, ActorHandle] | None = None,
+) -> PhaseTimeout:  # fmt: skip
     """The error that names the ranks without an answer, after each was made to write its stacks.
 
     Ranks that wait for a stopped one are as late as it is: stopped processes are named alone, where there are some.
+    `others` are what they may wait for, by label.
     """
     _, waiting = ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)
     late = [i for i, ref in enumerate(refs) if ref in waiting]
-    states = dict(zip(late, ask_for_stacks([actors[i] for i in late]), strict=True))
+    asked = {labels[i]: actors[i] for i in late} | dict(others or {})
+    states = dict(zip(asked, ask_for_stacks(list(asked.values())), strict=True))
     time.sleep(STACKS_S)
-    stopped = [i for i in late if states[i].startswith(psutil.STATUS_STOPPED)]
-    named = ", ".join(f"{labels[i]} ({states[i]})" for i in stopped or late)
+    stopped = [label for label in asked if states[label].startswith(psutil.STATUS_STOPPED)]
+    named = ", ".join(f"{label} ({states[label]})" for label in stopped or [labels[i] for i in late])
     return PhaseTimeout(
         f"{named} did not finish {method} within trainer.watchdog.{phase_of(method)}={seconds:g} s; {len(late)} of "
-        f"{len(refs)} ranks had not answered, and the available Python stacks are printed above. Raise the limit if "
+        f"{len(refs)} calls had not ended, and the available Python stacks are printed above. Raise the limit if "
         "the step is only slow."
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import visible_device
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.ranks import ModelWorker
-from verl.workers.rollout.replica import START_KEY, host_to_bind
+from verl.workers.rollout.replica import START_KEY, ServerHandle, host_to_bind
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 _FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
@@ -24,7 +25,9 @@ _VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num
 class RewardModelServer(LocalVllmServer):
     """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
 
-    def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str) -> None:
+    def __init__(
+        self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str
+    ) -> None:
         rollout, model = config.rollout, config.model
         settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
         settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
@@ -48,7 +51,7 @@ class RewardModelServer(LocalVllmServer):
         if discriminative:
             self.path, self.first_request = "/classify", {"input": [[0, 1]]}
         length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-        super().__init__(model.path, log_file, length, arguments, host)
+        super().__init__(model.path, log_file, length, arguments, host, token)
 
 
 class RewardServerWorker(ModelWorker):
@@ -79,11 +82,12 @@ class RewardServerWorker(ModelWorker):
         dist.all_gather_object(devices, visible_device() if self.device_name == "cuda" else None)
         if self.rank % size == 0:
             own, mine = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
+            token = secrets.token_urlsafe(16)
             log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
             try:
                 if self.device_name == "cuda":
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-                self.server = RewardModelServer(config, log, self.discriminative, host_to_bind())
+                self.server = RewardModelServer(config, log, self.discriminative, host_to_bind(), token)
             finally:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
                 os.environ |= {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
@@ -91,9 +95,11 @@ class RewardServerWorker(ModelWorker):
         dist.barrier()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def server_address(self) -> str | None:
-        """host:port of this rank's server; None for a rank without one."""
-        return None if self.server is None else self.server.url.removeprefix("http://")
+    def server_handle(self) -> ServerHandle | None:
+        """Address and token of this rank's server; None for a rank without one."""
+        if self.server is None:
+            return None
+        return ServerHandle(self.server.url.removeprefix("http://"), self.server.api_key)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_rollout(self) -> None:
