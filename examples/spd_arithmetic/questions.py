@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
 from recipe.spd.answers import extract_answer
-from verl.utils.chat_template import render_chat
+from verl.data.chat_template import render_chat
 from verl.utils.jsonl import read_objects
 
 SPLITS = ("train", "val", "test")

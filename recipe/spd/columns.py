@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from verl.data.parquet import open_parquet
 from verl.data.rl_dataset import read_rows
-from verl.utils.parquet import open_parquet
 
 ROWS_AT_A_TIME = 2048  # read, checked or written together
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from recipe.spd.columns import read_table_rows, row_batches
+from verl.data import parquet
+from verl.data.parquet import EXPANSION, SMALL_BYTES, open_parquet
 from verl.data.rl_dataset import DatasetError, RLHFDataset, read_rows
 from verl.data.sft_dataset import SFTDataset
-from verl.utils import parquet
-from verl.utils.parquet import EXPANSION, SMALL_BYTES, open_parquet
 
 READERS = {
     "rows": read_rows,

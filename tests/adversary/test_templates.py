@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.helpers.models import make_tokenizer
-from verl.utils import chat_template, template_process
-from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.data import chat_template, template_process
+from verl.data.chat_template import ChatTemplateError, render_chat
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

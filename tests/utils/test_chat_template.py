@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.helpers.models import make_tokenizer
-from verl.utils import chat_template
-from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.data import chat_template
+from verl.data.chat_template import ChatTemplateError, render_chat
 
 CHAT = [{"role": "user", "content": "1 + 1 = \u2028 é"}, {"role": "assistant", "content": "2"}]
 PLAIN = [

@@ -4,9 +4,9 @@ import pytest
 from jinja2 import Environment
 
 from tests.helpers.chat_templates import FORMATS, byte_tokenizer
-from verl.utils.chat_template import _size
-from verl.utils.template_growth import growth
-from verl.utils.template_process import TEXT_LENGTH
+from verl.data.chat_template import _size
+from verl.data.template_growth import growth
+from verl.data.template_process import TEXT_LENGTH
 
 
 def characters(template, size):

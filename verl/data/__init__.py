@@ -1,4 +1,4 @@
-"""Data sets: files to samples."""
+"""Data sets and chat templates: from files to samples."""
 
 import warnings
 

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from verl.config.data import DataConfig
-from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.data.chat_template import ChatTemplateError, render_chat
+from verl.data.parquet import open_parquet
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
-from verl.utils.parquet import open_parquet
 from verl.utils.problems import one_line
 
 TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools

@@ -8,8 +8,8 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from verl.config.sft import SFTDataConfig
+from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.data.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
-from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 Segment = tuple[str, bool]

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from loguru import logger
 
+from verl.data.chat_template import ChatTemplateError
 from verl.experimental.agent_loop.base import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -25,7 +26,6 @@ from verl.tools.journal import ToolJournal
 from verl.tools.runner import ToolConversation, ToolRunner
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
-from verl.utils.chat_template import ChatTemplateError
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import CALL_ID

@@ -7,10 +7,10 @@ from typing import Any
 from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTimeout, web
 from omegaconf import DictConfig
 
+from verl.data.chat_template import render_chat
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
-from verl.utils.chat_template import render_chat
 from verl.utils.http_json import post_json
 from verl.workers.reward_manager.reward_rows import RewardError, rows_of
 from verl.workers.rollout.replica import ServerHandle

@@ -210,8 +210,8 @@ def _whole_layers(config: DictConfig) -> list[str]:
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
+    from verl.data.chat_template import ChatTemplateError, render_chat
     from verl.data.rl_dataset import DatasetError, RLHFDataset
-    from verl.utils.chat_template import ChatTemplateError, render_chat
 
     prompts = findings.datasets.get("data.train_files")
     if not isinstance(prompts, RLHFDataset):

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.data.chat_template import ChatTemplateError, render_chat
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello."}

@@ -17,8 +17,8 @@ from jinja2 import Environment, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 
-from verl.utils import template_sizes as sizes
-from verl.utils.template_sizes import (
+from verl.data import template_sizes as sizes
+from verl.data.template_sizes import (
     ALONE,
     GIVEN,
     NUMBER_LENGTH,
