@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -53,6 +54,7 @@ def kept(name: str, command: list[str], read: Callable[[], Any], threads: int | 
     if (record.get("command"), record.get("threads")) == (command, threads):
         say(f"{name}: measured before, tree {record['tree']} (delete {file} to measure it again)")
     else:
+        shutil.rmtree(OUT / name, ignore_errors=True)  # a run would resume from what it holds
         run_alone(command, OUT / f"{name}.log", threads)
         record = {"command": command, "threads": threads, "value": read(), "tree": commit()}
         file.write_text(json.dumps(record) + "\n")
