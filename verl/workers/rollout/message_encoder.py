@@ -160,11 +160,15 @@ class MessageEncoder:
                 with_text, without = (self._checked(role, [*before, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
                     raise ValueError(f"the chat template leaves messages of role {role!r} out")
-            if at_once and role == "tool" and self._checked(role, ["58"], tools, True, {"value": "2"}) == with_text:
+            uncalled = None
+            if at_once and role == "tool":
+                with suppress(ChatTemplateError):  # many refuse an answer without a call
+                    uncalled = self._checked(role, ["58"], tools, at_once, called=False)
+            if uncalled == with_text:
                 raise ValueError("the chat template leaves calls of tools out")
 
     def _checked(
-        self, role: str, texts: list[str], tools: Any, at_once: bool, arguments: Any = ARGUMENTS[0]
+        self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True
     ) -> list[int]:
         messages = [{"role": role, "content": text} for text in texts]
         if not at_once:
@@ -178,8 +182,8 @@ class MessageEncoder:
         if role != "tool":
             return self.prompt([USER, ANSWER, *messages], tools)
         messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]
-        calls = [_call_of(message, arguments) for message in messages]
-        return self.prompt([USER, {**CALLING, "tool_calls": calls}, *messages], tools)
+        calls = {"tool_calls": [_call_of(message, ARGUMENTS[0]) for message in messages]} if called else {}
+        return self.prompt([USER, {**CALLING, **calls}, *messages], tools)
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)
