@@ -6,7 +6,7 @@ The victim is the driver, a rank, the run's own vLLM server or its raylet; every
 the completions are recorded beforehand, the others are made again. A moment that hit nothing is tried again. Prints a
 line a kill; exit code 1 if one run ends otherwise, or a kill never hit. About a minute a kill on 2 cores.
 
-With --signal STOP a rank of a GRPO run with vLLM is stopped instead: see tests/chaos_stops.py.
+With --signal STOP a rank of a GRPO run with vLLM is stopped instead, three minutes each: see tests/chaos_stops.py.
 """
 
 import argparse

@@ -29,7 +29,7 @@ REFUSED = {
     "a list": "{{ ([1] * 800000000) | length }}",
     "a huge list": "{{ (range(99999) | list * 99999999) | length }}",
     "a power": "{{ 10 ** (10 ** 9) }}",
-    "powers": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "powers": "{{ 9 ** (9 ** (9 ** 9)) }}",
     "squares": NAMESPACE + "{% set n.i = n.i * n.i %}{% endfor %}",
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
     "nested loops without text": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

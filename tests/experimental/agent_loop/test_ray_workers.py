@@ -133,7 +133,7 @@ def test_workers_share_the_counts_of_running_requests(manager):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("on_finished", [None, lambda i, row: None], ids=["at the end", "one by one"])
-def test_a_worker_that_stops_is_named_within_the_limit(manager, monkeypatch, on_finished):
+def test_a_worker_that_stops_is_named_within_the_limit(monkeypatch, manager, on_finished):
     monkeypatch.setattr(agent_loop, "CLOSE_TIMEOUT_S", 1)
     made = manager(StoppingWorker, "trainer.watchdog.generate=2")
     message = r"^agent loop worker 1 \(stopped\) did not finish generate_sequences within trainer.watchdog.generate=2 s"
