@@ -169,7 +169,8 @@ def api_page() -> str:
         lines += [f"## {title}", ""]
         for name in names:
             module = name if (ROOT / name.replace(".", "/")).with_suffix(".py").exists() else name.rpartition(".")[0]
-            file = module.replace(".", "/") + ".py"
+            path = module.replace(".", "/")
+            file = f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
             body = ast.parse((ROOT / file).read_text()).body
             if name != module:
                 (owner,) = (node for node in body if getattr(node, "name", None) == name.rpartition(".")[2])

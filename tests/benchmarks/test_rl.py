@@ -14,7 +14,7 @@ import torch
 from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step, trl_steps
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
-from verl.config.compose import validate_config
+from verl.planning.config_effect import validate_config
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.workers.rollout import get_rollout_class
 

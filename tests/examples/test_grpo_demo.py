@@ -15,7 +15,7 @@ from examples.demo_runner import ROOT
 from examples.grpo_arithmetic import demo, make_start
 from examples.grpo_arithmetic.acceptance import criteria_of, has_learned
 from tests.helpers.configs import compose_ppo
-from verl.config.compose import validate_config
+from verl.planning.config_effect import validate_config
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.import_utils import load_extern_object
 

@@ -54,9 +54,7 @@ def test_floor_one_starts_without_ray_vllm_and_transformers():
 
 
 def test_packages_offer_what_recipes_import_from_them():
-    from verl import data as dataset
-    from verl.config import compose as config
-    from verl.utils import as_torch_index, group_mean_std, groupwise, profiler, validate_config
+    from verl.utils import as_torch_index, config, dataset, group_mean_std, groupwise, profiler, validate_config
 
     assert (as_torch_index, group_mean_std) == (groupwise.as_torch_index, groupwise.group_mean_std)
     assert validate_config is config.validate_config
