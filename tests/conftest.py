@@ -81,7 +81,13 @@ GROUPS = {
     "scripts/test_departures.py": "audit", "experimental/reward_loop/test_served_reward_model.py": "long",
     "experimental/agent_loop/test_async_run.py": "long", "spd/test_submit.py": "long",
     "spd/vllm_plugin/test_server.py": "long", "dllm_reasoning/test_ranks.py": "long",
-    "trainer/ppo/test_algorithms_learn.py": "long",
+    "trainer/ppo/test_algorithms_learn.py": "long", "trainer/ppo/test_ray_trainer_ranks.py": "long",
+    "trainer/sft/test_sft_run.py": "long", "trainer/test_offline.py": "long", "spd/test_spd_run.py": "long",
+    "spd/test_prepare_blocks.py": "long", "spd/test_real_shapes.py": "long", "spd/test_spd_rollout.py": "long",
+    "workers/test_vllm_ranks.py": "long", "workers/test_tensor_parallel.py": "long",
+    "workers/test_sequence_parallel.py": "long", "workers/test_memory_trace.py": "long",
+    "workers/test_replica.py": "long", "experimental/agent_loop/test_ray_workers.py": "long",
+    "experimental/reward_loop/test_reward_loop.py": "long", "dllm_reasoning/test_vllm_drafter.py": "long",
 }  # fmt: skip
 
 

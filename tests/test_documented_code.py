@@ -159,6 +159,7 @@ def test_generation_in_blocks(tiny_llama):
 
 
 @pytest.mark.process
+@pytest.mark.long
 def test_a_scorer_in_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     pair, prompts = make_pair(tmp_path), make_prompts(4)

@@ -43,6 +43,7 @@ ESCAPES = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("template", ESCAPES)
 def test_no_template_runs_code(template, tmp_path):
     sentinel = tmp_path / "ran"
@@ -71,6 +72,7 @@ def test_a_template_is_stopped_outside_the_main_thread_too(monkeypatch):
                 call(with_template(NESTED), CHAT)
 
 
+@pytest.mark.process
 def test_a_wrong_template_and_a_missing_one_are_reported():
     with pytest.raises(ChatTemplateError, match="TemplateSyntaxError"):
         render_chat(with_template("{% for %}"), CHAT)

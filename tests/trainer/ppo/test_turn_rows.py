@@ -170,6 +170,7 @@ class TurnsGroup(FakeGroup):
         return DataProto.from_dict({"old_log_probs": values, "entropys": -values})
 
 
+@pytest.mark.process
 def test_a_run_trains_turns_with_the_advantage_of_their_conversation(tmp_path):
     """Rewards and groups count conversations: each prompt's four samples have mean 0, whatever their turns."""
     config = compose_run(tmp_path, "unused", trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_epochs=2)
