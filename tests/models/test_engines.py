@@ -49,7 +49,7 @@ def test_families_sharded_over_two_ranks_give_the_log_probs_of_one(tmp_path):
 @pytest.mark.parametrize("name", IN_VLLM)
 def test_vllm_draws_with_the_log_probs_of_the_model(name, tmp_path):
     """Also from weights that the trainer sent: vLLM itself starts with random ones."""
-    model = model_of(name)  # vLLM changes transformers' class of some families, which it derives its own from
+    model = model_of(name)
     model.save_pretrained(tmp_path)
     made = Hybrid(str(tmp_path), {"max_model_len": 64, "max_num_batched_tokens": 64})
     try:
