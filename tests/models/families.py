@@ -79,8 +79,8 @@ FAMILIES: dict[str, tuple[str, dict, str]] = {
 }  # fmt: skip
 
 #: those that vLLM 0.32 runs on a CPU in float32 with heads this small
-# vLLM 0.32's experts give NaN in float32 on CPUs without AVX-512, also from weights read from disk. Families that it runs
-# by its Transformers backend (OLMo 2) are left out too: it changes transformers' own class in this process.
+# vLLM 0.32's experts give NaN in float32 on CPUs without AVX-512, also from weights read from disk. Families
+# that it runs by its Transformers backend (OLMo 2) are left out too: it changes transformers' own class in this process.
 IN_VLLM = ("Llama", "Llama, tied", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Granite")
 
 
