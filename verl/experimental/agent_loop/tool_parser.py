@@ -33,7 +33,7 @@ class FunctionCall(BaseModel):
 
 @functools.cache
 def _tagged(*tags: tuple[str, str]) -> re.Pattern[str]:
-    """Matches reasoning, a call (which may contain reasoning tags), or a closing reasoning tag without an opening tag."""
+    """Matches reasoning, a call (which may contain reasoning tags), or a closing reasoning tag without opening tag."""
     reasoning, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
     return re.compile(rf"{reasoning}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
 
