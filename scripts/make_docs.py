@@ -215,8 +215,8 @@ def models_page() -> str:
         "- *Appended, reasoning kept*: as above, but the template removes or empties the reasoning of earlier turns; "
         "the row keeps the generated reasoning.",
         "- *One row per turn*: the template changes earlier turns, or the text between them, when later messages "
-        "follow. Set `multi_turn.row_per_turn=true`: each turn becomes a row after the prompt that the template renders "
-        "for it.",
+        "follow. Set `multi_turn.row_per_turn=true`: each turn becomes a row after the prompt that the template "
+        "renders for it.",
         "- *Refused*: the last column gives the reason. The last rows of the table are templates that do not render a "
         "tool call (with arguments as an object) and its response without further template arguments.", "",
         "*Calls*: the values of `multi_turn.format` that parse the template's tool calls. If there is none, a custom "
