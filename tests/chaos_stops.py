@@ -1,9 +1,8 @@
-"""Stops a rank of a GRPO run with vLLM on two ranks by SIGSTOP, each time within another phase of a step.
+"""Fault injection: stops a rank of a GRPO run with SIGSTOP, in a different phase of a step each time.
 
-Every other run has agent loops, whose workers ask the ranks' engines over HTTP.
-
-Every run must end by the watchdog, with exit code 1 and a message that names the rank and the method, leave no process
-behind, and go on from its last checkpoint when it is started again: that run is the one whose rank stops next.
+The run has two ranks with vLLM; every second start uses agent loops, whose workers send requests to the engines over
+HTTP. The watchdog must end the run with exit code 1 and a message with the rank and the method. No process may be left.
+The next start must resume from the last checkpoint, and is the one whose rank is stopped next.
 """
 
 import json
@@ -25,15 +24,15 @@ from tests.helpers.spd_run import ROOT, ranks_of
 from tests.helpers.watched_runs import family, wait_until
 from verl.checkpoint.publish import TRACKER
 
-LIMIT_S = 15  # of the watchdog, for every phase of a step
-CLOSING_S = 60  # for stacks, the ranks' end and that of Ray
-# Of a step and the save before it, in order; a step's line is written before it is saved.
+LIMIT_S = 15  # watchdog limit for each phase of a step
+CLOSING_S = 60  # limit for writing stack traces and shutting down the ranks and Ray
+# Phases after a line of metrics.jsonl, in order; the line is written before the checkpoint of its step is saved.
 PHASES = ("save_checkpoint", "update_weights", "gen", "old_log_prob", "update_actor")
 NAMED = re.compile(r"rank (\d+) \([^()]*\) \(stopped\) did not finish (\w+) within trainer\.watchdog\.(\w+)=")
 
 
 class StoppedRuns:
-    """One run that is started again and again in a folder."""
+    """A run in a folder that is restarted repeatedly."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.rng = folder, random.Random(seed)
@@ -41,7 +40,7 @@ class StoppedRuns:
         self.log = folder / "log"
 
     def start(self, steps: int, mode: str = "sync") -> subprocess.Popen:
-        """The run up to this step, as a process whose output begins a new log."""
+        """Start the run until step `steps`, with a new log file."""
         rollout = {"name": "vllm", "mode": mode, "dtype": "float32", "max_num_seqs": 64, "n": 8,
                    "agent__num_workers": 1}  # fmt: skip
         keys = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
@@ -58,29 +57,30 @@ class StoppedRuns:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def rows(self) -> list[dict]:
-        """The rows of metrics.jsonl that are written to their end."""
+        """The complete rows of metrics.jsonl."""
         file = self.folder / "run" / "out" / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def saved(self) -> int:
+        """The step of the last checkpoint, or 0."""
         tracker = self.folder / "run" / "out" / TRACKER
         return int(tracker.read_text()) if tracker.exists() else 0
 
     def seconds(self, phase: str) -> float:
-        """What the phase usually takes."""
-        given = [row["data"].get(f"timing_s/{phase}") for row in self.rows()[-20:]]
-        return statistics.median([value for value in given if value is not None] or [0.2])
+        """The median duration of a phase in the last 20 steps."""
+        durations = [row["data"].get(f"timing_s/{phase}") for row in self.rows()[-20:]]
+        return statistics.median([seconds for seconds in durations if seconds is not None] or [0.2])
 
     def stop_once(self, phase: str, mode: str) -> tuple[str, float]:
-        """Start the run, stop a rank within the phase of one of its steps; the method, and the seconds to the end."""
+        """Start the run and stop a rank in a phase; (the method that the message names, seconds until the run ends)."""
         before = self.saved()
         run = self.start(100_000, mode)
         try:
-            wait_until(lambda: self.saved() > before, run, self.log)  # it goes on from its checkpoint
+            wait_until(lambda: self.saved() > before, run, self.log)  # it has resumed
             step = len(self.rows()) + self.rng.randrange(1, 3)
-            early = sum(self.seconds(other) for other in PHASES[: PHASES.index(phase)])
-            delay = early + self.rng.random() * self.seconds(phase)
+            start = sum(self.seconds(earlier) for earlier in PHASES[: PHASES.index(phase)])
+            delay = start + self.rng.random() * self.seconds(phase)
             wait_until(lambda: len(self.rows()) >= step, run, self.log)
             time.sleep(delay)
             ranks, members = ranks_of(run), family(run.pid)
@@ -99,7 +99,7 @@ class StoppedRuns:
             run.wait(30)
 
     def finish(self) -> None:
-        """Start the run once more; it must end well, and its steps be all there once."""
+        """Run two more steps, which must succeed; metrics.jsonl must have each step exactly once."""
         last = self.saved() + 2
         run = self.start(last)
         assert run.wait(300) == 0, self.log.read_text()[-3000:]
@@ -107,7 +107,7 @@ class StoppedRuns:
 
 
 def stops(folder: Path, count: int, seed: int) -> int:
-    """Stop a rank `count` times; the number of runs that did not end as they must."""
+    """Stop a rank `count` times; returns the number of runs that did not meet the requirements."""
     runs, longest, failed = StoppedRuns(folder, seed), 0.0, 0
     for i in range(count):
         phase, mode = PHASES[i % len(PHASES)], ("sync", "async")[i % 2]

@@ -1,4 +1,4 @@
-"""Opens parquet files, except those that would take far more memory than any data of their size."""
+"""Opens parquet files and refuses those that expand to far more memory than their size suggests."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-EXPANSION = 1000  # times the size of the file; text compresses to a twentieth
-SMALL_BYTES = 256 << 20  # which every file may take
-VALUE_BYTES = 64  # of a number or text in Python, at least
-_ROWS = 2048
+EXPANSION = 1000  # largest ratio of expanded size to file size; that of ordinary text is about 20
+SMALL_BYTES = 256 << 20  # a file that expands to less is never refused
+VALUE_BYTES = 64  # minimum size of a number or string as a Python object
+_ROWS = 2048  # largest batch that is read to measure dictionary-encoded columns
 
 
 class ParquetTooLarge(ValueError):
-    """A parquet file would expand beyond all proportion to its size, or does not fit into memory."""
+    """A parquet file expands too much in relation to its size, or does not fit into memory."""
 
 
 def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
-    """The file, whose pages are checked against their checksums when they are read; `whole`: into memory.
+    """Open a parquet file; page checksums are verified when rows are read.
 
-    Raises ParquetTooLarge by what its metadata says, before any row is read. Texts that are stored once, and named by
-    number in each row, are measured by reading these numbers.
+    Raises ParquetTooLarge based on the metadata, before rows are read. Only for dictionary-encoded strings, whose size
+    the metadata does not state, the indices are read. `whole`: the caller reads all rows into memory, so the expanded
+    size must not exceed the available memory.
     """
     import pyarrow.parquet as pq
 
@@ -39,37 +40,37 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
               for i in range(metadata.num_row_groups) for j in columns]  # fmt: skip
     values = sum(chunk.num_values for chunk, _ in chunks)
     stored = sum(chunk.total_uncompressed_size for chunk, _ in chunks)
-    size = Size(path, f"{metadata.num_rows} rows of {len(columns)} columns, {values} values", whole)
+    size = _SizeCheck(path, f"{metadata.num_rows} rows of {len(columns)} columns, {values} values", whole)
     size.check(stored, sum(chunk.num_values * max(VALUE_BYTES, width) for chunk, width in chunks))
-    # Each of the values may be as long as all texts of its chunk together.
-    shared = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk, _ in chunks
+    # In a dictionary-encoded chunk, each value may be as long as the whole dictionary.
+    encoded = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk, _ in chunks
               if chunk.physical_type == "BYTE_ARRAY" and not set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
               and chunk.num_values * chunk.total_uncompressed_size > SMALL_BYTES}  # fmt: skip
-    if shared:
-        rows = max(1, min(_ROWS, SMALL_BYTES // 4 // max(shared.values())))
-        with pq.ParquetFile(path, read_dictionary=list(shared), page_checksum_verification=True) as numbers:
+    if encoded:
+        rows = max(1, min(_ROWS, SMALL_BYTES // 4 // max(encoded.values())))
+        with pq.ParquetFile(path, read_dictionary=list(encoded), page_checksum_verification=True) as indices:
             length = stored
-            for batch in numbers.iter_batches(rows, columns=list(shared)):
+            for batch in indices.iter_batches(rows, columns=list(encoded)):
                 length += sum(_length(leaf) for column in batch.columns for leaf in _leaves(column))
                 size.check(length)
     return file
 
 
 @dataclass(frozen=True)
-class Size:
-    """Whether a size can be that of a file's rows."""
+class _SizeCheck:
+    """Checks the expanded size of a file. `rows` describes its contents in error messages."""
 
     path: Path
     rows: str
     whole: bool
 
     def check(self, needed: int, in_python: int = 0) -> None:
-        """Raise ParquetTooLarge for too many bytes; `in_python`: what the rows would take as Python objects."""
-        size, most = os.path.getsize(self.path), max(needed, in_python)
-        if most <= SMALL_BYTES:
+        """Raise ParquetTooLarge if the rows need too many bytes in Arrow (`needed`) or as Python objects."""
+        size, expanded = os.path.getsize(self.path), max(needed, in_python)
+        if expanded <= SMALL_BYTES:
             return
-        expands = f"{size} bytes that expand to at least {most >> 20} MiB ({self.rows})"
-        if most > EXPANSION * size:
+        expands = f"{size} bytes that expand to at least {expanded >> 20} MiB ({self.rows})"
+        if expanded > EXPANSION * size:
             raise ParquetTooLarge(
                 f"{expands}, more than {EXPANSION} times the file's size. No ordinary data does: make sure where the "
                 "file is from. If its rows are right, write them as .jsonl."
@@ -79,7 +80,7 @@ class Size:
 
 
 def _leaves(array: pa.Array) -> Iterator[pa.DictionaryArray]:
-    """The columns of texts within lists and structs."""
+    """The dictionary-encoded arrays of a column, also inside lists, maps and structs."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(array.type):
@@ -94,9 +95,9 @@ def _leaves(array: pa.Array) -> Iterator[pa.DictionaryArray]:
         yield from _leaves(array.values)
 
 
-def _length(texts: pa.DictionaryArray) -> int:
-    """Bytes of all values."""
+def _length(array: pa.DictionaryArray) -> int:
+    """Total length of the decoded strings in bytes."""
     import pyarrow.compute as pc
 
-    lengths: Any = pc.binary_length(texts.dictionary)
-    return pc.sum(lengths.take(texts.indices)).as_py() or 0
+    lengths: Any = pc.binary_length(array.dictionary)
+    return pc.sum(lengths.take(array.indices)).as_py() or 0

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of its own, with limits on memory, time and the length of the result.
+"""Renders chat templates in a subprocess with limits on memory, time and the length of the result.
 
-Run as a script it is that process, which needs no other file of this package. A child of multiprocessing would not do:
-data loaders and grading workers, which render too, may not have any, and cannot fork safely.
+The subprocess runs this file as a script, so the file must not import other modules of the package. `multiprocessing`
+cannot be used: data loader and grading workers render templates too, are daemonic, and cannot fork safely.
 """
 
 import contextlib
@@ -15,40 +15,39 @@ from multiprocessing.connection import Connection, Pipe
 from types import SimpleNamespace
 from typing import Any
 
-MEMORY_BYTES = 1 << 30  # beyond what the process starts with
-TEXT_LENGTH = 1 << 26
-_START_S = 300.0
-_GRACE_S = 5.0
+MEMORY_BYTES = 1 << 30  # limit for a rendering, in addition to the memory of the idle subprocess
+TEXT_LENGTH = 1 << 26  # limit of the rendered text, in characters
+_START_S = 300.0  # limit for the start of the subprocess, which imports transformers
+_GRACE_S = 5.0  # in addition to the time limit of a request, which the subprocess enforces
 _TEXT, _ERROR, _MEMORY, _LONG = b"text", b"error", b"memory", b"long"
 
 
 class LimitExceeded(RuntimeError):
-    """A rendering exceeded a limit, which the message names."""
+    """A rendering exceeded the limit that the message states."""
 
 
 class RenderError(RuntimeError):
-    """A rendering raised an exception: the message has its type and text."""
+    """A rendering raised an exception, whose type and text are in the message."""
 
 
 class TemplateProcess:
-    """One process that renders for all threads of this one, started when first needed, and again after it ended.
+    """A subprocess shared by all threads, started on first use and restarted after it has ended.
 
-    It ends with this process.
+    It ends when this process ends, because its end of the connection is then closed.
     """
 
     def __init__(self) -> None:
-        self.forget()
-        os.register_at_fork(after_in_child=self.forget)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # a forked process starts a subprocess of its own
 
-    def forget(self) -> None:
-        """Have a process of one's own, after a fork."""
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
 
     def render(self, seconds: float, template: str, tokens: dict[str, str], messages: Any, settings: dict) -> str:
         """`apply_chat_template(messages, **settings)` of a tokenizer with this template and these special tokens.
 
-        Raises LimitExceeded, and RenderError for what the template raised.
+        Raises LimitExceeded after `seconds` or at another limit, and RenderError if the template raises an exception.
         """
         request = (seconds, MEMORY_BYTES, TEXT_LENGTH, template, tokens, messages, settings)
         with self._lock:
@@ -60,12 +59,12 @@ class TemplateProcess:
                 if not self._connection.poll(seconds + _GRACE_S):
                     raise TimeoutError
                 answer = self._connection.recv_bytes()
-            except (EOFError, OSError):  # it ended, or was stopped (TimeoutError)
+            except (EOFError, OSError):  # includes TimeoutError; the subprocess has ended or hangs
                 code = self._end()
                 if code in (-signal.SIGALRM, -signal.SIGKILL):
                     raise LimitExceeded(f"did not end within {seconds:g} s and was stopped") from None
                 raise LimitExceeded(f"ended its process with exit code {code}") from None
-            except BaseException:  # the answer to this would be taken for that to the next request
+            except BaseException:  # otherwise the next request would receive the response to this one
                 self._end()
                 raise
         kind, _, text = answer.partition(b" ")
@@ -78,12 +77,12 @@ class TemplateProcess:
         return text.decode("utf-8", "surrogatepass")
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            # -P: modules of this folder must not hide those of the standard library.
-            command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        self._connection, child_connection = Pipe()
+        with child_connection:
+            # -P: modules in this folder must not shadow those of the standard library.
+            command = [sys.executable, "-P", __file__, str(child_connection.fileno())]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[child_connection.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         if not self._connection.poll(_START_S):
@@ -102,18 +101,18 @@ class TemplateProcess:
 
 
 def main(descriptor: int) -> None:
-    """Answer requests until the other end is closed."""
+    """Run the subprocess: serve requests until the parent closes the connection."""
     from transformers import PreTrainedTokenizerBase
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, also within C code
     connection = Connection(descriptor)
     connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
             seconds, memory, length, template, tokens, messages, settings = connection.recv()
             tokenizer = SimpleNamespace(special_tokens_map=tokens, get_chat_template=lambda *_, text=template: text)
-            limited = _memory_limit(memory)
+            previous_limits = _limit_memory(memory)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
                 text = PreTrainedTokenizerBase.apply_chat_template(tokenizer, messages, tokenize=False, **settings)
@@ -121,22 +120,21 @@ def main(descriptor: int) -> None:
             except MemoryError:
                 answer = _MEMORY
             except Exception as error:  # a template can raise anything
-                name, shown = type(error).__name__, str(error)[:1000]
-                answer = _ERROR + b" " + f"{name}: {shown}".encode("utf-8", "surrogatepass")
+                message = f"{type(error).__name__}: {str(error)[:1000]}"
+                answer = _ERROR + b" " + message.encode("utf-8", "surrogatepass")
             signal.setitimer(signal.ITIMER_REAL, 0)
-            text = None
-            resource.setrlimit(resource.RLIMIT_AS, limited)
+            text = None  # frees its memory before the next request
+            resource.setrlimit(resource.RLIMIT_AS, previous_limits)
             connection.send_bytes(answer)
 
 
-def _memory_limit(more: int) -> tuple[int, int]:
-    """Let this process have so many bytes more than it has; returns the limits from before."""
+def _limit_memory(additional: int) -> tuple[int, int]:
+    """Limit the address space to its current size plus `additional` bytes; returns the previous (soft, hard) limits."""
     with open("/proc/self/statm") as file:
-        wanted = int(file.read().split()[0]) * resource.getpagesize() + more
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    hard = before[1]
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-    return before
+        limit = int(file.read().split()[0]) * resource.getpagesize() + additional
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    return soft, hard
 
 
 if __name__ == "__main__":

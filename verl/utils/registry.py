@@ -1,4 +1,4 @@
-"""A table of named plug-ins that suggests the nearest entry for an unknown name, and plug-ins of installed packages."""
+"""Registries of named plug-ins, which suggest the nearest name for an unknown one."""
 
 import difflib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` when a known name is close to `name`, whatever its case, else an empty text."""
+    """`; did you mean 'x'?` if a known name is similar to `name`, ignoring case, otherwise an empty string."""
     lower = {entry.lower(): entry for entry in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return f"; did you mean '{lower[close[0]]}'?" if close else ""
@@ -19,18 +19,20 @@ def nearest(name: str, known: list[str]) -> str:
 
 @cache
 def installed_plugins(kind: str) -> dict[str, str]:
-    """Name -> dotted name of the plug-ins that installed packages declare as entry points of the group `verl.<kind>`.
+    """{name: dotted path} of the entry points that installed packages declare in the group `verl.<kind>`.
 
-    The groups are `verl.rollouts` (names `<rollout.name>.<rollout.mode>`), `verl.auxiliary_losses` and
-    `verl.reward_rules` (names are data sources).
+    The groups are `verl.rollouts` (the name is `<rollout.name>.<rollout.mode>`), `verl.auxiliary_losses` and
+    `verl.reward_rules` (the name is a data source).
     """
     return {point.name: point.value.replace(":", ".") for point in entry_points(group=f"verl.{kind}")}
 
 
 class Registry(dict[K, T]):
-    """A table from names to plug-ins of one kind. `find` lists the known names if one is unknown.
+    """A dictionary of plug-ins of one kind by name.
 
-    `key` is the config key that a user sets (`algorithm.adv_estimator`); `howto` says how to add an entry.
+    Args:
+        key: the configuration key that selects an entry (`algorithm.adv_estimator`), for error messages.
+        howto: how to add an entry, for error messages.
     """
 
     def __init__(self, key: str, howto: str) -> None:
@@ -39,26 +41,28 @@ class Registry(dict[K, T]):
         self.howto = howto
 
     def register(self, name: K) -> Callable[[T], T]:
-        """Decorator that enters an object under `name` and returns it.
+        """Decorator that registers an object under `name` and returns it.
 
-        The same object (or the same definition, imported twice) may be registered again; another one of that name
-        raises ValueError.
+        The same object may be registered again, also as a second import of the same definition. Raises ValueError if
+        another object has that name.
         """
 
-        def enter(entry: T) -> T:
-            present, origin = self.get(name), _origin(entry)
-            taken = present is not None and present is not entry  # a module imported twice registers again
-            if taken and (_origin(present) != origin or "<locals>" in origin):
-                shown = "/".join(name) if isinstance(name, tuple) else name
-                by = _origin(present)
-                raise ValueError(f"{self.key}: '{shown}' is already registered by {by}; {origin} needs another name.")
+        def decorator(entry: T) -> T:
+            registered, origin = self.get(name), _origin(entry)
+            if registered is not None and registered is not entry:
+                other = _origin(registered)
+                if other != origin or "<locals>" in origin:
+                    shown = "/".join(name) if isinstance(name, tuple) else name
+                    raise ValueError(
+                        f"{self.key}: '{shown}' is already registered by {other}; {origin} needs another name."
+                    )
             self[name] = entry
             return entry
 
-        return enter
+        return decorator
 
     def find(self, name: K) -> T:
-        """The entry called `name`; ValueError with the nearest name if there is none."""
+        """The entry `name`. Raises ValueError with the nearest and all known names if it is not registered."""
         if name not in self:
             known = sorted(map(str, self))
             hint = nearest(name, known) or "."
@@ -67,4 +71,5 @@ class Registry(dict[K, T]):
 
 
 def _origin(entry: object) -> str:
-    return entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}"  # str: a dotted name
+    """The dotted path of an entry, which may be given as its dotted path."""
+    return entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}"

@@ -222,7 +222,7 @@ _agent_loop_registry: dict[str, dict[str, Any]] = {
 
 
 def register(agent_name: str) -> Any:
-    """Decorator: enter a subclass of AgentLoopBase under a name."""
+    """Decorator that registers a subclass of AgentLoopBase under a name."""
 
     def decorator(subclass: type[AgentLoopBase]) -> type[AgentLoopBase]:
         _agent_loop_registry[agent_name] = {"_target_": f"{subclass.__module__}.{subclass.__qualname__}"}
@@ -232,7 +232,7 @@ def register(agent_name: str) -> Any:
 
 
 def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
-    """A new object of the loop of that name; ValueError for an unknown one."""
+    """A new instance of the loop registered under this name. Raises ValueError if there is none."""
     if name not in _agent_loop_registry:
         raise ValueError(
             f"agent_name={name!r} is unknown. Known: {', '.join(sorted(_agent_loop_registry))}. Register your own with "

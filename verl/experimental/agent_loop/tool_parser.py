@@ -1,4 +1,4 @@
-"""Finds the tool calls in what a model wrote. Only JSON and plain text are read; nothing is evaluated."""
+"""Parsers of tool calls in generated text. They only parse; generated text is never evaluated."""
 
 import ast
 import functools
@@ -12,9 +12,10 @@ from pydantic import BaseModel
 
 
 class FunctionCall(BaseModel):
-    """A call as the model wrote it: `arguments` is the text of a JSON object. `error` says why it cannot be read.
+    """A generated tool call.
 
-    `id` is the name that the model gave to the call, in formats that have one.
+    `arguments` is the text of a JSON object. `error` is the reason if the call cannot be parsed. `id` is the call's id
+    in formats in which the model generates one.
     """
 
     arguments: str
@@ -23,7 +24,7 @@ class FunctionCall(BaseModel):
     id: str | None = None
 
     def as_message(self) -> dict[str, Any] | None:
-        """The call in a message's `tool_calls`, with arguments as an object; None if it cannot be read."""
+        """The call as an entry of a message's `tool_calls`, with arguments as an object; None if it is malformed."""
         if self.error is not None or named_call(self.name, self.arguments).error is not None:
             return None
         function = {"name": self.name, "arguments": json.loads(self.arguments)}
@@ -32,25 +33,26 @@ class FunctionCall(BaseModel):
 
 @functools.cache
 def _tagged(*tags: tuple[str, str]) -> re.Pattern[str]:
-    """Reasoning, a call (which may have such a tag in its arguments), or the end of reasoning that the prompt began."""
-    thought, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
-    return re.compile(rf"{thought}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
+    """Matches reasoning, a call (which may contain reasoning tags), or a closing reasoning tag without opening tag."""
+    reasoning, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
+    return re.compile(rf"{reasoning}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
 
 
 class ToolParser(ABC):
-    """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out.
+    """Base class of parsers. A malformed call is returned with its `error`, not left out.
 
-    Reasoning in THINK_TAGS is text: a call that it quotes is none. With `is_reasoning` the prompt ends with the first.
-    `tool_schemas` are those of the prompt, for a format that leaves the types of arguments open.
+    A call inside reasoning (between THINK_TAGS) is text, not a call. `is_reasoning` is set if the prompt ends with the
+    opening tag, so that the generated text starts with reasoning. `tool_schemas` are the schemas in the prompt, for
+    formats that do not state the types of arguments.
     """
 
     tool_schemas: Sequence[dict[str, Any]] = ()
     _registry: dict[str, type["ToolParser"]] = {}
-    #: Tokens that end a turn with calls in this format, where the tokenizer has them.
+    #: Additional stop tokens of a turn with calls; tokens that the tokenizer lacks are ignored.
     STOPS: tuple[str, ...] = ()
-    #: What encloses reasoning; None where `parse` tells it apart.
+    #: Opening and closing tag of reasoning; None if `parse` handles reasoning.
     THINK_TAGS: tuple[str, str] | None = ("<think>", "</think>")
-    #: What encloses a call, or all calls of a turn.
+    #: Opening and closing tag of a call, or of all calls of a turn.
     TAGS = ("<tool_call>", "</tool_call>")
     is_reasoning = False
 
@@ -58,26 +60,24 @@ class ToolParser(ABC):
         self.tokenizer = tokenizer
 
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
-        """(the text without its calls, the calls in order)."""
+        """(the text without calls, the calls in order)."""
         content: str = ""
         calls: list[FunctionCall] = []
         for text, is_reasoning in self._parts(self.tokenizer.decode(responses_ids)):
-            rest, found = (text, []) if is_reasoning else self.parse(text)
-            content, calls = content + rest, calls + found
+            rest, parsed = (text, []) if is_reasoning else self.parse(text)
+            content, calls = content + rest, calls + parsed
         return content, calls
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
-        """The text in parts, and whether each is reasoning."""
+        """The text split into (part, whether it is reasoning)."""
         if not self.THINK_TAGS:
             return [(text, False)]
         opened, closed = self.THINK_TAGS
         tagged = _tagged(self.THINK_TAGS, self.TAGS)
         if self.is_reasoning:
-            begun, end, _ = text.partition(closed)
-        else:
-            last = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
-            begun, end = text[:last], ""
-        start = len(begun) + len(end)
+            start = text.index(closed) + len(closed) if closed in text else len(text)
+        else:  # a closing tag without an opening one ends reasoning that the prompt started
+            start = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
         parts = [(text[:start], True)]
         for tag in tagged.finditer(text, start):
             if tag[0].startswith(opened):
@@ -86,15 +86,15 @@ class ToolParser(ABC):
         return [part for part in (*parts, (text[start:], False)) if part[0]]
 
     def message(self, ids: list[int]) -> dict[str, Any]:
-        """What a chat template is given of a turn without its end token: content without calls, reasoning_content."""
-        content, thought = "", ""
+        """The assistant message of a turn (ids without the stop token): content without calls, reasoning_content."""
+        content, reasoning = "", ""
         for text, is_reasoning in self._parts(self.tokenizer.decode(ids)):
             if is_reasoning:
-                thought += text.removeprefix(self.THINK_TAGS[0]).removesuffix(self.THINK_TAGS[1])
+                reasoning += text.removeprefix(self.THINK_TAGS[0]).removesuffix(self.THINK_TAGS[1])
             else:
                 content += self.parse(text)[0]
-        reasoning = {"reasoning_content": thought.strip()} if thought.strip() else {}
-        return {"role": "assistant", "content": content.strip()} | reasoning
+        message = {"role": "assistant", "content": content.strip()}
+        return message | ({"reasoning_content": reasoning.strip()} if reasoning.strip() else {})
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -103,10 +103,10 @@ class ToolParser(ABC):
         return [i for i in ids if i not in (None, self.tokenizer.unk_token_id)]
 
     def typed_call(self, name: str, parameters: list[tuple[str, str]]) -> FunctionCall:
-        """A call of which the format gives each argument as text: (key, text) pairs.
+        """A call in a format that writes arguments as (key, text) pairs without types.
 
-        Text that is JSON other than a string is taken as such, any other as it is. Where the tool's schema allows for a
-        string, JSON of a type that it does not name is text as well.
+        Text that is valid JSON, except for JSON strings, is parsed; other text is a string. If the tool's schema allows
+        a string, JSON of a type that the schema does not allow is a string as well.
         """
         types = _types(self.tool_schemas, name)
         arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
@@ -114,7 +114,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """The same for text that is not reasoning, special tokens included."""
+        """(the text without calls, the calls in order), for text with special tokens and without reasoning."""
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]] = ()) -> "ToolParser":
@@ -128,7 +128,7 @@ class ToolParser(ABC):
 
     @classmethod
     def register(cls, name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
-        """Decorator: enter a parser under a name."""
+        """Decorator that registers a parser for rollout.multi_turn.format."""
 
         def decorator(subclass: type["ToolParser"]) -> type["ToolParser"]:
             cls._registry[name] = subclass
@@ -138,7 +138,7 @@ class ToolParser(ABC):
 
 
 def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
-    """A call written as {"name": ..., "arguments": {...}}."""
+    """Parses a call in the form {"name": ..., "arguments": {...}}."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get(arguments_key, {})
@@ -153,10 +153,9 @@ def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
 
 
 def named_call(name: str, arguments: str, id: str | None = None) -> FunctionCall:
-    """A call of which the format gives the name apart from the JSON object of arguments."""
+    """A call in a format that writes the name separately from the JSON object of arguments."""
     try:
-        given = json.loads(arguments)
-        problem = None if isinstance(given, dict) else "the arguments are not a JSON object"
+        problem = None if isinstance(json.loads(arguments), dict) else "the arguments are not a JSON object"
     except (ValueError, RecursionError) as error:
         problem = f"the call is not valid JSON: {error}"
     return FunctionCall(name=name, arguments=arguments.strip() if problem is None else arguments, error=problem, id=id)
@@ -164,7 +163,7 @@ def named_call(name: str, arguments: str, id: str | None = None) -> FunctionCall
 
 @ToolParser.register("hermes")
 class HermesToolParser(ToolParser):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen models write it."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, the format of Hermes and Qwen models."""
 
     CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
@@ -174,8 +173,9 @@ class HermesToolParser(ToolParser):
 
 @ToolParser.register("llama3_json")
 class Llama3JsonToolParser(ToolParser):
-    """The full turn is a JSON object {"name": ..., "parameters": {...}}, after <|python_tag|> or not; several are
-    separated by semicolons.
+    """{"name": ..., "parameters": {...}} as the whole turn, optionally after <|python_tag|>.
+
+    Several calls are separated by semicolons.
     """
 
     STOPS = ("<|eom_id|>", "<|eot_id|>")
@@ -218,9 +218,9 @@ class Qwen3CoderToolParser(ToolParser):
 
 @ToolParser.register("glm45")
 class Glm45ToolParser(ToolParser):
-    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, as GLM 4.5, 4.6 and 4.7 write it.
+    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, the format of GLM 4.5 to 4.7.
 
-    Line breaks may stand between the parts; for values see `typed_call`.
+    The parts may be separated by line breaks; see `typed_call` for values.
     """
 
     STOPS = ("<|observation|>", "<|user|>")
@@ -242,7 +242,7 @@ class Glm45ToolParser(ToolParser):
 class MinimaxM2ToolParser(ToolParser):
     """<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>.
 
-    One block may have several calls; for values see `typed_call`.
+    One block may contain several calls; see `typed_call` for values.
     """
 
     TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -261,7 +261,7 @@ class MinimaxM2ToolParser(ToolParser):
 
 
 class _TokenToolParser(ToolParser):
-    """Calls between special tokens: each BEGIN ... END, all of them in TAGS; CALL reads what is between."""
+    """Calls between special tokens BEGIN and END, in a section between TAGS. CALL matches the text of a call."""
 
     BEGIN: str
     END: str
@@ -289,7 +289,7 @@ class _TokenToolParser(ToolParser):
 class KimiK2ToolParser(_TokenToolParser):
     """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, in a section of calls.
 
-    What stands before the arguments is the call's id as well, which the template shows with the answer.
+    "functions.name:0" is also the call's id, which the template renders with the tool's response.
     """
 
     TAGS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -303,19 +303,17 @@ class KimiK2ToolParser(_TokenToolParser):
 
 @ToolParser.register("deepseek_v3")
 class DeepseekV3ToolParser(_TokenToolParser):
-    """function<｜tool▁sep｜>name and the arguments in a block of json, as DeepSeek V3 and R1 write it."""
+    """function<｜tool▁sep｜>name, then the arguments in a json code block: the format of DeepSeek V3 and R1."""
 
     TAGS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    CALL = re.compile(
-        r"\s*function<｜tool▁sep｜>(?P<name>[^\s<>]+)\s*```json\s*\n(?P<arguments>.*)```\s*", re.DOTALL
-    )
+    CALL = re.compile(r"\s*function<｜tool▁sep｜>(?P<name>[^\s<>]+)\s*```json\s*\n(?P<arguments>.*)```\s*", re.DOTALL)
     EXPECTED = "function<｜tool▁sep｜>name, then the arguments in ```json ... ```"
 
 
 @ToolParser.register("deepseek_v31")
 class DeepseekV31ToolParser(DeepseekV3ToolParser):
-    """name<｜tool▁sep｜>{...}, as DeepSeek V3.1 writes it."""
+    """name<｜tool▁sep｜>{...}, the format of DeepSeek V3.1."""
 
     CALL = re.compile(r"\s*(?P<name>[^\s<>]+)<｜tool▁sep｜>(?P<arguments>.*)", re.DOTALL)
     EXPECTED = "name<｜tool▁sep｜>{...}"
@@ -323,8 +321,9 @@ class DeepseekV31ToolParser(DeepseekV3ToolParser):
 
 @ToolParser.register("mistral")
 class MistralToolParser(ToolParser):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}], or, as newer models write each call,
-    [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, where the id may be missing.
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}].
+
+    Newer models write [TOOL_CALLS]name[CALL_ID]id[ARGS]{...} for each call, where [CALL_ID]id is optional.
     """
 
     TAGS = ("[TOOL_CALLS]", "</s>")
@@ -344,18 +343,17 @@ class MistralToolParser(ToolParser):
                 raise ValueError("it is not a list")
         except (ValueError, RecursionError) as error:
             return [FunctionCall(name="", arguments=text, error=f"the calls are not a JSON list: {error}")]
-        read = [json_call(json.dumps(call)) for call in calls]
-        for call, given in zip(read, calls, strict=True):
-            call.id = given["id"] if isinstance(given, dict) and isinstance(given.get("id"), str) else None
-        return read
+        parsed = [json_call(json.dumps(call)) for call in calls]
+        for result, call in zip(parsed, calls, strict=True):
+            result.id = call["id"] if isinstance(call, dict) and isinstance(call.get("id"), str) else None
+        return parsed
 
 
 @ToolParser.register("llama4_pythonic")
 class Llama4PythonicToolParser(ToolParser):
-    """The turn is a Python list of calls with named arguments, [name(key="value"), ...], as Llama 4 writes it.
+    """[name(key="value"), ...] as the whole turn, a Python list of calls with keyword arguments (Llama 4).
 
-    It is read as literals: an argument that is an expression, a name or a call is an error. true, false and null are
-    taken as well.
+    Arguments must be Python literals, or true, false or null. Other expressions are errors and are never evaluated.
     """
 
     STOPS = ("<|eom|>", "<|eot|>")
@@ -383,8 +381,8 @@ class Llama4PythonicToolParser(ToolParser):
             return FunctionCall(name="", arguments=source, error="a call is written name(key=value)")
         name = ast.unparse(call.func)
         try:
-            given = {keyword.arg: self._literal(keyword.value) for keyword in call.keywords}
-            return FunctionCall(name=name, arguments=json.dumps(given, allow_nan=False))
+            arguments = {keyword.arg: self._literal(keyword.value) for keyword in call.keywords}
+            return FunctionCall(name=name, arguments=json.dumps(arguments, allow_nan=False))
         except (ValueError, TypeError, RecursionError) as error:
             return FunctionCall(name=name, arguments=source, error=f"an argument is not a literal: {error}")
 
@@ -408,15 +406,16 @@ JSON_TYPES = {
 
 
 def _types(tool_schemas: Sequence[dict[str, Any]], name: str) -> dict[str, list[str]]:
-    """The types that the schema of the tool `name` allows for each of its parameters."""
+    """The types that the schema of tool `name` allows for each parameter."""
     functions = (schema["function"] for schema in tool_schemas)
-    known = next((function for function in functions if function["name"] == name), {})
-    properties = known.get("parameters", {}).get("properties", {})
-    kinds = {key: schema["type"] for key, schema in properties.items()}
-    return {key: [kind] if isinstance(kind, str) else kind for key, kind in kinds.items()}
+    schema = next((function for function in functions if function["name"] == name), {})
+    properties = schema.get("parameters", {}).get("properties", {})
+    types = {key: parameter["type"] for key, parameter in properties.items()}
+    return {key: [kind] if isinstance(kind, str) else kind for key, kind in types.items()}
 
 
 def _value(text: str, types: Sequence[str]) -> Any:
+    """An argument from its text and the types that the schema allows; see `ToolParser.typed_call`."""
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = json.loads(text)
@@ -431,7 +430,7 @@ def _value(text: str, types: Sequence[str]) -> Any:
 class GptOssToolParser(ToolParser):
     """Harmony: <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>.
 
-    The analysis channel, where the model thinks, holds no calls.
+    Calls in the analysis channel, which contains the reasoning, are ignored.
     """
 
     STOPS = ("<|call|>", "<|return|>")
@@ -446,7 +445,7 @@ class GptOssToolParser(ToolParser):
     RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
     def message(self, ids: list[int]) -> dict[str, Any]:
-        """With the analysis as `thinking`, which the template takes unless there is content."""
+        """Also returns the analysis as `thinking`, which the template accepts only in messages without content."""
         message, thinking = super().message(ids), "".join(self.ANALYSIS.findall(self.tokenizer.decode(ids)))
         return message | ({"thinking": thinking} if thinking and not message["content"] else {})
 

@@ -1,4 +1,4 @@
-"""Token ids of messages that are added to a conversation, by the chat template of the tokenizer."""
+"""Encodes prompts and appended messages of a conversation with the chat template of the tokenizer."""
 
 import json
 from collections.abc import Collection
@@ -9,20 +9,20 @@ from verl.data.chat_template import ChatTemplateError, render_chat
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello."}
-CALL_ID = "call%05d"  # nine letters and digits, which Mistral's templates demand
-ARGUMENTS = {"value": "1"}, '{"value": "1"}'  # a call's arguments are an object; a few templates want its text
+CALL_ID = "call%05d"  # nine letters and digits, as Mistral's templates require
+ARGUMENTS = {"value": "1"}, '{"value": "1"}'  # arguments of a call as an object, and as text for a few templates
 ANSWER = {"role": "assistant", "content": "Yes."}
-# With thoughts: some templates put an empty thought into the last turn only.
+# With reasoning, because some templates add empty reasoning to the last turn only.
 CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
 DIFFERENT = "it renders earlier turns differently once the message follows"
 
 
 class MessageEncoder:
-    """Encodes prompts and added messages.
+    """Encodes prompts and appended messages.
 
-    The ids of an added message are a difference: the template renders a short conversation with it and without it, and
-    what the longer one has more are its ids, after the separator that follows the end of a turn, which the model does
-    not generate. So the ids do not depend on the conversation, and the ids of earlier turns never change.
+    To encode appended messages, the template renders a short conversation with and without them. Their ids are those
+    that only the longer rendering has. They start with the separator after the stop token of the previous turn, which
+    the model does not generate. The ids are independent of the conversation, and ids of earlier turns never change.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -32,15 +32,16 @@ class MessageEncoder:
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], **template_kwargs: Any) -> None:
         self.tokenizer, self.stop_ids, self.kwargs = tokenizer, set(stop_ids), template_kwargs
-        self._systems: list[list[dict[str, Any]]] = [[SYSTEM], []]  # some templates refuse a system message
+        self._systems: list[list[dict[str, Any]]] = [[SYSTEM], []]  # some templates do not support system messages
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:  # fmt: skip
-        """The ids of a prompt, up to where the model continues.
+        """The ids of messages, by default with the generation prompt.
 
-        Arguments of calls are objects, and are given as text to a template that raises an error for them.
+        If the template raises an error for arguments of tool calls as objects, they are passed as JSON text.
+        Raises ChatTemplateError.
         """
         settings = {"add_generation_prompt": add_generation_prompt}
         try:
@@ -55,21 +56,21 @@ class MessageEncoder:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True, after: int | None = None,
     ) -> list[int]:  # fmt: skip
-        """The ids of messages after a generated turn, up to where the model continues.
+        """The ids of messages appended to a generated turn, by default with the generation prompt.
 
-        The messages are all of role "tool", after a turn with calls, or of another role. `after`: the last id that was
-        generated, for templates whose messages begin with the stop token of the turn before; None for the right one.
-        Raises ValueError if the template does not allow for it: it refuses them, changes earlier turns, or ends a turn
-        with no token of `stop_ids`.
+        Either all messages have the role "tool" and follow a turn with tool calls, or none has. `after` is the last
+        generated id. Templates whose messages begin with the stop token of the previous turn need it: this stop token
+        is left out if it was generated, or if `after` is None. Raises ValueError if the template does not support
+        appending: it raises an error, changes earlier turns, or ends a turn without a token of `stop_ids`.
         """
         role = messages[0]["role"]
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID % i, **message} for i, message in enumerate(messages)]
-            numbers = sorted({len(messages), 1}, reverse=True)  # some templates allow one call per turn
+            numbers = sorted({len(messages), 1}, reverse=True)  # some templates support one call per turn
             bases = [[USER, {**CALLING, "tool_calls": [_call_of(message, arguments) for message in messages[:n]]}]
                      for n in numbers for arguments in ARGUMENTS]  # fmt: skip
         else:
-            bases = [[USER, ANSWER], [USER]]  # some templates take the thoughts out of a turn once a user follows
+            bases = [[USER, ANSWER], [USER]]  # some templates change a turn when a user message follows
         problem = ""
         for system in self._systems:
             for base in bases:
@@ -81,12 +82,12 @@ class MessageEncoder:
         raise ValueError(f"messages of role {role!r} cannot be added by the chat template: {problem}")
 
     def without_separator(self, ids: list[int]) -> list[int]:
-        """Ids without the space after the last turn's end, which belongs to the next message: no model generates it."""
+        """The ids up to the stop token of the last turn, without the separator that follows it."""
         end = self._end(ids)
         return ids if end is None else ids[: end + 1]
 
     def _end(self, ids: list[int]) -> int | None:
-        """Where the last turn's stop token is; None if a turn without one follows."""
+        """The position of the last turn's stop token; None if the last turn has no stop token."""
         end = next((i for i in reversed(range(len(ids))) if ids[i] in self.stop_ids), None)
         unended = end is None or self.tokenizer.decode(ids[end + 1 :], skip_special_tokens=True).strip()
         return None if unended else end
@@ -95,10 +96,11 @@ class MessageEncoder:
         self, ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
         mode: str = "strict", awaits_model: bool = False, cut: bool = False,
     ) -> str | None:  # fmt: skip
-        """How the ids of a conversation differ from those of its messages, encoded at once; None if they do not.
+        """How the ids of a conversation differ from those of its messages rendered at once; None if they are equal.
 
-        `mode` is multi_turn.tokenization_sanity_check_mode: ignore_strippable ignores whitespace around the differing
-        parts, disable compares nothing. `cut`: the end of the last turn may be missing.
+        `mode` is multi_turn.tokenization_sanity_check_mode: "ignore_strippable" ignores leading and trailing whitespace
+        of the part that differs, "disable" skips the comparison. `awaits_model`: the ids end with a generation prompt.
+        `cut`: the last turn may be truncated.
         """
         if mode == "disable":
             return None
@@ -125,14 +127,14 @@ class MessageEncoder:
         self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool,
         after: int | None,
     ) -> tuple[list[int] | None, str]:  # fmt: skip
-        """The ids that follow the end of the base's last turn, or None and why there are none."""
+        """(the ids after the end of the base's last turn, ""), or (None, the reason why they cannot be determined)."""
         try:
             shorter = self._render(base, tools)
             longer = self._render([*base, *messages], tools, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:
             return None, str(error)
         if self._end(shorter) is None:
-            # The last turn has no end, or what the model ends a turn with is the start of the next one.
+            # The template omits the end of the last turn, or a turn's stop token is the start of the next message.
             end = next((i for i in range(len(shorter), len(longer)) if longer[i] in self.stop_ids), None)
             if end is None or self.tokenizer.decode(longer[len(shorter) : end]).strip():
                 return None, f"it ends the turn before with none of the stop tokens (ids {sorted(self.stop_ids)})"
@@ -140,9 +142,9 @@ class MessageEncoder:
                 return longer[end + (after in (None, longer[end])) :], ""
             return None, DIFFERENT
         ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
-        # A template may end the text as well as the turn: then two stop tokens with nothing between them.
-        text_ends_too = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
-        for end in ends[-2:] if text_ends_too else ends[-1:]:
+        # A template may add an end-of-text token to the stop token of the last turn.
+        two_stops = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
+        for end in ends[-2:] if two_stops else ends[-1:]:
             if longer[: end + 1] == shorter[: end + 1]:
                 return longer[end + 1 :], ""
         return None, DIFFERENT
@@ -150,26 +152,24 @@ class MessageEncoder:
     def check(
         self, roles: Collection[str], tools: list[dict[str, Any]] | None = None, *, at_once: bool = False
     ) -> None:
-        """Raise ValueError, naming the case, unless messages of these roles can be added, and appear in the text.
+        """Raise ValueError if messages of these roles cannot be appended, or do not appear in the rendered text.
 
-        `at_once`: messages are rendered with those before them (multi_turn.row_per_turn), and need not be what can be
-        added to earlier ids.
+        `at_once`: all messages are rendered for each turn (multi_turn.row_per_turn), so that appending is not required.
         """
         for role in roles:
             for before in (["4217"], [])[role != "tool" :]:
                 with_text, without = (self._checked(role, [*before, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
                     raise ValueError(f"the chat template leaves messages of role {role!r} out")
-            uncalled = None
+            without_call = None
             if at_once and role == "tool":
-                with suppress(ChatTemplateError):  # many refuse an answer without a call
-                    uncalled = self._checked(role, ["58"], tools, at_once, called=False)
-            if uncalled == with_text:
+                with suppress(ChatTemplateError):  # many templates refuse a tool response without a call
+                    without_call = self._checked(role, ["58"], tools, at_once, called=False)
+            if without_call == with_text:
                 raise ValueError("the chat template leaves calls of tools out")
 
-    def _checked(
-        self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True
-    ) -> list[int]:
+    def _checked(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
+        """The ids of messages with these texts, appended or, with `at_once`, rendered in a short conversation."""
         messages = [{"role": role, "content": text} for text in texts]
         if not at_once:
             try:
@@ -187,17 +187,18 @@ class MessageEncoder:
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)
-        text = text.encode("utf-8", "replace").decode()  # arguments of calls may have half a surrogate pair
+        text = text.encode("utf-8", "replace").decode()  # arguments of calls may contain lone surrogates
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _call_of(answer: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """A call that a tool's message answers: templates show its name, or its id."""
+    """The tool call to which a tool message responds; templates render its name or its id."""
     function = {"name": answer.get("name") or "tool", "arguments": arguments}
     return {"id": answer["tool_call_id"], "type": "function", "function": function}
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with arguments of tool calls as JSON text instead of objects."""
     if not message.get("tool_calls"):
         return message
     functions = [call["function"] for call in message["tool_calls"]]
