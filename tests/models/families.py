@@ -80,7 +80,7 @@ FAMILIES: dict[str, tuple[str, dict, str]] = {
 
 #: those that vLLM 0.32 runs on a CPU in float32 with heads this small
 # vLLM 0.32's experts give NaN in float32 on CPUs without AVX-512, also from weights read from disk. Families
-# that it runs by its Transformers backend (OLMo 2) are left out too: it changes transformers' own class in this process.
+# that it runs by its Transformers backend (OLMo 2) are left out too: it changes transformers' class in the process.
 IN_VLLM = ("Llama", "Llama, tied", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Granite")
 
 
