@@ -40,6 +40,7 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import ServerClient
+from verl.workers.rollout.sampling import GenerationRequest, Sampling
 
 CONVERSATIONS, GROUPS, SHARED, OWN = 64, 8, 128, 32  # words of a prompt: those of all, those of its group
 CALLS_SHARE, MOST_CALLS, SHORTEST, LONGEST = 0.57, 6, 8, 48
@@ -142,11 +143,17 @@ def batch(made: list[Plan], agent: str, n: int = 1) -> DataProto:
     return DataProto.from_dict(tensors, arrays, meta)
 
 
+def greedy_params(rollout: Any, eos_ids: tuple[int, ...], limit: int) -> Any:
+    """vLLM's sampling parameters of one greedy answer of at most `limit` tokens."""
+    sampling, log_probs = Sampling(greedy=True, temperature=0.0, top_k=-1, top_p=1.0), rollout.config.calculate_log_probs
+    return rollout._params(GenerationRequest([], 1, sampling, eos_ids, 0, [], limit, log_probs, 1.0), 0)
+
+
 def turn_by_turn(made: list[Plan], rollout: Any, encoder: MessageEncoder, runner: ToolRunner) -> list[list[int]]:
     """The same conversations in batches: all turns are generated together, then all tools answer, and so on."""
     tokenizer, schemas = encoder.tokenizer, tool_schemas(runner.tools.values())
     parser = HermesToolParser(tokenizer)
-    params = rollout._params(SimpleNamespace(greedy=True), 1, 0, tuple(stop_ids(tokenizer)))
+    params = greedy_params(rollout, tuple(stop_ids(tokenizer)), rollout.config.response_length)
     held = [Conversation(encoder.prompt([{"role": "user", "content": " ".join(plan.words)}], schemas)) for plan in made]
 
     async def answer(conversation: Conversation, tools: Any, ids: list[int]) -> bool:
@@ -251,7 +258,7 @@ def single_turns(manager: AgentLoopManager, rollout: Any) -> Row:
 def http_overhead(rollout: Any) -> Row:
     """Requests of one token, one after the other: through the server, less straight to the engine."""
     ids, engine = list(range(5, 37)), rollout.llm.llm_engine
-    params = rollout._params(SimpleNamespace(greedy=True), 1, 0, (), limit=1)
+    params = greedy_params(rollout, (), limit=1)
 
     def direct() -> None:
         for i in range(REQUESTS):
