@@ -145,7 +145,8 @@ def batch(made: list[Plan], agent: str, n: int = 1) -> DataProto:
 
 def greedy_params(rollout: Any, eos_ids: tuple[int, ...], limit: int) -> Any:
     """vLLM's sampling parameters of one greedy answer of at most `limit` tokens."""
-    sampling, log_probs = Sampling(greedy=True, temperature=0.0, top_k=-1, top_p=1.0), rollout.config.calculate_log_probs
+    sampling = Sampling(greedy=True, temperature=0.0, top_k=-1, top_p=1.0)
+    log_probs = rollout.config.calculate_log_probs
     return rollout._params(GenerationRequest([], 1, sampling, eos_ids, 0, [], limit, log_probs, 1.0), 0)
 
 
