@@ -76,7 +76,7 @@ def run_alone(command: list[str], log: Path, threads: int | None = None) -> None
 def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int | None = None, count: int = STEPS
           ) -> list[dict[str, float]]:  # fmt: skip
     """Metrics of steps of the demo's command with more settings: the file's prompts in their order, learning rate 0, no
-    validation, no checkpoint."""
+    validation, a checkpoint after the last step only."""
     file = OUT / name / "metrics.jsonl"
     command = demo.training_command(
         model, OUT / "data", file.parent, count, 0, f"data.train_batch_size={PROMPTS}", "data.shuffle=false",

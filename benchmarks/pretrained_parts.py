@@ -75,16 +75,16 @@ def main() -> None:
               max_num_seqs=PROMPTS * SAMPLES, kv_cache_memory_bytes=2**30)  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
     prompts = [list(prompt) for prompt in pd.read_parquet(data)["prompt"]]
-    means: dict[str, list[float]] = {"generation": [], "forward_backward": [], "seconds": [], "tokens": []}
+    measured: dict[str, list[float]] = {"generation": [], "forward_backward": [], "seconds": [], "tokens": []}
     for step in range(WARM_UP + STEPS):
         groups, generated = generate(llm, prompts[PROMPTS * step : PROMPTS * (step + 1)])
         learned = learn(model, groups)
         if step >= WARM_UP:
-            means["generation"].append(generated)
-            means["forward_backward"].append(learned)
-            means["seconds"].append(generated + learned)
-            means["tokens"].append(mean(len(answer) for _, answers in groups for answer in answers))
-    out.write_text(json.dumps({name: mean(values) for name, values in means.items()}))
+            measured["generation"].append(generated)
+            measured["forward_backward"].append(learned)
+            measured["seconds"].append(generated + learned)
+            measured["tokens"].append(mean(len(answer) for _, answers in groups for answer in answers))
+    out.write_text(json.dumps({name: mean(values) for name, values in measured.items()}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from verl.checkpoint.publish import disk_full
 from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.models.loading import get_hf_auto_model_class, torch_dtype_of
 from verl.utils.peft_weights import hf_name
-from verl.utils.weight_files import write_safetensors
+from verl.utils.weight_files import untie, write_safetensors
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -100,10 +100,7 @@ class MergedWeights(TensorSource):
             with torch.device("meta"):
                 model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
             if not options.tie_word_embedding and self._has_own_head(model):
-                for part in (config, config.get_text_config()):
-                    part.tie_word_embeddings = False
-                logger.warning("{}: tie_word_embeddings is set to false: the trained output matrix is not the "
-                               "embedding", options.local_dir)  # fmt: skip
+                untie(config, options.local_dir)
                 with torch.device("meta"):
                     model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
         except (OSError, ValueError) as error:

@@ -82,13 +82,21 @@ def untie_by_weights(config: Any, folder: str | Path) -> bool:
     That is one that differs from the embedding: transformers uses it whatever the flag says, engines and exports go
     by the flag. Returns whether it was set.
     """
-    flagged = [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
-    if not flagged or not _has_own_head(str(Path(folder).expanduser())):
+    if not _flagged(config) or not _has_own_head(str(Path(folder).expanduser())):
         return False
-    logger.warning("{}: tie_word_embeddings is set to false: the output matrix is not the embedding", folder)
-    for part in flagged:
-        part.tie_word_embeddings = False
+    untie(config, folder)
     return True
+
+
+def untie(config: Any, place: str | Path) -> None:
+    """Set the config's tie_word_embeddings to false, with a warning that names `place`, where the weights are."""
+    logger.warning("{}: tie_word_embeddings is set to false: the output matrix is not the embedding", place)
+    for part in _flagged(config):
+        part.tie_word_embeddings = False
+
+
+def _flagged(config: Any) -> list[Any]:
+    return [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
 
 
 @functools.lru_cache(maxsize=16)
