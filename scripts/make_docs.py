@@ -26,6 +26,7 @@ from verl.config.megatron import MegatronPPOConfig  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig  # noqa: E402
+from verl.protocol.columns import COLUMNS  # noqa: E402
 from verl.utils.metric.names import METRICS  # noqa: E402
 
 SPD = make_dataclass("SPD", [("spd", SPDSettings, setting(SPDSettings))], bases=(PPOConfig,))
@@ -49,6 +50,10 @@ TREES = {
 }  # fmt: skip
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 SHOWN = re.compile(r"^<!-- (\S+\.py) -->\n```python\n.*?^```\n", re.M | re.S)  # a file of the tree in a page
+#: folders whose modules use the names of columns for other things
+OFF_THE_LOOP = {"sft", "planning", "config", "utils", "models", "checkpoint", "engine", "model_merger"}
+SHOWN_USES = 6
+BETWEEN = re.compile(r"(<!-- columns: .*? -->).*(<!-- end of columns -->)", re.S)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")  # to a file
 API = {
     "Data": ["verl.protocol.DataProto"],
@@ -236,6 +241,63 @@ def copied_page(readme: Path) -> str:
     return f"{head}\n\n{text}"
 
 
+def column_uses() -> dict[str, tuple[set[str], set[str]]]:
+    """{column: (files that write it, files that read it)}, from the string constants of the RL loop's modules.
+
+    An assignment to a subscript, and a key of a dict that becomes a batch, write; other uses as a key read.
+    """
+    files = [file for file in sorted((ROOT / "verl").rglob("*.py")) if OFF_THE_LOOP.isdisjoint(file.parts)]
+    trees = {file: ast.parse(file.read_text()) for file in files if file.stem != "columns"}
+    constants = {  # LOST = "__lost__" is used by its name
+        node.targets[0].id: node.value.value
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant) and node.value.value in COLUMNS
+    }  # fmt: skip
+    uses: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in COLUMNS}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            for key, writes in _keys(node):
+                name = key.value if isinstance(key, ast.Constant) else constants.get(getattr(key, "id", ""))
+                if isinstance(name, str) and name in COLUMNS:
+                    uses[name][0 if writes else 1].add("/".join(file.parts[-2:]))
+    return uses
+
+
+def _keys(node: ast.AST) -> list[tuple[ast.expr, bool]]:
+    """(key, whether it is written) of what a node does with columns."""
+    if isinstance(node, ast.Subscript):
+        return [(node.slice, isinstance(node.ctx, ast.Store))]
+    if isinstance(node, ast.Dict):
+        return [(key, True) for key in node.keys if key is not None]
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        return [(node.left, False)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+        return [(key, False) for key in node.args[:1]]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [(key, False) for key in node.elts]
+    if isinstance(node, ast.FunctionDef) and any("register_adv_est" in ast.unparse(d) for d in node.decorator_list):
+        return [(ast.Constant(argument.arg), False) for argument in node.args.args]  # the trainer passes them by name
+    return []
+
+
+def _listed(files: list[str]) -> str:
+    more = [f"{len(files) - SHOWN_USES} more"] if len(files) > SHOWN_USES else []
+    return ", ".join([*(f"`{file}`" for file in files[:SHOWN_USES]), *more])
+
+
+def with_columns(page: Path) -> str:
+    """A page with the table of the batch's columns between its two comments."""
+    lines = ["| column | shape | dtype | meaning | written by | read by |", "|---|---|---|---|---|---|"]
+    for name, (writers, readers) in column_uses().items():
+        column = COLUMNS[name]
+        cells = [_listed(sorted(files)) for files in (writers, readers - writers)]
+        lines.append(f"| `{name}` | {column.shape} | {column.dtype} | {column.meaning} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    return BETWEEN.sub(lambda m: f"{m[1]}\n\n{table}\n\n{m[2]}", page.read_text())
+
+
 def with_shown_files(page: Path) -> str:
     """A page whose code block after each comment `<!-- path -->` is that file."""
     return SHOWN.sub(lambda m: f"<!-- {m[1]} -->\n```python\n{(ROOT / m[1]).read_text()}```\n", page.read_text())
@@ -247,6 +309,7 @@ def main() -> int:
     docs, extending = ROOT / "docs", ROOT / "docs" / "extending.md"
     pages |= {docs / "config.md": config_page, docs / "metrics.md": metrics_page, docs / "api.md": api_page}
     pages[extending] = lambda: with_shown_files(extending)
+    pages[docs / "concepts.md"] = lambda: with_columns(docs / "concepts.md")
     pages[docs / "models.md"] = models_page
     for name, folder in (("dllm", "dllm_reasoning"), ("benchmarks", "benchmarks")):
         pages[docs / f"{name}.md"] = functools.partial(copied_page, ROOT / folder / "README.md")

@@ -34,16 +34,22 @@ def inputs_of(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
     return tuple(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters)
 
 
-def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[str, Any]) -> Estimate:
+def estimate_advantages(
+    name_or_enum: str | AdvantageEstimator, inputs: Mapping[str, Any], columns: Mapping[str, Any] | None = None
+) -> Estimate:
     """Call the estimator with those of `inputs` that its signature names (all of them if it takes **kwargs).
 
     So a caller offers everything it has (token_level_rewards, response_mask, values, index, reward_baselines,
-    gamma, lam, config, ...) without a branch by estimator; a required input that is missing is an error.
+    gamma, lam, config, ...) without a branch by estimator. A parameter without a default takes its value from
+    `columns` if `inputs` lack it: data files and reward functions choose their names, so an optional parameter
+    never gets one. A required input that is missing is an error.
     """
     fn = get_adv_estimator_fn(name_or_enum)
     parameters = inspect.signature(fn).parameters.values()
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in inputs]
+    required = [p.name for p in named if p.default is inspect.Parameter.empty]
+    inputs = {**{name: columns[name] for name in required if name in (columns or {})}, **inputs}
+    missing = [name for name in required if name not in inputs]
     if missing:
         raise ValueError(
             f"algorithm.adv_estimator='{name_or_enum}' needs {', '.join(missing)}, which this batch lacks; "

@@ -5,9 +5,11 @@ import pytest
 import torch
 from loguru import logger
 
+from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.core_algos import AdaptiveKLController
+from verl.workers.reward_manager.reward_rows import EXTRAS, extras_column
 
 
 def scored() -> DataProto:
@@ -35,6 +37,25 @@ def test_estimator_gets_groups_by_uid_and_ignores_what_it_does_not_name():
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantage(data, "grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
     assert data.batch["advantages"].tolist() == [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.5]]
+
+
+def test_a_required_parameter_names_a_column_of_the_data_or_of_the_reward(monkeypatch):
+    def by_level(token_level_rewards, response_mask, level, difficulty, lam=None, note="default"):
+        assert note == "default"  # an optional parameter does not take a column by chance
+        weights = torch.tensor([float(one) * two for one, two in zip(level, difficulty, strict=True)])
+        return (token_level_rewards * weights[:, None], token_level_rewards)
+
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "by_level", by_level)
+    data = scored()
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    data.non_tensor_batch["level"] = np.array(["2", "3"], dtype=object)
+    data.non_tensor_batch["note"] = np.array(["x", "y"], dtype=object)
+    data.non_tensor_batch[EXTRAS] = extras_column({"difficulty": [5.0, 7.0]}, 2)
+    compute_advantage(data, "by_level")
+    assert data.batch["advantages"].tolist() == [[0.0, 10.0, 0.0], [0.0, 0.0, 42.0]]
+    data.non_tensor_batch.pop("level")
+    with pytest.raises(ValueError, match="'by_level' needs level, which this batch lacks"):
+        compute_advantage(data, "by_level")
 
 
 def test_a_step_of_equal_rewards_is_a_warning():

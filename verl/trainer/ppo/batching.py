@@ -25,7 +25,7 @@ from verl.config.batch_sizes import prompts_a_step
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.groupwise import as_torch_index
-from verl.workers.reward_manager.reward_rows import EXTRAS, LOST
+from verl.workers.reward_manager.reward_rows import EXTRAS, LOST, reward_extras
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
@@ -306,11 +306,16 @@ def compute_advantage(
     data: DataProto, adv_estimator: advantage.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
     num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None,
 ) -> DataProto:
-    """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names."""
+    """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names.
+
+    That is a tensor column, a setting or `index` (the column `uid`); a parameter without a default can also name
+    another column of the batch, or a value that the reward function returned besides the score (a list of B values).
+    """
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
-    advantages, returns = advantage.estimate_advantages(adv_estimator, inputs)
+    columns = {**reward_extras(data), **data.non_tensor_batch}
+    advantages, returns = advantage.estimate_advantages(adv_estimator, inputs, columns)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
         reward = data.batch["token_level_rewards"].sum(-1).mean().item()
