@@ -50,6 +50,20 @@ TREES = {
 }  # fmt: skip
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 SHOWN = re.compile(r"^<!-- (\S+\.py) -->\n```python\n.*?^```\n", re.M | re.S)  # a file of the tree in a page
+#: keys that most runs set, in the order in which people meet them
+COMMON = (
+    "data.train_files", "data.val_files", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length",
+    "custom_reward_function.path", "algorithm.adv_estimator", "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.fsdp_config.param_offload",
+    "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.temperature", "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.gpu_memory_utilization", "trainer.device", "trainer.n_gpus_per_node",
+    "trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq", "trainer.save_freq",
+    "trainer.default_local_dir", "trainer.dry_run",
+)  # fmt: skip
 #: folders whose modules use the names of columns for other things
 OFF_THE_LOOP = {"sft", "planning", "config", "utils", "models", "checkpoint", "engine", "model_merger"}
 SHOWN_USES = 6
@@ -137,6 +151,15 @@ def config_page() -> str:
     lines += ["```bash", "python scripts/print_cfg.py trainer.seed=3", "```", ""]
     lines += ["*always*: what the key asks for holds whether it is set or not; setting it to `false` is reported."]
     lines += ["*no effect*: the key is accepted for scripts that set it, and setting it is reported.", ""]
+    lines += ["## The keys of most runs", "", "| key | default | meaning |", "|---|---|---|"]
+    file, owner = TREES["python -m verl.trainer.main_ppo"]
+    keys = keys_of(file)
+    for key in COMMON:
+        default, sentence = keys[key]
+        meaning = (sentence or described(owner, key)[1]).replace("|", "/")
+        lines.append(f"| `{key}` | `{default}` | {meaning} |")
+    check = "`trainer.dry_run=true` checks the settings, data, memory and disk space of a command without training."
+    lines += ["", check, ""]
     shown = set()  # rows of main_ppo's model and rollout, as main_generation would show them
     for title, (file, owner) in TREES.items():
         lines += [f"## {title}", ""]
