@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.aggregation import masked_mean, masked_whiten
 from verl.algos.names import AdvantageEstimator
 from verl.utils.groupwise import as_torch_index
 from verl.utils.registry import Registry
-from verl.utils.torch_functional import masked_mean, masked_whiten
 from verl.utils.user_code import defined_at, kind
 
 Estimate = tuple[Tensor, Tensor]

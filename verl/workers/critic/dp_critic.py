@@ -7,10 +7,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from verl.algos.aggregation import masked_mean
 from verl.algos.policy_loss import compute_value_loss
 from verl.protocol import DataProto
 from verl.utils.peft_weights import without_adapters
-from verl.utils.torch_functional import masked_mean
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
 from verl.workers.config import FSDPCriticConfig
