@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoFuture, concat_batches
-from verl.protocol.tensordict_utils import chunk_tensordict
+from verl.protocol.merge import chunk_tensordict
 from verl.utils.py_functional import DynamicEnum
 
 if TYPE_CHECKING:
