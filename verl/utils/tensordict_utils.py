@@ -1,4 +1,4 @@
-"""Compatibility with verl: functions on TensorDicts, whose columns are tensors [B, ...], jagged or not, or Python values.
+"""Compatibility with verl: functions on TensorDicts, whose columns are tensors, jagged or not, or Python values.
 
 A value per row is a NonTensorStack, a value of the full batch a NonTensorData. A batch that has values of the whole
 batch alone has the batch size [].
