@@ -21,6 +21,7 @@ from verl.protocol.merge import (
     cat_tensors,
     chunk_tensordict,
     concat_tensordict,
+    deep_equal,
     fold_batch_dim,
     iterate_batches,
     list_of_dict_to_dict_of_list,
@@ -41,7 +42,6 @@ from verl.protocol.serialization import (
     serialize_single_tensor,
     serialize_tensordict,
 )
-from verl.utils.py_functional import deep_equal
 
 if TYPE_CHECKING:
     import ray

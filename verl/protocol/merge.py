@@ -11,8 +11,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
-from verl.utils.py_functional import deep_equal
-
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
@@ -98,6 +96,28 @@ def merge_meta(metas: list[dict]) -> dict:
 
 def _listed(value: object) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of nested arrays, tensors, dicts and lists, in which NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.shape != b.shape:
+            return False
+        if a.dtype != object and b.dtype != object:
+            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
+        return all(deep_equal(x, y) for x, y in zip(a.ravel(), b.ravel(), strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(deep_equal(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.is_nested or b.is_nested:
+            return a.is_nested and b.is_nested and deep_equal(a.unbind(), b.unbind())
+        b = b.to(a.device)
+        return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def same_column(one: Any, other: Any) -> bool:

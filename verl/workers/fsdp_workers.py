@@ -1,6 +1,6 @@
 """Import path of the Ray-facing roles on FSDP engines."""
 
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker

@@ -6,7 +6,7 @@ from verl.config.compose import omega_conf_to_dataclass
 from verl.config.model import PluginConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.config import FSDPCriticConfig, HFModelConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine

@@ -9,7 +9,7 @@ from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.device import visible_device
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.ranks import ModelWorker

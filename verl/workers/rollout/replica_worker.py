@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl.config.compose import omega_conf_to_dataclass
 from verl.reward.pool import finished
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.device import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import HFModelConfig, RolloutConfig
