@@ -23,7 +23,7 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import overrides
 from verl.utils.fsdp_utils import full_tensor, local_tensor
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+from verl.utils.sequence_parallel import set_ulysses_sequence_parallel_group
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.engine.memory_trace import MicroBatch, trace_update

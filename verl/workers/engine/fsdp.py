@@ -31,12 +31,12 @@ from verl.utils.peft_weights import (
     peft_models,
     without_adapters,
 )
-from verl.utils.tensor_parallel import styles_of
-from verl.utils.ulysses import (
+from verl.utils.sequence_parallel import (
     get_ulysses_sequence_parallel_group,
     set_ulysses_sequence_parallel_group,
     validate_ulysses_config,
 )
+from verl.utils.tensor_parallel import styles_of
 from verl.workers import config as cfg
 from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
