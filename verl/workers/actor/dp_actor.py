@@ -10,12 +10,12 @@ from tensordict import TensorDict
 from verl.algos.aggregation import agg_loss
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens, get_policy_loss_fn
+from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
-from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import Policy
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
+from verl.config.actor import ActorConfig
+from verl.config.critic import CriticConfig
 from verl.profiling.profile import finished_update
 from verl.protocol import DataProto
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
-from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.packing import moved
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from verl.algos.aggregation import masked_mean
 from verl.algos.policy_loss import compute_value_loss
+from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.utils.peft_weights import without_adapters
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
-from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import make_packable

@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 
+from verl.config.common import CheckpointConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
 from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
 from verl.profiling.profile import DistProfiler
@@ -13,7 +15,6 @@ from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_datap
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
-from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.critic.dp_critic import packs_values
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy.packing import pack_batch
