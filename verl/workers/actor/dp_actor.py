@@ -54,7 +54,7 @@ class DataParallelPPOActor(BasePPOActor):
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        data, own = self.engine.joined(self._select(data, ()))
+        data, own = self.engine.gather_over_sequence_group(self._select(data, ()))
         budget = tokens * self.engine.sequence_parallel_size if dynamic else None
         micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
 

@@ -75,7 +75,7 @@ def update_by_mini_batches(
                 continue
             if begin is not None:
                 begin(mini, number)
-            mini, _ = engine.joined(mini)
+            mini, _ = engine.gather_over_sequence_group(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(config.optim.max_grad_norm(config.grad_clip))

@@ -38,7 +38,7 @@ class DataParallelPPOCritic(BasePPOCritic):
         rows, tokens = self.config.forward_micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu
         chosen = data.select(batch_keys=list(_FORWARD_KEYS), non_tensor_batch_keys=[])
         budget = tokens * self.engine.sequence_parallel_size if self.config.use_dynamic_bsz else None
-        chosen, own = self.engine.joined(chosen)
+        chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
         (values,) = forward_in_order(self.engine, micros, lambda batch: [self._values(batch) * batch["response_mask"]])
         return values[own]

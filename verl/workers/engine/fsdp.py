@@ -180,7 +180,7 @@ class FSDPEngine(BaseEngine):
     def get_data_parallel_rank(self) -> int:
         return self.rank // self.joint_size
 
-    def joined(self, data: DataProto) -> tuple[DataProto, slice]:
+    def gather_over_sequence_group(self, data: DataProto) -> tuple[DataProto, slice]:
         if self.joint_group is None:
             return data, slice(0, len(data))
         parts: list[Any] = [None] * self.joint_size
@@ -217,7 +217,7 @@ class FSDPEngine(BaseEngine):
     def eval_mode(self) -> AbstractContextManager[FSDPEngine]:
         return self._mode("eval", optimizer=False)
 
-    def gathered(self) -> AbstractContextManager:
+    def unsharded(self) -> AbstractContextManager:
         return fsdp_utils.kept_gathered(self.module, self.engine_config.reshard_after_forward)
 
     @contextmanager

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl.config.optimizer import build_optimizer
 from verl.models.loading import torch_dtype_of
+from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils import fsdp_utils
 from verl.utils.peft_weights import without_adapters
 from verl.utils.problems import one_line
@@ -56,7 +57,7 @@ class MicroBatch:
     response: int
     samples: int = 1
     several: bool = True
-    chunk_tokens: int = 896
+    chunk_tokens: int = LOGITS_CHUNK
     with_entropy: bool = False
 
 

@@ -80,7 +80,7 @@ class RewardModelWorker(ModelWorker):
             values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
             return [packing.answered(values, last.shape).squeeze(1)]
 
-        chosen, own = self.engine.joined(chosen)
+        chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
         (scores,) = forward_in_order(self.engine, micros, last_values)
         return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})
