@@ -21,7 +21,7 @@ from verl.single_controller.ray.fetch import fetch
 from verl.single_controller.ray.ray_class import FUSED_SEPARATOR, RayClassWithInitArgs, role_classes, unwrap
 from verl.single_controller.ray.resource_pool import RayResourcePool, get_random_string, node_of_bundle
 from verl.single_controller.ray.watchdog import hanging, phase_of
-from verl.utils.device import threads_of_rank
+from verl.utils.accelerator import threads_of_rank
 
 
 def _master_address_near(group: PlacementGroup, bundle: int) -> tuple[str, str]:

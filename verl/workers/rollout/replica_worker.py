@@ -12,7 +12,7 @@ from verl.config.rollout import RolloutConfig
 from verl.reward.pool import finished
 from verl.single_controller.base import Worker
 from verl.single_controller.base.dispatch import Dispatch, register
-from verl.utils.device import rank_device_index
+from verl.utils.accelerator import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.rollout.base import get_rollout_class
 

@@ -23,7 +23,7 @@ from verl.config.model import HFModelConfig
 from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
-from verl.utils.device import rank_device_index
+from verl.utils.accelerator import rank_device_index
 from verl.utils.problems import Problem, absent, one_line, register_check, wrong
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.rollout.base import BaseRollout, register_rollout
