@@ -21,7 +21,7 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from recipe.spd.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).resolve().parent
 __all__ = ["DataError", "PreparedData", "main", "prepare_spd_data_from_real_source"]

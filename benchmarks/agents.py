@@ -25,6 +25,7 @@ from benchmarks.harness import Row, alternate, ratios, row, say
 from benchmarks.rl_rollout import engine_of, one_rank
 from examples.demo_runner import ROOT
 from tests.helpers.models import save_markov_llama
+from verl.config.rollout import RolloutConfig
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.tool_parser import HermesToolParser
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
@@ -35,7 +36,6 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.trainer.ppo.reward_stream import RewardStream
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
-from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import MessageEncoder

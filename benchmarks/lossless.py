@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, row
 from benchmarks.rl_rollout import engine_of, one_rank
-from verl.config.rollout import SpeculativeConfig
+from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.protocol import DataProto
-from verl.workers.config import RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class

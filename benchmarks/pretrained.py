@@ -26,7 +26,7 @@ from benchmarks.harness import Row, commit, ratios, row, say
 from benchmarks.seeds import SEEDS
 from examples.demo_runner import ROOT
 from examples.pretrained import demo, fetch, questions
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 
 OUT = ROOT / "outputs" / "benchmarks" / "pretrained"
 PROMPTS, SAMPLES, LIMIT = 8, 8, 32

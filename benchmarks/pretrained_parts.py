@@ -68,7 +68,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
-    from verl.utils.device import default_dtype
+    from verl.utils.accelerator import default_dtype
 
     dtype = default_dtype("cpu")
     llm = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=1024, block_size=32,

@@ -14,8 +14,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, row
+from verl.config.common import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class

@@ -14,7 +14,7 @@ from benchmarks.harness import Row, alternate, ratios, row
 from examples.demo_runner import ROOT
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 

@@ -22,9 +22,12 @@ from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import overrides
+from verl.config.common import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.fsdp_utils import full_tensor, local_tensor
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.utils.sequence_parallel import set_ulysses_sequence_parallel_group
 from verl.workers.engine import FSDPEngine
 from verl.workers.engine.memory_trace import MicroBatch, trace_update
 from verl.workers.policy import get_policy

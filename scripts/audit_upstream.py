@@ -6,7 +6,7 @@ Upstream's files are read as text (syntax trees, yaml); nothing of them is impor
 anything differs, or a name in the modules of scripts/audit/reasons.yaml or a configuration key is missing, without a
 reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
 here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
-tables.
+tables; where a module for imports of verl alone is at a path that verl does not have.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from scripts.audit import changes, departures, keys, names, page  # noqa: E402
+from scripts.audit import changes, compat, departures, keys, names, page  # noqa: E402
 from scripts.audit.reasons import Reasons  # noqa: E402
 from scripts.audit.sources import read_release  # noqa: E402
 
@@ -52,7 +52,8 @@ def check_changes(file: Path, release: dict[str, str], parts: dict[str, list[pag
     """What docs/migrating.md says wrongly; also where its tables of the audit are not those of `parts`."""
     wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release)]
     text = file.read_text(encoding="utf-8")
-    fresh = page.markdown(parts) in text and page.reasons_table(parts) in text
+    wrong += compat.misplaced(ROOT, release)
+    fresh = all(table in text for table in (page.markdown(parts), page.reasons_table(parts), compat.table(ROOT)))
     return wrong if fresh else [*wrong, "the tables of the audit are outdated; --update writes them"]
 
 
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         text = migrating.read_text(encoding="utf-8")
         old = changes.section(text, changes.AUDIT)
         intro = old.partition("\n|")[0]
-        new = f"{intro}\n{page.markdown(parts)}\n{page.reasons_table(parts)}\n\n"
+        new = f"{intro}\n{page.markdown(parts)}\n{page.reasons_table(parts)}\n{compat.table(ROOT)}\n\n"
         migrating.write_text(text.replace(old, new), encoding="utf-8")
     unfounded = check_changes(migrating, release, parts)
     if args.html:

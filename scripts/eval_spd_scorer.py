@@ -27,7 +27,7 @@ from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
-from verl.utils.device import default_dtype  # noqa: E402
+from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (

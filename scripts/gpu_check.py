@@ -30,9 +30,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from scripts.gpu_runs import LIMIT_S, PRETRAINED, RUNS, Result, described, left_out, run_pretrained, run_row
 from scripts.loss_compare import ROOT, run
+from verl.config.common import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.policy.attention import BACKENDS

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipe.spd.vllm_plugin.serving import WORKS, engine_options  # noqa: E402
-from verl.utils.device import default_dtype, get_device_name  # noqa: E402
+from verl.utils.accelerator import default_dtype, get_device_name  # noqa: E402
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:

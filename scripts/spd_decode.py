@@ -45,7 +45,7 @@ from scripts.spd_evaluation.worker import load_model  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
 from verl.data.chat_template import render_chat  # noqa: E402
 from verl.data.rl_dataset import read_rows  # noqa: E402
-from verl.utils.device import default_dtype  # noqa: E402
+from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.tokenizer import hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}

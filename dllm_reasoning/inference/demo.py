@@ -18,7 +18,7 @@ from dllm_reasoning.inference.settings import ADD_EOS_LENGTH, GenerationSettings
 from verl.data.chat_template import render_chat
 from verl.data.rl_dataset import DatasetError, read_rows
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 

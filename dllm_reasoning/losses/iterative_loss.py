@@ -21,7 +21,7 @@ from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.problems import one_line
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_group
 from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable
 from verl.workers.policy.causal_lm import call_as_forward, causal_model, decoder_of
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs

@@ -12,9 +12,9 @@ from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, ReadBefore, SharedPrefix, sharing
 from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
 from dllm_reasoning.utils.attention import window_of
+from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.workers.actor.base import AuxiliaryLoss, register_auxiliary_loss
-from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import NAME, NAME_OF_FLASH
 from verl.workers.policy.causal_lm import causal_model

@@ -22,7 +22,7 @@ from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.reward.pool import ExternFunction, Failure, GradingPool
 from verl.trainer.run.ranks import gathered
-from verl.utils.device import get_device_id
+from verl.utils.accelerator import get_device_id
 from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.fs import copy_to_local

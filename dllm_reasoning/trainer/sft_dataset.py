@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from dllm_reasoning.config.iterative import IterativeDataConfig
 from verl.data.rl_dataset import DatasetError, data_setting
-from verl.data.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
+from verl.data.sft_dataset import Segment, SFTDataset, encode_segments, pad_sample
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
 Encoded = tuple[list[int], list[int]]
@@ -92,5 +92,5 @@ class IterativeSFTDataset(SFTDataset):
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         """SFTDataset's columns, and `row`, the number of the row (int64 [])."""
-        columns = right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
+        columns = pad_sample(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
         return {**columns, ROW_COLUMN: torch.tensor(item)}

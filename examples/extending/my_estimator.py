@@ -5,7 +5,7 @@
 
 import torch
 
-from verl.trainer.ppo.core_algos import register_adv_est
+from verl.algos.advantage import register_adv_est
 
 
 @register_adv_est("median")

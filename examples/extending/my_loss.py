@@ -4,7 +4,8 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=squared_ratio
 """
 
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.algos.aggregation import agg_loss
+from verl.algos.policy_loss import register_policy_loss
 
 
 @register_policy_loss("squared_ratio")

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
                    "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     from vllm import LLM
 
-    from verl.utils.device import default_dtype
+    from verl.utils.accelerator import default_dtype
 
     llm = LLM(str(args.model or fetch.main([])), dtype=default_dtype("cpu"), enforce_eager=True, max_model_len=1024,
               max_num_seqs=128, block_size=32, kv_cache_memory_bytes=2**30)  # fmt: skip

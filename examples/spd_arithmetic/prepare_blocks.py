@@ -44,7 +44,7 @@ from examples.spd_arithmetic.workers import RayWorkers, Workers
 from recipe.spd import decoder as decode
 from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.measures import mean_and_error
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 from verl.utils.fingerprint import model_dir_fingerprint
 
 HERE = Path(__file__).parent

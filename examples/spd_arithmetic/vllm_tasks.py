@@ -19,7 +19,7 @@ from examples.spd_arithmetic.pair import EXACT, PairFiles, end_tokens
 if TYPE_CHECKING:
     from vllm import LLM
 
-CPU_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
+ENGINE_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 
 
 @cache
@@ -41,7 +41,7 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
         if on_cuda:
             arguments |= {"gpu_memory_utilization": share}
         else:
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": ENGINE_CACHE_BYTES,
                           "block_size": 32}  # the usual 128 tokens are more than a prefix to share
         if role == "target" and files.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": files.tensor_parallel, "distributed_executor_backend": "mp"}

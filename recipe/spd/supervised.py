@@ -80,8 +80,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     """
     from verl.config.compose import omega_conf_to_dataclass
     from verl.config.optimizer import build_optimizer
+    from verl.config.rollout import RolloutConfig
     from verl.utils.tokenizer import hf_tokenizer
-    from verl.workers.config import RolloutConfig
     from verl.workers.engine.build import build_lr_scheduler
 
     model, actor, steps = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.trainer

@@ -13,9 +13,9 @@ from verl.checkpoint.publish import (
     CheckpointWriter,
     find_valid_checkpoint,
     published_steps,
-    read_tracker,
     verify_manifest,
 )
+from verl.utils.checkpoint.checkpoint_manager import read_tracker
 
 MANIFESTS = [
     "", "null", "1", "[]", '"x"', "true", "{}", "nope", "\x00", "[" * 100_000, '{"files": ' * 50_000,

@@ -19,7 +19,7 @@ from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.demo

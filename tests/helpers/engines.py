@@ -94,4 +94,4 @@ class FakeEngine:
     def autocast(self):
         return nullcontext()
 
-    gathered = autocast
+    unsharded = autocast

@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 from scripts.audit import departures
 from scripts.audit.keys import our_keys
 from tests.helpers.engines import leave_group, make_engine
-from verl.models.loading import create_huggingface_critic
+from verl.utils.model import create_huggingface_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 MODE, TEST = "ppo_trainer:actor_rollout_ref.rollout.mode", "tests/test_a.py::test_b"

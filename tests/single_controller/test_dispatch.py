@@ -7,10 +7,10 @@ import torch
 
 from verl import DataProto
 from verl.protocol import DataProtoConfig
-from verl.protocol.tensordict_utils import assert_tensordict_eq, get_tensordict
 from verl.single_controller.base import Worker
 from verl.single_controller.base import decorator as d
 from verl.single_controller.base.worker_group import ResourcePool, registered_methods
+from verl.utils.tensordict_utils import assert_tensordict_eq, get_tensordict
 
 
 def group(world: int, **extra) -> SimpleNamespace:

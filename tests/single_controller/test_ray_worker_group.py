@@ -12,7 +12,6 @@ from tensordict import TensorDict
 
 from verl import DataProto
 from verl.protocol import DataProtoFuture
-from verl.protocol.tensordict_utils import get_tensordict
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import (
@@ -30,6 +29,7 @@ from verl.single_controller.ray.base import (
     split_resource_pool,
 )
 from verl.single_controller.ray.watchdog import PhaseTimeout
+from verl.utils.tensordict_utils import get_tensordict
 
 
 class Adder(Worker):

@@ -19,7 +19,7 @@ from scripts.spd_evaluation.pool import Job, Run
 from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 
 KEYS = [
     "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",

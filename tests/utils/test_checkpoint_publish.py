@@ -13,13 +13,13 @@ from verl.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,
     CheckpointWriter,
-    find_latest_ckpt_path,
     find_valid_checkpoint,
     publish,
     should_save_ckpt_esi,
     verify_manifest,
 )
 from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
+from verl.utils.checkpoint import find_latest_ckpt_path
 
 
 def save(root, step, max_to_keep=None, text="weights"):

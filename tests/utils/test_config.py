@@ -7,8 +7,8 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import compose_ppo
-from verl.config.compose import omega_conf_to_dataclass, update_dict_with_config
 from verl.trainer.config import FilterGroupsConfig, RolloutCorrectionConfig
+from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPCriticConfig,

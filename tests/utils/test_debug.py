@@ -71,5 +71,5 @@ def test_the_profilers_names_are_those_of_debug():
         assert getattr(debug, name) is getattr(profiler, name) and name in debug.__all__
     with pytest.raises(AttributeError, match="module 'verl.utils.debug' has no attribute 'nothing'"):
         _ = debug.nothing
-    original = importlib.import_module("verl.profiling.performance")
+    original = importlib.import_module("verl.utils.profiler.performance")
     assert all(getattr(performance, name) is getattr(original, name) for name in performance.__all__)

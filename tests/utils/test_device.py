@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from verl.models import loading as m
+from verl.utils import model as m
 from verl.utils.fs import verify_copy
 from verl.workers.config import HFModelConfig
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from verl import DataProto
-from verl.protocol import seqlen_balancing as s
+from verl.utils import seqlen_balancing as s
 
 FAST = settings(max_examples=40, deadline=None)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from verl.protocol import tensordict_utils as tu
+from verl.utils import tensordict_utils as tu
 
 
 def jagged(*rows):
@@ -101,7 +101,7 @@ def test_union_adds_columns_and_refuses_others_of_the_same_name():
     td = batch()
     more = tu.get_tensordict({"ids": td["ids"].clone(), "scores": torch.arange(3.0)})
     assert tu.union_tensor_dict(td, more) is td and td["scores"].tolist() == [0.0, 1.0, 2.0]
-    with pytest.raises(AssertionError, match="column 'ids' differs"):
+    with pytest.raises(AssertionError, match="tensor 'ids' differs"):
         tu.union_tensor_dict(td, tu.get_tensordict({"ids": td["ids"] + 1}))
     with pytest.raises(AssertionError, match=r"size \(3,\) and \(2,\)"):
         tu.union_tensor_dict(td, batch(0, 2))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.models import make_tokenizer
-from verl.data.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
+from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import RequestRouter, ServerUnreachable, get_rollout_replica_class

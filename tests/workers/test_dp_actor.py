@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from verl.workers.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
-from verl.workers.actor.batch_cuts import groups_of, micro_batches, pack, restore_order
+from verl.workers.actor.batch_cuts import groups_of, join_units, micro_batches, restore_order
 from verl.workers.config import FSDPOptimizerConfig
 
 
@@ -167,8 +167,8 @@ def test_cuts_along_groups_keep_groups_whole():
     batch = rl_batch()
     batch.batch["group_index"] = torch.tensor([3, 3, 3, 0, 0, 1, 1, 1])
     assert groups_of(batch.batch["group_index"]) == [[0, 1, 2], [3, 4], [5, 6, 7]]
-    assert pack([[0, 1, 2], [3, 4], [5, 6, 7]], [3, 2, 3], 5) == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    assert pack([[0, 1, 2], [3, 4]], [3, 2], 2) == [[0, 1, 2], [3, 4]]
+    assert join_units([[0, 1, 2], [3, 4], [5, 6, 7]], [3, 2, 3], 5) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert join_units([[0, 1, 2], [3, 4]], [3, 2], 2) == [[0, 1, 2], [3, 4]]
     parts = [part for part, _ in micro_batches(batch, rows=5, tokens=None, whole_groups=True)]
     assert parts == [[0, 1, 2, 3, 4], [5, 6, 7]]
     mask = batch.batch["attention_mask"]

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, Format, byte_tokenizer, turns
-from verl.data.chat_template import initialize_system_prompt
+from verl.utils.chat_template import initialize_system_prompt
 from verl.workers.rollout.message_encoder import MessageEncoder
 
 TOOL, USER = {"role": "tool", "content": "42", "name": "tool"}, {"role": "user", "content": "Again"}

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.aggregation import masked_mean, masked_whiten
 from verl.algos.names import AdvantageEstimator
-from verl.utils.groupwise import as_torch_index
 from verl.utils.registry import Registry
-from verl.utils.torch_functional import masked_mean, masked_whiten
 from verl.utils.user_code import defined_at, kind
 
 Estimate = tuple[Tensor, Tensor]
@@ -64,6 +63,18 @@ def estimate_advantages(
             f"tensors of shape {tuple(shape)}, as token_level_rewards."
         )
     return estimate
+
+
+def as_torch_index(index: Any, device: torch.device | str | None = None) -> torch.Tensor:
+    """Group labels [N] of any type -> int64 [N]: numbers 0..G-1 in order of first appearance."""
+    if isinstance(index, torch.Tensor):
+        index = index.detach().cpu().numpy()
+    labels = np.asarray(index)
+    if labels.ndim != 1:
+        raise ValueError(f"group labels have shape {labels.shape}; expected one label per sample, shape [N]")
+    seen: dict[Any, int] = {}
+    numbers = [seen.setdefault(label, len(seen)) for label in labels.tolist()]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,37 @@
-"""Turns a per-token loss into one number that does not depend on how a batch is cut into micro-batches."""
+"""Masked statistics, and the aggregation of a per-token loss, independent of how a batch is cut into micro-batches."""
 
 import torch
 
-from verl.utils.torch_functional import masked_sum
+from verl.config.actor import LOSS_AGG_MODES
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Sum of values * mask, both [...], over `axis` (None: all); values whose mask is 0 may be NaN or infinite."""
+    return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Mean over `axis` (None: all) of the values [...] whose mask [...] is 1; 0 where no mask is."""
+    return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + 1e-8)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance [] of the values [...] whose mask [...] is 1; ValueError if `unbiased` and fewer than two are."""
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    if not unbiased:
+        return variance
+    count = mask.sum()
+    if count <= 1:
+        raise ValueError(f"an unbiased variance needs two unmasked values, the mask has {count.item():g}")
+    return variance * count / (count - 1)
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """Values [...] scaled to variance 1 over the mask [...], and to mean 0 with `shift_mean`; of the same shape."""
+    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    return whitened if shift_mean else whitened + mean
 
 
 def agg_loss(

@@ -53,13 +53,6 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     return value + k2 - k2.detach()
 
 
-def compute_rewards(
-    token_level_scores: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kl_ratio: float
-) -> torch.Tensor:
-    """Scores minus the KL penalty k1: s - kl_ratio * (old - ref), all [B, T]."""
-    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
-
-
 class FixedKLController:
     """A coefficient that stays as it is."""
 

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.algos.aggregation import agg_loss
+from verl.algos.aggregation import agg_loss, masked_mean
 from verl.algos.rollout_correction import compute_rollout_correction_and_rejection_mask, settings_of
 from verl.utils.registry import Registry
-from verl.utils.torch_functional import masked_mean
 
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
 PolicyLossFn = Callable[..., LossAndMetrics]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.algos.aggregation import masked_mean, masked_sum
 from verl.protocol import DataProto
-from verl.utils.torch_functional import masked_mean, masked_sum
 
 SAFETY_BOUND = 20.0  # of a log-ratio before it is exponentiated: e^20 is a ratio that no threshold lets through
 PREFIX = "rollout_corr/"

@@ -2,8 +2,6 @@
 
 from verl.checkpoint.checkpoint_manager import (
     BaseCheckpointManager,
-    find_latest_ckpt_path,
-    get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
 )
 from verl.checkpoint.publish import (
@@ -19,9 +17,7 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointWriteError",
     "CheckpointWriter",
-    "find_latest_ckpt_path",
     "find_valid_checkpoint",
-    "get_checkpoint_tracker_filename",
     "should_save_ckpt_esi",
     "verify_manifest",
 ]

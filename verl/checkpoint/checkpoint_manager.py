@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from verl.checkpoint import rng
-from verl.checkpoint.publish import TRACKER, read_tracker
 
 if TYPE_CHECKING:
     import torch
@@ -70,23 +68,6 @@ def _checked(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
     if unknown := set(contents) - set(CONTENTS):
         raise ValueError(f"checkpoint.{field} has unknown entries {sorted(unknown)}. Known: {', '.join(CONTENTS)}.")
     return contents
-
-
-def get_checkpoint_tracker_filename(root_path: str) -> str:
-    """File that holds the number of the newest published step."""
-    return os.path.join(root_path, TRACKER)
-
-
-def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
-    """Folder that the tracker file in `path` points to; None without tracker or folder.
-
-    It says nothing about the folder's files: publish.find_valid_checkpoint checks them.
-    """
-    if path is None:
-        return None
-    step = read_tracker(path)
-    folder = None if step is None else Path(path) / directory_format.format(step)
-    return str(folder) if folder is not None and folder.is_dir() else None
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:

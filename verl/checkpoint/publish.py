@@ -251,17 +251,6 @@ def write_tracker(root: str | os.PathLike, step: int) -> None:
     fsync_folder(root)
 
 
-def read_tracker(root: str | os.PathLike) -> int | None:
-    """The step in the tracker file; None without one."""
-    file = Path(root) / TRACKER
-    if not file.is_file():
-        return None
-    text = file.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise CheckpointCorruptError(f"{file} holds {text[:40]!r} in place of a step number; remove it.")
-    return int(text)
-
-
 def disk_full(path: Path, needed: int) -> CheckpointWriteError:
     """The error of a full disk: path, bytes needed, bytes free."""
     home = next(p for p in [path, *path.parents] if p.exists())

@@ -71,10 +71,3 @@ def hydra_main(
 def forced_override(argument: str, groups: bool = True) -> str:
     """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are."""
     return re.sub(rf"^\+{{0,2}}(?=\w+(\.\w+){'+' if groups else '*'}=)", "++", argument)
-
-
-def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
-    """Overwrite the values of `dictionary`, in place, by those that `config` has under the same keys."""
-    for key in dictionary:
-        if key in config:
-            dictionary[key] = config[key]

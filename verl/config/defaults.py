@@ -14,7 +14,7 @@ def dtype(root: DictConfig) -> str:
     """bfloat16; float32 on a CPU without instructions for bfloat16 matrices."""
     if not on_cpu(root):
         return "bfloat16"
-    from verl.utils.device import default_dtype
+    from verl.utils.accelerator import default_dtype
 
     return default_dtype("cpu")
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from verl.config.base import BaseConfig
 from verl.config.common import (
-    CheckpointConfig,
     entropy_in_chunks,
     entropy_recomputed,
     sequence_parallel,
@@ -14,8 +13,6 @@ from verl.config.common import (
     torch_compile,
 )
 from verl.config.fields import setting
-from verl.config.optimizer import OptimizerConfig
-from verl.config.profiler import ProfilerConfig
 
 MUTABLE = (
     "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",
@@ -84,15 +81,3 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
         super().__post_init__()
         if self.fsdp_size == 0:
             raise ValueError("fsdp_config.fsdp_size=0 is not a group size; use -1 for all ranks, or a divisor of them.")
-
-
-@dataclass
-class TrainingWorkerConfig(BaseConfig, section="training_worker"):
-    """Everything one training worker is built from."""
-
-    model_type: str | None = None
-    model_config: Any = None
-    engine_config: EngineConfig | None = None
-    optimizer_config: OptimizerConfig | None = None
-    checkpoint_config: CheckpointConfig | None = None
-    profiler_config: ProfilerConfig | None = None

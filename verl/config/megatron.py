@@ -17,7 +17,7 @@ from verl.config.common import tensor_parallel_size
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import EngineConfig
 from verl.config.fields import setting
-from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 
 STRATEGY = "Megatron's settings, on FSDP2."
@@ -182,47 +182,3 @@ def tree_type(config_type: type, config: DictConfig) -> type:
     """The dataclass that checks a composed tree: `config_type`, or MegatronPPOConfig for ppo_megatron_trainer."""
     has_megatron = OmegaConf.select(config, "actor_rollout_ref.actor.megatron", throw_on_missing=False) is not None
     return MegatronPPOConfig if config_type is PPOConfig and has_megatron else config_type
-
-
-@dataclass
-class VeOmniEngineConfig(EngineConfig, section="veomni"):
-    """For imports: no trainer here builds a VeOmni engine."""
-
-    strategy: str | None = setting("veomni", choices=("veomni",))
-    wrap_policy: dict[str, Any] = setting(dict)
-    offload_policy: bool = False
-    reshard_after_forward: bool = True
-    forward_prefetch: bool = False
-    use_orig_params: bool = False
-    entropy_from_logits_with_chunking: bool = False
-    use_torch_compile: bool = True
-    entropy_checkpointing: bool = False
-    data_parallel_size: int = 1
-    data_parallel_replicate_size: int = 1
-    data_parallel_shard_size: int = 1
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    context_parallel_size: int = 1
-    ulysses_parallel_size: int = 1
-    data_parallel_mode: str = "fsdp"
-    mixed_precision: bool = False
-    init_device: str = "meta"
-    enable_full_shard: bool = False
-    ckpt_manager: str = "dcp"
-    load_checkpoint_path: str | None = None
-    enable_fsdp_offload: bool = False
-    enable_reentrant: bool = False
-    attn_implementation: str | None = "flash_attention_2"
-    moe_implementation: str | None = "eager"
-    force_use_huggingface: bool = False
-    activation_gpu_limit: float = 0.0
-    basic_modules: list[str] | None = setting(list)
-
-
-@dataclass
-class VeOmniOptimizerConfig(OptimizerConfig):
-    """For imports, as VeOmniEngineConfig."""
-
-    lr_scheduler_type: str = "constant"
-    override_optimizer_config: dict | None = None

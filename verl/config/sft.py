@@ -14,10 +14,10 @@ from verl.config.common import (
     tensor_parallel_size,
     use_liger,
 )
+from verl.config.engine import DTYPES
 from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
-DTYPES = ("fp32", "float32", "bf16", "bfloat16")
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
 
 
@@ -80,8 +80,8 @@ class SFTDataConfig(BaseConfig, section="data"):
 class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     """How the weights are sharded; `dtype` is the type of autocast, float32 turns it off."""
 
-    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=DTYPES)
+    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES[:4])
+    dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=DTYPES[:4])
     wrap_policy: dict[str, Any] = setting(
         lambda: {"min_num_params": 0}, "Submodules that are sharded on their own; min_num_params 0: by layer class."
     )

@@ -6,21 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 
 from verl.data.sft_dataset import Segment, SFTDataset
 
 TURN = "__turn__"  # column: number of the message that is learned (data.multiturn.row_per_turn)
-
-
-def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
-    """Nested arrays, as parquet readers return them, to plain lists and dicts."""
-    if isinstance(data_item, dict):
-        return {key: convert_nested_value_to_list_recursive(value) for key, value in data_item.items()}
-    if isinstance(data_item, list | tuple | np.ndarray):
-        return [convert_nested_value_to_list_recursive(value) for value in data_item]
-    return data_item.item() if isinstance(data_item, np.generic) else data_item
 
 
 class MultiTurnSFTDataset(SFTDataset):

@@ -123,10 +123,10 @@ class SFTDataset(FileRows):
         return {"end_of_turn": f"loss mask: special tokens without a name ({names}) {what} (applied)"}
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        return right_padded(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)
+        return pad_sample(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)
 
 
-def right_padded(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
+def pad_sample(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
     """A sample of at most `length` tokens as tensors, each int64 [length]; position_ids of padding are 0."""
     missing = length - len(ids)
     columns = {

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from verl.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
 from verl.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
 from verl.utils.problems import one_line
-from verl.utils.weight_files import DTYPES, WeightFileError, safetensors_of
+from verl.utils.weight_files import FILE_DTYPES, WeightFileError, safetensors_of
 
 Described = dict[str, torch.Tensor]  # name -> a tensor on the meta device, of the stored shape and dtype
 
@@ -95,7 +95,7 @@ class HuggingFaceFolder(TensorSource):
                 for name in opened.keys():
                     piece = opened.get_slice(name)
                     self.where[name] = file
-                    dtype = vars(torch)[DTYPES[piece.get_dtype()]]
+                    dtype = vars(torch)[FILE_DTYPES[piece.get_dtype()]]
                     self.described[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:

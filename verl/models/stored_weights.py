@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from verl.utils.peft_weights import hf_name
-from verl.utils.weight_files import DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
+from verl.utils.weight_files import FILE_DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
 
 BLOCK_BYTES = 16 << 20  # of a tensor, read and sent at a time
 MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count as this process's memory
@@ -82,7 +82,7 @@ class StoredWeights:
         buffers = {name for name, _ in meta.named_buffers()}
         if split or buffers & sources.keys() or meta.all_tied_weights_keys.keys() & sources.keys():
             return None
-        if any(tensor.dtype not in DTYPES for s in sources.values() for tensor, _ in s.tensors):
+        if any(tensor.dtype not in FILE_DTYPES for s in sources.values() for tensor, _ in s.tensors):
             return None
         for name, source in sources.items():
             shape, stored = tuple(names[name].shape), source.tensors[0][0]
@@ -114,7 +114,7 @@ class StoredWeights:
             reads = dist.get_rank() == ranks[0]
             made = self._converted(source, hf_name(name)) if reads and source.converter is not None else None
             stored = source.tensors[0][0]
-            dtype = parameter.dtype if source.converter is not None else getattr(torch, DTYPES[stored.dtype])
+            dtype = parameter.dtype if source.converter is not None else getattr(torch, FILE_DTYPES[stored.dtype])
             rows = max(1, BLOCK_BYTES // max(1, parameter[:1].numel() * dtype.itemsize)) if parameter.dim() else 1
             for first in range(0, len(parameter) if parameter.dim() else 1, rows):
                 shape = (min(rows, len(parameter) - first), *parameter.shape[1:]) if parameter.dim() else ()

@@ -1,7 +1,6 @@
 """Profilers of one rank: torch.profiler, CUDA memory history, capture ranges of Nsight Systems."""
 
 import functools
-import importlib
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -269,9 +268,3 @@ def mark_annotate(
         return call
 
     return decorate
-
-
-def __getattr__(name: str) -> Any:
-    if name == "DistProfilerExtension":  # upstream has it here; it is part of the single controller
-        return importlib.import_module("verl.single_controller.base.profiling").DistProfilerExtension
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

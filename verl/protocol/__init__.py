@@ -19,10 +19,13 @@ from verl.protocol.merge import (
     DataProtoError,
     cat_columns,
     cat_tensors,
+    chunk_tensordict,
+    concat_tensordict,
+    deep_equal,
     fold_batch_dim,
+    iterate_batches,
     list_of_dict_to_dict_of_list,
     merge_meta,
-    mini_batches,
     pad_dataproto_to_divisor,
     select_rows,
     unfold_batch_dim,
@@ -39,8 +42,6 @@ from verl.protocol.serialization import (
     serialize_single_tensor,
     serialize_tensordict,
 )
-from verl.protocol.tensordict_utils import chunk_tensordict, concat_tensordict
-from verl.utils.py_functional import deep_equal
 
 if TYPE_CHECKING:
     import ray
@@ -284,7 +285,8 @@ class DataProto:
             raise DataProtoError(f"union of {len(self)} and {len(other)} rows; both sides need the same rows")
         batch = self.batch
         if other.batch is not None:
-            batch = other.batch.clone(recurse=False) if batch is None else union_tensor_dict(batch, other.batch)
+            batch = (batch if batch is not None else other.batch).clone(recurse=False)
+            batch = union_tensor_dict(batch, other.batch)
         columns = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         for key, value in other.meta_info.items():
             if key in self.meta_info and not deep_equal(self.meta_info[key], value):
@@ -297,7 +299,7 @@ class DataProto:
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
     ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows, `epochs` times; dataloader_kwargs takes shuffle, drop_last, ..."""
-        return mini_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
+        return iterate_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
 
     def is_padding_enabled(self) -> bool:
         """True when an uneven dispatch of this batch is padded."""
@@ -394,14 +396,10 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """Replace `data`, in place on every rank, by the rows of all ranks of the group in rank order."""
-    from verl.utils.torch_functional import allgather_dict_into_dict, allgather_dict_tensors
-
-    if data.batch is not None:
-        size = torch.distributed.get_world_size(group=process_group)
-        data.batch = allgather_dict_tensors(data.batch.contiguous(), size=size, group=process_group)
-    columns = allgather_dict_into_dict(data.non_tensor_batch, process_group)
-    data.non_tensor_batch = {key: np.concatenate(parts) for key, parts in columns.items()}
-    data.check_consistency()
+    parts: list[Any] = [None] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(parts, DataProto(data.batch, data.non_tensor_batch), process_group)
+    rows = DataProto.concat(parts)
+    data.batch, data.non_tensor_batch = rows.batch, rows.non_tensor_batch
 
 
 def concat_batches(parts: list[DataProto] | list[TensorDict]) -> DataProto | TensorDict:

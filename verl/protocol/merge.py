@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
-
-from verl.utils.py_functional import deep_equal
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -100,20 +98,52 @@ def _listed(value: object) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of nested arrays, tensors, dicts and lists, in which NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.shape != b.shape:
+            return False
+        if a.dtype != object and b.dtype != object:
+            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
+        return all(deep_equal(x, y) for x, y in zip(a.ravel(), b.ravel(), strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(deep_equal(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.is_nested or b.is_nested:
+            return a.is_nested and b.is_nested and deep_equal(a.unbind(), b.unbind())
+        b = b.to(a.device)
+        return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def same_column(one: Any, other: Any) -> bool:
+    """Equality of two columns of TensorDicts: tensors [B, ...] of one type, or Python values; NaN equals NaN."""
+    if isinstance(one, NonTensorStack | NonTensorData) or isinstance(other, NonTensorStack | NonTensorData):
+        return type(one) is type(other) and deep_equal(one.tolist(), other.tolist())
+    return one.dtype == other.dtype and deep_equal(one, other)
+
+
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Columns of both; a shared column must be equal (DataProtoError names it and both shapes)."""
+    """Add the columns [B, ...] of the second batch to the first, in place; a shared column must be equal."""
     here, there = tuple(tensor_dict1.batch_size), tuple(tensor_dict2.batch_size)
     if here != there:
         raise DataProtoError(f"union of batches of size {here} and {there}; both need the same rows")
-    merged = dict(tensor_dict1.items())
-    for key, value in tensor_dict2.items():
-        here = merged.setdefault(key, value)
-        if here.dtype != value.dtype or not deep_equal(here, value):
+    shared = tensor_dict1.keys() & tensor_dict2.keys()
+    for key in sorted(shared):
+        one, other = tensor_dict1.get(key), tensor_dict2.get(key)
+        if not same_column(one, other):
             raise DataProtoError(
-                f"union: tensor {key!r} differs between the sides (shapes {tuple(here.shape)} and "
-                f"{tuple(value.shape)}, types {here.dtype} and {value.dtype}); pop or rename one of them"
+                f"union: tensor {key!r} differs between the sides (shapes {tuple(one.shape)} and "
+                f"{tuple(other.shape)}, types {one.dtype} and {other.dtype}); pop or rename one of them"
             )
-    return TensorDict(merged, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
+    for key in tensor_dict2.keys():
+        if key not in shared:
+            tensor_dict1.set(key, tensor_dict2.get(key))
+    return tensor_dict1
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -126,6 +156,57 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
             shapes = f"shapes {here.shape} and {value.shape}"
             raise DataProtoError(f"union: column {key!r} differs between the sides ({shapes}); pop or rename one")
     return tensor_dict1
+
+
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
+    """Set a value of the full batch [B], such as a temperature."""
+    tensor_dict.set(key, NonTensorData(val, batch_size=tensor_dict.batch_size))
+
+
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list) -> None:
+    """Set a column of one Python value per row, which may be lists, dicts or None."""
+    if not isinstance(val, list):
+        raise DataProtoError(f"column {key!r} must be a list with one value per row, not a {type(val).__name__}")
+    if len(tensor_dict.batch_size) and len(val) != len(tensor_dict):
+        raise DataProtoError(f"column {key!r} has {len(val)} values for {len(tensor_dict)} rows")
+    tensor_dict.set(key, NonTensorStack(*(NonTensorData(value) for value in val)))
+
+
+def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
+    """The first of batches of shape [] that only hold values of the full batch; DataProtoError if another has rows."""
+    for batch in data:
+        if len(batch.batch_size):
+            raise DataProtoError(f"expected batches without rows, got the batch size {tuple(batch.batch_size)}")
+    return data[0]
+
+
+def concat_tensordict(data: list[TensorDict]) -> TensorDict:
+    """All rows in order, [B_i, ...] -> [sum of B_i, ...]; values of the full batch are those of the first part."""
+    if not data:
+        raise DataProtoError("concat of an empty list of TensorDicts")
+    if not len(data[0].batch_size):
+        return concat_tensordict_with_none_bsz(data)
+    for part in data[1:]:
+        if odd := sorted(set(data[0].keys()) ^ set(part.keys())):
+            raise DataProtoError(f"concat: not all parts have the columns {odd}")
+    joined = TensorDict({}, batch_size=[sum(len(part) for part in data)], device=data[0].device)
+    for key in data[0].keys():
+        values = [part.get(key) for part in data]
+        if isinstance(values[0], NonTensorStack):
+            assign_non_tensor_stack(joined, key, [row for value in values for row in value.tolist()])
+        elif isinstance(values[0], NonTensorData):
+            assign_non_tensor_data(joined, key, values[0].data)
+        else:
+            joined.set(key, cat_rows(values))
+    return joined
+
+
+def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
+    """`chunks` consecutive parts [B / chunks]; DataProtoError if `chunks` does not divide the rows [B]."""
+    if chunks < 1 or len(td) % chunks:
+        raise DataProtoError(f"{len(td)} rows cannot be divided into {chunks} equal chunks")
+    size = len(td) // chunks
+    return [td[i * size : (i + 1) * size] for i in range(chunks)]
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict]) -> dict[str, list]:
@@ -148,7 +229,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[: len(data) - pad_size] if pad_size else data
 
 
-def mini_batches(
+def iterate_batches(
     rows: int, select: Callable[[list[int]], Any], size: int, epochs: int, seed: int | None, kwargs: dict | None
 ) -> Iterator[Any]:
     """`select(row numbers)` for each mini-batch of `size` rows, `epochs` times; kwargs go to the DataLoader."""

@@ -18,9 +18,12 @@ from loguru import logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.common import CheckpointConfig
 from verl.config.compose import hydra_main, omega_conf_to_dataclass
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
-from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
 from verl.data.rl_dataset import collate_fn
 from verl.planning.checks import Findings
 from verl.protocol import DataProto
@@ -34,7 +37,6 @@ from verl.utils.distributed import (
 )
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.utils.tokenizer import stop_ids
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.rollout.base import BaseRollout, get_rollout_class

@@ -112,7 +112,7 @@ class TaskRunner:
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[Any, Any]:
         """The worker class that holds actor and rollout, with the class of its group."""
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.workers.fsdp_workers import ActorRolloutRefWorker
+        from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(ActorRolloutRefWorker)
         self.mapping[Role.ActorRollout] = POOL
@@ -120,7 +120,7 @@ class TaskRunner:
 
     def add_critic_worker(self, config: DictConfig) -> None:
         """The value model, where the estimator or critic.enable requests one; in the actor's processes."""
-        from verl.workers.fsdp_workers import CriticWorker
+        from verl.workers.roles.critic import CriticWorker
 
         if need_critic(config):
             self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
@@ -131,7 +131,7 @@ class TaskRunner:
 
         With reward_model.rollout.name, those ranks run servers.
         """
-        from verl.workers.fsdp_workers import RewardModelWorker
+        from verl.workers.roles.reward_model import RewardModelWorker
         from verl.workers.roles.reward_server import RewardServerWorker
 
         if config.reward_model.enable:

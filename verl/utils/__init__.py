@@ -1,4 +1,4 @@
-"""Helpers without Ray or process groups; the names that recipes import from here are loaded on demand."""
+"""Compatibility with verl: names that recipes import from `verl.utils` itself, loaded on first use."""
 
 import importlib
 

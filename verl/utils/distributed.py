@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.utils.device import get_device_name, get_nccl_backend, rank_device_index, threads_of_rank
+from verl.utils.accelerator import get_device_name, get_nccl_backend, rank_device_index, threads_of_rank
 
 HOST_TIMEOUT = timedelta(hours=10)  # of collectives on the host next to a group of GPUs
 

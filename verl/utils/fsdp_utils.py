@@ -245,7 +245,7 @@ def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) 
 BUCKET_BYTES = 512 << 20
 
 
-def gathered(
+def full_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, check_finite: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor) of each; sharded ones travel in buckets, one collective call for about `bucket_bytes`.
@@ -266,7 +266,7 @@ def gathered(
 
 
 def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `gathered` gives for tensors of one dtype."""
+    """What `full_tensors` gives for tensors of one dtype."""
     sharded = {name: t for name, t in bucket if is_row_sharded(t) and t.device_mesh.size(t.device_mesh.ndim - 1) > 1}
     parts: dict[str, torch.Tensor] = {}
     blocks: list[torch.Tensor] = []

@@ -1,21 +1,8 @@
-"""Statistics over the samples of one prompt."""
+"""Compatibility with verl: statistics over the samples of one prompt."""
 
-from typing import Any
-
-import numpy as np
 import torch
 
-
-def as_torch_index(index: Any, device: torch.device | str | None = None) -> torch.Tensor:
-    """Group labels [N] of any type -> int64 [N]: numbers 0..G-1 in order of first appearance."""
-    if isinstance(index, torch.Tensor):
-        index = index.detach().cpu().numpy()
-    labels = np.asarray(index)
-    if labels.ndim != 1:
-        raise ValueError(f"group labels have shape {labels.shape}; expected one label per sample, shape [N]")
-    seen: dict[Any, int] = {}
-    numbers = [seen.setdefault(label, len(seen)) for label in labels.tolist()]
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+from verl.algos.advantage import as_torch_index  # noqa: F401
 
 
 def group_mean_std(
@@ -39,10 +26,3 @@ def group_mean_std(
     std = (squares / (count - 1).clamp(min=1)).sqrt().clamp(min=eps)
     alone = count <= 1
     return mean.masked_fill(alone, 0.0), std.masked_fill(alone, 1.0), count
-
-
-def groups_of(group_index: torch.Tensor) -> list[list[int]]:
-    """Row numbers of each run of equal labels in group_index [B], in order."""
-    _, counts = torch.unique_consecutive(group_index, return_counts=True)
-    ends = counts.cumsum(0).tolist()
-    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from verl.utils.fsdp_utils import full_tensor, gathered, is_row_sharded, local_tensor
+from verl.utils.fsdp_utils import full_tensor, full_tensors, is_row_sharded, local_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,9 +62,9 @@ def full_weights(
     """(name in the model's own files, full tensor in `dtype`) of every parameter, W + scaling * B A under LoRA.
 
     Shards are merged in float32 and rounded once, to `dtype`, before they are gathered; None keeps their dtype.
-    `buckets`: options of `gathered`. Every rank must walk through all of it: gathering is a collective call.
+    `buckets`: options of `full_tensors`. Every rank must walk through all of it: gathering is a collective call.
     """
-    weights = gathered(_merged_shards(module, device, dtype), **buckets)
+    weights = full_tensors(_merged_shards(module, device, dtype), **buckets)
     model = without_adapters(module)
     return stored_names(model, weights) if isinstance(model, PreTrainedModel) else weights
 
@@ -75,7 +75,7 @@ def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any
     from peft import get_peft_model_state_dict
 
     shards = ((name, p.detach().to(device)) for name, p in model.named_parameters() if p.requires_grad)
-    return get_peft_model_state_dict(model, dict(gathered(shards, **buckets)), save_embedding_layers=False)
+    return get_peft_model_state_dict(model, dict(full_tensors(shards, **buckets)), save_embedding_layers=False)
 
 
 def _merged_shards(

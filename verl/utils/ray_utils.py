@@ -1,21 +1,15 @@
-"""Small helpers around Ray, which is imported only when one is called."""
+"""Compatibility with verl: small helpers around Ray, which is imported only when one is called."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from verl.single_controller.base.worker import ray_noset_visible_devices  # noqa: F401
+
 if TYPE_CHECKING:
     import ray
-
-
-def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """True when Ray does not hide accelerators from its actors, so that each must select its own."""
-    kinds = ("CUDA", "ROCR", "HIP", "ASCEND_RT")
-    return any(env_vars.get(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES") for kind in kinds)
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:

@@ -1,7 +1,155 @@
-"""Compatibility with verl: import path of `verl.protocol.tensordict_utils`."""
+"""Compatibility with verl: functions on TensorDicts, whose columns are tensors, jagged or not, or Python values.
 
-import sys
+A value per row is a NonTensorStack, a value of the full batch a NonTensorData. A batch that has values of the whole
+batch alone has the batch size [].
+"""
 
-from verl.protocol import tensordict_utils
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
-sys.modules[__name__] = tensordict_utils
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from verl.protocol.merge import (  # noqa: F401
+    DataProtoError,
+    assign_non_tensor_data,
+    assign_non_tensor_stack,
+    cat_rows,
+    chunk_tensordict,
+    concat_tensordict,
+    concat_tensordict_with_none_bsz,
+    iterate_batches,
+    same_column,
+    select_rows,
+    union_tensor_dict,
+)
+
+
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
+    """Set columns (lists of B values) and values of the full batch (everything else) by name."""
+    for key, value in kwargs.items():
+        (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
+
+
+def unwrap_non_tensor_data(data: Any) -> Any:
+    """The value in a NonTensorData; anything else as it is."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
+    """A value of the full batch [B], or `default`."""
+    return unwrap_non_tensor_data(data.get(key, default))
+
+
+def get_tensordict(tensor_dict: dict[str, torch.Tensor | list], non_tensor_dict: dict | None = None) -> TensorDict:
+    """A batch from tensors [B, ...] and lists of B values, with the values of the full batch in `non_tensor_dict`.
+
+    Raises DataProtoError (an AssertionError) if the lengths differ or a nested tensor is not jagged and contiguous.
+    """
+    sizes = {k: v.size(0) if isinstance(v, torch.Tensor) else len(v) for k, v in tensor_dict.items()}
+    first = next(iter(sizes), None)
+    batch = TensorDict({}, batch_size=[] if first is None else [sizes[first]])
+    for key, value in tensor_dict.items():
+        if sizes[key] != sizes[first]:
+            raise DataProtoError(f"column {key!r} has {sizes[key]} rows, but {first!r} has {sizes[first]}")
+        if isinstance(value, torch.Tensor):
+            if value.is_nested and not (value.layout == torch.jagged and value.is_contiguous()):
+                raise DataProtoError(f"nested tensor {key!r} must be contiguous and of the layout torch.jagged")
+            batch.set(key, value)
+        else:
+            assign_non_tensor_stack(batch, key, list(value))
+    for key, value in (non_tensor_dict or {}).items():
+        assign_non_tensor_data(batch, key, value)
+    return batch
+
+
+def concat_nested_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Jagged tensors [B_i, j, ...] -> one of [sum B_i, j, ...]."""
+    for tensor in tensors:
+        if not tensor.is_nested:
+            raise DataProtoError(f"expected nested tensors, got one of shape {tuple(tensor.shape)}")
+    return cat_rows(tensors)
+
+
+def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int]) -> TensorDict:
+    """The rows with these numbers [N], in this order; a row may be taken more than once."""
+    rows = torch.as_tensor(indices, dtype=torch.long)
+    if rows.ndim != 1:
+        raise DataProtoError(f"rows are selected by a 1-D list of numbers, not by one of shape {tuple(rows.shape)}")
+    selected = TensorDict({}, batch_size=[len(rows)], device=batch.device)
+    for key in batch.keys():
+        value = batch.get(key)
+        if isinstance(value, NonTensorStack):
+            values = value.tolist()
+            assign_non_tensor_stack(selected, key, [values[i] for i in rows.tolist()])
+        elif isinstance(value, NonTensorData):
+            assign_non_tensor_data(selected, key, value.data)
+        else:
+            selected.set(key, select_rows(value, rows))
+    return selected
+
+
+def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
+    """DataProtoError (an AssertionError) unless both have the same columns, with equal shapes and values."""
+    if odd := sorted(set(tensordict1.keys()) ^ set(tensordict2.keys())):
+        raise DataProtoError(f"only one of the batches has the columns {odd}")
+    for key in tensordict1.keys():
+        if not same_column(tensordict1.get(key), tensordict2.get(key)):
+            raise DataProtoError(f"column {key!r} differs between the batches")
+
+
+def make_iterator(
+    tensordict: TensorDict, mini_batch_size: int, epochs: int, seed: int | None = None,
+    dataloader_kwargs: dict | None = None,
+) -> Iterator[TensorDict]:
+    """Mini-batches [mini_batch_size] of the rows [B], `epochs` times; `dataloader_kwargs`: shuffle, drop_last, ..."""
+    select = partial(index_select_tensor_dict, tensordict)
+    return iterate_batches(len(tensordict), select, mini_batch_size, epochs, seed, dataloader_kwargs)
+
+
+def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
+    """A tensor [B, ...], the list of a column's B values, or a value of the full batch; `default` without the key."""
+    if key not in tensordict.keys():
+        return default
+    value = tensordict.get(key)
+    return value.tolist() if isinstance(value, NonTensorStack) else unwrap_non_tensor_data(value)
+
+
+def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """The batch [B] with these columns only; KeyError naming a missing one."""
+    keys = list(keys)
+    for key in keys:
+        if key not in tensordict.keys():
+            raise KeyError(f"{key!r} is not in the batch; it has {sorted(tensordict.keys())}")
+    columns = {key: tensordict.get(key) for key in keys}
+    return TensorDict(columns, batch_size=tensordict.batch_size, device=tensordict.device)
+
+
+def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
+    """As `get`, of the same shape, and remove the column."""
+    value = get(tensordict, key, default)
+    if key in tensordict.keys():
+        tensordict.pop(key)
+    return value
+
+
+def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
+    """As `get_keys`, of the same rows [B], and remove the columns."""
+    taken = get_keys(tensordict, keys)
+    for key in taken.keys():
+        tensordict.pop(key)
+    return taken
+
+
+def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
+    """Append rows from the start, cyclically, [B] -> [B + added], a multiple of `size_divisor`; (batch, added)."""
+    if not isinstance(data, TensorDict):
+        raise DataProtoError(f"expected a TensorDict, got a {type(data).__name__}")
+    pad = -len(data) % size_divisor
+    return (index_select_tensor_dict(data, [i % len(data) for i in range(len(data) + pad)]), pad) if pad else (data, 0)
+
+
+def unpad(data: TensorDict, pad_size: int) -> TensorDict:
+    """Drop the last `pad_size` rows: [B] -> [B - pad_size]."""
+    return index_select_tensor_dict(data, list(range(len(data) - pad_size))) if pad_size else data

@@ -1,4 +1,4 @@
-"""Pure functions on tensors: log-probs and entropies of logits, masked statistics, padding, truncation."""
+"""Compatibility with verl: functions on tensors, for log-probs and entropies of logits, padding, truncation, ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from verl.utils import lr_schedules
+from verl.algos.aggregation import masked_mean, masked_sum, masked_var, masked_whiten  # noqa: F401
+from verl.utils.lr_schedules import (  # noqa: F401
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict  # takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-get_constant_schedule_with_warmup = lr_schedules.get_constant_schedule_with_warmup
-get_cosine_schedule_with_warmup = lr_schedules.get_cosine_schedule_with_warmup
-get_wsd_schedule_with_warmup = lr_schedules.get_wsd_schedule_with_warmup
 _ROWS = 1024  # rows of the vocabulary held in float32 at a time
 _TORCH_COMPILE = torch.compile
 
@@ -99,35 +101,6 @@ def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 20
     flat = logits.reshape(-1, logits.shape[-1])
     parts = [entropy_from_logits(rows.float()) for rows in flat.split(chunk_size)]
     return torch.cat(parts).view(logits.shape[:-1])
-
-
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of values * mask, both [...], over `axis` (None: all); values whose mask is 0 may be NaN or infinite."""
-    return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Mean over `axis` (None: all) of the values [...] whose mask [...] is 1; 0 where no mask is."""
-    return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + 1e-8)
-
-
-def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance [] of the values [...] whose mask [...] is 1; ValueError if `unbiased` and fewer than two are."""
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
-    if not unbiased:
-        return variance
-    count = mask.sum()
-    if count <= 1:
-        raise ValueError(f"an unbiased variance needs two unmasked values, the mask has {count.item():g}")
-    return variance * count / (count - 1)
-
-
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Values [...] scaled to variance 1 over the mask [...], and to mean 0 with `shift_mean`; of the same shape."""
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
-    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
-    return whitened if shift_mean else whitened + mean
 
 
 def get_response_mask(

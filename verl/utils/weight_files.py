@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 #: the format's names of dtypes -> torch's
-DTYPES = {
+FILE_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
@@ -123,7 +123,7 @@ def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Call
     """
     import torch
 
-    codes = {vars(torch)[name]: code for code, name in DTYPES.items()}
+    codes = {vars(torch)[name]: code for code, name in FILE_DTYPES.items()}
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, like in described.items():

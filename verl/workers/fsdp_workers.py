@@ -1,6 +1,6 @@
-"""Import path of the Ray-facing roles on FSDP engines."""
+"""Compatibility with verl: import path of the Ray-facing roles on FSDP engines."""
 
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker
@@ -12,7 +12,7 @@ __all__ = [
 
 
 class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The worker for rollout.mode=async by upstream's name. ActorRolloutRefWorker serves both modes."""
+    """The worker for rollout.mode=async by verl's name. ActorRolloutRefWorker serves both modes."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake_up(self) -> bool:

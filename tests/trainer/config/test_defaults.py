@@ -12,7 +12,7 @@ from verl.config.base import BaseConfig
 from verl.config.compose import omega_conf_to_dataclass
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPCriticConfig,

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from tests.helpers.chat_templates import Format, byte_tokenizer
 from tests.helpers.models import make_tokenizer
-from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset, convert_nested_value_to_list_recursive
 from verl.data.rl_dataset import DatasetError
 from verl.data.sft_dataset import SFTDataset, get_sft_dataset_class
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, convert_nested_value_to_list_recursive
 
 TOKENIZER = make_tokenizer()
 Q, A, COLON, PLUS, EOS = (*TOKENIZER.convert_tokens_to_ids(["q", "a", ":", "+"]), 2)

@@ -17,6 +17,7 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
 from verl.data.rl_dataset import get_dataset_class
 from verl.experimental.agent_loop.base import (
     AgentLoopBase,
@@ -46,7 +47,6 @@ from verl.single_controller.ray.watchdog import get_within, hanging
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
-from verl.workers.config import RolloutConfig
 from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout.replica import (
     RequestRouter,

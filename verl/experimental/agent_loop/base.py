@@ -11,10 +11,10 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer import stop_ids
-from verl.workers.config import RolloutConfig
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import (
     RequestRouter,

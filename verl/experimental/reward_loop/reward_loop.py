@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
 from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
 from verl.experimental.reward_loop.reward_model import ServedRewardManager
 from verl.protocol import DataProto
@@ -18,7 +19,6 @@ from verl.single_controller.ray.watchdog import get_within
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
-from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, rule_reward
 from verl.workers.reward_manager.reward_rows import place_scores
 

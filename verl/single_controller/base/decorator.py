@@ -1,83 +1,47 @@
-"""How a call on a worker group becomes one call per rank: @register, its dispatch modes and its execute modes.
-
-A dispatch mode is a pair of pure functions. `dispatch_fn(worker_group, *args, **kwargs)` turns every argument into a
-list with one entry per rank; `collect_fn(worker_group, output)` turns the list of the ranks' outputs into one value.
-"""
+"""Compatibility with verl: import path of `verl.single_controller.base.dispatch`, and modes that no role here uses."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensordict import TensorDict
 
-from verl.protocol import DataProto, DataProtoFuture, concat_batches
-from verl.protocol.tensordict_utils import chunk_tensordict
-from verl.utils.py_functional import DynamicEnum
+from verl.protocol import DataProto, DataProtoFuture
+from verl.single_controller.base.dispatch import (  # noqa: F401
+    DISPATCH_MODE_FN_REGISTRY,
+    MAGIC_ATTR,
+    PADDING_KEY,
+    Dispatch,
+    Execute,
+    check_ranks,
+    collect_all_to_all,
+    collect_dp_compute_data_proto,
+    collect_lazy_compute_data_proto,
+    dispatch_all_to_all,
+    dispatch_dp_compute_data_proto_with_func,
+    dispatch_lazy_compute_data_proto,
+    dispatch_nd_compute,
+    dispatch_nd_compute_dataproto,
+    dispatch_one_to_all,
+    get_predefined_dispatch_fn,
+    get_predefined_execute_fn,
+    init_predefined_dispatch_mode,
+    init_predefined_execute_mode,
+    join_batches,
+    make_nd_compute_dataproto_dispatch_fn,
+    mode_of,
+    register,
+    split_batches,
+)
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup
-
-MAGIC_ATTR = "_verl_registered"
-PADDING_KEY = "_verl_padding_rows"  # travels in kwargs from a dispatch function to the group's call, never to a worker
-
-
-class Dispatch(DynamicEnum):
-    """How arguments reach the ranks and outputs come back."""
-
-
-class Execute(DynamicEnum):
-    """Which ranks run the method."""
-
-
-def init_predefined_dispatch_mode() -> None:
-    """Register the dispatch modes every group knows."""
-    for name in (
-        "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
-        "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
-    ):  # fmt: skip
-        Dispatch.register(name)
-
-
-def init_predefined_execute_mode() -> None:
-    """Register the execute modes every group knows."""
-    Execute.register("ALL")
-    Execute.register("RANK_ZERO")
-
-
-init_predefined_dispatch_mode()
-init_predefined_execute_mode()
-
-
-def _map(fn: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return tuple(fn(a) for a in args), {k: fn(v) for k, v in kwargs.items()}
-
-
-def _check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
-    if len(values) != worker_group.world_size:
-        raise ValueError(f"{name} has {len(values)} entries for {worker_group.world_size} ranks")
-
-
-def dispatch_one_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """Every rank gets every argument unchanged."""
-    return _map(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 
 def dummy_direct_rollout_call(worker_group: WorkerGroup, *args, **kwargs) -> None:
     """Stands for methods that a rollout server answers itself."""
     raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is called on the rollout server, not through a worker group")
-
-
-def dispatch_all_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """Arguments pass as they are: the caller gives lists with one entry per rank, or what all ranks get."""
-    return args, kwargs
-
-
-def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
-    """Outputs pass as they are, in rank order."""
-    return output
 
 
 def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
@@ -96,206 +60,37 @@ def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
     return output
 
 
-def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Every batch in `chunks` parts; a DataProto with auto padding is padded to a multiple of `chunks` first."""
-    sizes = {}
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(value, DataProto | DataProtoFuture | TensorDict):
-            raise TypeError(
-                f"argument {name!r} is a {type(value).__name__}; this dispatch mode takes DataProto and TensorDict "
-                f"(put plain values into meta_info, or into the TensorDict as NonTensorData)"
-            )
-        if isinstance(value, DataProto) and value.is_padding_enabled():
-            sizes[name] = len(value)
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"arguments that are padded for dispatch differ in rows: {sizes}")
-    padding = -next(iter(sizes.values()), 0) % chunks
-
-    def cut(value: DataProto | DataProtoFuture | TensorDict) -> list:
-        if isinstance(value, TensorDict):
-            return chunk_tensordict(value, chunks)
-        if isinstance(value, DataProto) and padding:
-            value = value.select()  # a shallow copy: the caller's batch keeps its length
-            value.padding(padding)
-        return value.chunk(chunks)
-
-    args, kwargs = _map(cut, args, kwargs)
-    rows = next(iter(sizes.values()), 0) + padding
-    return args, {**kwargs, PADDING_KEY: (padding, rows)} if padding else kwargs
-
-
-def _join(output: list) -> DataProto | TensorDict | DataProtoFuture:
-    import ray
-
-    if all(isinstance(o, DataProto | TensorDict) for o in output):
-        return concat_batches(output)
-    if all(isinstance(o, ray.ObjectRef) for o in output):
-        return DataProtoFuture.concat(output)
-    kinds = ", ".join(sorted({type(o).__name__ for o in output}))
-    raise TypeError(f"a method that gets a batch must return a DataProto or a TensorDict on every rank, got {kinds}")
-
-
 def dispatch_dp_compute_data_proto(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
     """Each DataProto or TensorDict is cut in as many parts as there are ranks."""
-    return _split(worker_group.world_size, args, kwargs)
-
-
-def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """As `dispatch_dp_compute_data_proto`; the first argument is a function that every rank gets."""
-    if not args or not callable(args[0]):
-        raise TypeError("the first argument of this dispatch mode must be a function")
-    parts, kwargs = _split(worker_group.world_size, args[1:], kwargs)
-    return ([args[0]] * worker_group.world_size, *parts), kwargs
-
-
-def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | TensorDict | DataProtoFuture:
-    """The ranks' rows in rank order."""
-    return _join(output)
-
-
-def dispatch_nd_compute(
-    dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
-) -> tuple[tuple, dict]:
-    """Arguments are lists of `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
-    _check_ranks("dp_rank_mapping", dp_rank_mapping, worker_group)
-
-    def spread(parts: list) -> list:
-        if len(parts) != dp_size:
-            raise ValueError(f"an argument has {len(parts)} parts for {dp_size} data-parallel ranks")
-        return [parts[dp_rank] for dp_rank in dp_rank_mapping]
-
-    return _map(spread, args, kwargs)
+    return split_batches(worker_group.world_size, args, kwargs)
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: WorkerGroup, output: list) -> list:
     """Outputs of the ranks whose mask is True (one rank of each data-parallel group)."""
-    _check_ranks("collect_mask", collect_mask, worker_group)
+    check_ranks("collect_mask", collect_mask, worker_group)
     return [o for o, wanted in zip(output, collect_mask, strict=True) if wanted]
-
-
-def dispatch_nd_compute_dataproto(
-    dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
-) -> tuple[tuple, dict]:
-    """Each DataProto or TensorDict is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
-    args, kwargs = _split(dp_size, args, kwargs)
-    padding = {PADDING_KEY: kwargs.pop(PADDING_KEY)} if PADDING_KEY in kwargs else {}
-    args, kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *args, **kwargs)
-    return args, {**kwargs, **padding}
 
 
 def collect_nd_compute_dataproto(
     collect_mask: list[bool], worker_group: WorkerGroup, output: list
 ) -> DataProto | TensorDict | DataProtoFuture:
     """The rows of the ranks whose mask is True."""
-    return _join(collect_nd_compute(collect_mask, worker_group, output))
-
-
-def _asked_once(known: dict[str, list], mesh_name: str, query: Callable, worker_group: WorkerGroup) -> list:
-    """What every worker answers about the mesh, in rank order; kept in `known`."""
-    if mesh_name not in known:
-        known[mesh_name] = query(mesh_name)
-        _check_ranks(f"what the workers say of mesh {mesh_name!r}", known[mesh_name], worker_group)
-    return known[mesh_name]
-
-
-def _dp_ranks(mesh_name: str, group: WorkerGroup) -> list[int]:
-    return _asked_once(group._dispatch_info, mesh_name, group._query_dispatch_info, group)
-
-
-def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """As `dispatch_nd_compute_dataproto`, with the mapping that the workers registered for `mesh_name`."""
-    mapping = _dp_ranks(mesh_name, worker_group)
-    return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
-
-
-def collect_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, output: list) -> Any:
-    """The rows of the mesh's collecting ranks, in the order in which they were dispatched."""
-    mask = _asked_once(worker_group._collect_info, mesh_name, worker_group.query_collect_info, worker_group)
-    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(_dp_ranks(mesh_name, worker_group)) if mask[r])
-    return _join([output[r] for _, r in chosen])
-
-
-def _pair(dispatch_fn: Callable, collect_fn: Callable) -> dict[str, Callable]:
-    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
-
-
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable]:
-    """Dispatch mode over a device mesh that the workers name at run time with `_register_dispatch_collect_info`."""
-    dispatch_fn = functools.partial(dispatch_lazy_compute_data_proto, mesh_name)
-    return _pair(dispatch_fn, functools.partial(collect_lazy_compute_data_proto, mesh_name))
-
-
-DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable]] = {
-    Dispatch.ONE_TO_ALL: _pair(dispatch_one_to_all, collect_all_to_all),
-    Dispatch.ALL_TO_ALL: _pair(dispatch_all_to_all, collect_all_to_all),
-    Dispatch.DP_COMPUTE: _pair(dispatch_dp_compute, collect_dp_compute),
-    Dispatch.DP_COMPUTE_PROTO: _pair(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _pair(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
-    Dispatch.DP_COMPUTE_METRIC: _pair(dispatch_dp_compute_data_proto, collect_dp_compute),
-    Dispatch.DIRECT_ROLLOUT_METHOD: _pair(dummy_direct_rollout_call, dummy_direct_rollout_call),
-}
-
-
-def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable]:
-    """{"dispatch_fn", "collect_fn"} of a registered mode."""
-    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        known = ", ".join(mode.name for mode in DISPATCH_MODE_FN_REGISTRY)
-        raise KeyError(
-            f"dispatch mode {dispatch_mode!r} has no functions; known: {known}. To run on rank 0 only, register the "
-            f"method with execute_mode=Execute.RANK_ZERO"
-        )
-    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+    return join_batches(collect_nd_compute(collect_mask, worker_group, output))
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
     """Add a mode: afterwards `Dispatch.<NAME>` can be given to `register`."""
-    DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = _pair(dispatch_fn, collect_fn)
+    DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = mode_of(dispatch_fn, collect_fn)
 
 
 def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
     """Replace the functions of a mode that is registered."""
-    get_predefined_dispatch_fn(dispatch_mode).update(_pair(dispatch_fn, collect_fn))
+    get_predefined_dispatch_fn(dispatch_mode).update(mode_of(dispatch_fn, collect_fn))
 
 
-def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """{"execute_fn_name"}: the group's method that carries the mode out."""
-    return {"execute_fn_name": {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}[execute_mode]}
-
-
-def register(
-    dispatch_mode: Dispatch | dict = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True,
-    materialize_futures: bool = True,
-) -> Callable:
-    """Mark a worker's method as callable on its group.
-
-    With blocking=False the group's call returns references (a DataProtoFuture where batches are joined). With
-    `materialize_futures` a DataProtoFuture argument is fetched on the worker before the method runs.
-    """
-    if isinstance(dispatch_mode, dict):
-        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
-        if missing:
-            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
-    elif not isinstance(dispatch_mode, Dispatch):
-        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
-    if not isinstance(execute_mode, Execute):
-        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
-
-    def ready(value: Any) -> Any:
-        return value.get() if materialize_futures and isinstance(value, DataProtoFuture) else value
-
-    def decorate(func: Callable) -> Callable:
-        @functools.wraps(func)
-        def call(*args, **kwargs):
-            args, kwargs = _map(ready, args, kwargs)
-            return func(*args, **kwargs)
-
-        @functools.wraps(func)
-        async def call_async(*args, **kwargs):
-            return await call(*args, **kwargs)
-
-        wrapped = call_async if inspect.iscoroutinefunction(func) else call
-        attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
-        setattr(wrapped, MAGIC_ATTR, attrs)
-        return wrapped
-
-    return decorate
+DISPATCH_MODE_FN_REGISTRY |= {
+    Dispatch.DP_COMPUTE: mode_of(dispatch_dp_compute, collect_dp_compute),
+    Dispatch.DP_COMPUTE_PROTO: mode_of(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_METRIC: mode_of(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.DIRECT_ROLLOUT_METHOD: mode_of(dummy_direct_rollout_call, dummy_direct_rollout_call),
+}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from verl.profiling.profile import DistProfiler
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 
 
 class DistProfilerExtension:

@@ -6,11 +6,11 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.base.dispatch import Dispatch, Execute, register
 from verl.utils.ports import free_port
 
 STACK_SIGNAL = signal.SIGUSR1  # a rank answers it with its Python stacks on standard error
@@ -22,6 +22,12 @@ def get_master_addr_port() -> tuple[str, str]:
 
     host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
     return host, str(free_port("::" if ":" in host else ""))
+
+
+def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
+    """True when Ray does not hide accelerators from its actors, so that each must select its own."""
+    kinds = ("CUDA", "ROCR", "HIP", "ASCEND_RT")
+    return any(env_vars.get(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES") for kind in kinds)
 
 
 class WorkerHelper:
@@ -89,8 +95,6 @@ class Worker(WorkerHelper):
         if os.environ.get("WG_BACKEND") != "ray":
             return
         import ray
-
-        from verl.utils.ray_utils import ray_noset_visible_devices
 
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         visible = shown.split(",") if shown else []

@@ -13,7 +13,7 @@ from typing import Any
 from loguru import logger
 
 from verl.protocol import DataProto, DataProtoFuture, unpad_dataproto
-from verl.single_controller.base.decorator import (
+from verl.single_controller.base.dispatch import (
     MAGIC_ATTR,
     PADDING_KEY,
     Execute,

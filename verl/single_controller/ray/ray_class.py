@@ -8,7 +8,7 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.single_controller.base.dispatch import MAGIC_ATTR
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, registered_methods
 

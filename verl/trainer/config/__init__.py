@@ -1,4 +1,4 @@
-"""Settings of the trainers."""
+"""Compatibility with verl: import path of the settings of trainers, which are in `verl.config`; has the yaml files."""
 # ruff: noqa: F401, I001
 
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig

@@ -14,6 +14,7 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from verl.algos import advantage, kl
+from verl.algos.advantage import as_torch_index
 from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
@@ -24,7 +25,6 @@ from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.batch_sizes import prompts_a_step
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import EXTRAS, LOST, reward_extras
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves

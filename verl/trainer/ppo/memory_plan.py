@@ -10,6 +10,7 @@ from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import (
@@ -23,7 +24,6 @@ from verl.planning.memory_estimate import (
 )
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.problems import WRONG, Problem
-from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine.memory_trace import MicroBatch, traced_update
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))

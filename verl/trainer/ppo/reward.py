@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls as get_loop_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_model import RewardModelManager, ServedRewardManager
@@ -18,7 +19,6 @@ from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.user_code import defined_at
-from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import DAPORewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.naive import ARGUMENTS

@@ -53,7 +53,7 @@ def ranks_of(config: Mapping[str, Any]) -> int:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else rank_count(config)
 
 
-def groups_of(config: Mapping[str, Any], ranks: int) -> int:
+def data_parallel_groups(config: Mapping[str, Any], ranks: int) -> int:
     """Groups of these ranks whose members compute on the same rows; at least 1, also for sizes that do not divide."""
     shared = config["ulysses_sequence_parallel_size"] * config["model"]["fsdp_config"]["tensor_parallel_size"]
     return max(1, ranks // shared)
@@ -97,7 +97,7 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
     problems += splits_ranks("model.fsdp_config", plain["model"]["fsdp_config"], ranks, sequences)
     problems += resume_problems(plain["trainer"])
     try:
-        samples_per_forward(plain["data"], groups_of(plain, ranks))
+        samples_per_forward(plain["data"], data_parallel_groups(plain, ranks))
     except ValueError as e:
         problems.append(wrong("data.micro_batch_size", str(e)))
     try:
@@ -157,7 +157,7 @@ def _print_plan(
     console.rule("Plan")
     plain = OmegaConf.to_container(config, resolve=True)
     data, run, ranks = plain["data"], plain["trainer"], ranks_of(plain)
-    size, groups = data["train_batch_size"], groups_of(plain, ranks)
+    size, groups = data["train_batch_size"], data_parallel_groups(plain, ranks)
     micro = samples_per_forward(data, groups)
     samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None

@@ -212,7 +212,7 @@ class FSDPSFTTrainer:
 
     def _joined(self, batch: TensorDict) -> TensorDict:
         """The rows of all ranks that share sequences with this one, itself included."""
-        return self.engine.joined(DataProto.from_tensordict(batch))[0].batch
+        return self.engine.gather_over_sequence_group(DataProto.from_tensordict(batch))[0].batch
 
     def _due(self, every: int) -> bool:
         last = self.global_steps >= self.total_training_steps

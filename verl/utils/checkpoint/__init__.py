@@ -6,9 +6,8 @@ from verl.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,
     CheckpointWriter,
-    find_latest_ckpt_path,
     find_valid_checkpoint,
-    get_checkpoint_tracker_filename,
     should_save_ckpt_esi,
     verify_manifest,
 )
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename

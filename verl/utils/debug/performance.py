@@ -1,6 +1,6 @@
-"""Compatibility with verl: the older import path of `verl.profiling.performance`."""
+"""Compatibility with verl: the older import path of `verl.utils.profiler.performance`."""
 
-from verl.profiling.performance import (
+from verl.utils.profiler.performance import (
     GPUMemoryLogger,
     gather_timing,
     log_gpu_memory_usage,

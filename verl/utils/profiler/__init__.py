@@ -10,7 +10,7 @@ _NAMES = {
     "verl.config.profiler": (
         "NsightToolConfig", "ProfilerConfig", "ToolConfigs", "TorchMemoryToolConfig", "TorchProfilerToolConfig",
     ),
-    "verl.profiling.performance": (
+    "verl.utils.profiler.performance": (
         "GPUMemoryLogger", "gather_timing", "log_gpu_memory_usage", "log_print", "marked_timer", "reduce_timing",
         "simple_timer", "topk_reduce_ratio_min_max",
     ),

@@ -1,7 +1,17 @@
-"""Compatibility with verl: import path of `verl.profiling.profile`."""
+"""Compatibility with verl: import path of `verl.profiling.profile`, and of the workers' part of it."""
 
-import sys
+from verl.profiling.profile import (
+    DistProfiler,
+    NsightProfiler,
+    Profiler,
+    TorchMemoryProfiler,
+    mark_annotate,
+    mark_end_range,
+    mark_start_range,
+)
+from verl.single_controller.base.profiling import DistProfilerExtension
 
-from verl.profiling import profile
-
-sys.modules[__name__] = profile
+__all__ = [
+    "DistProfiler", "DistProfilerExtension", "NsightProfiler", "Profiler", "TorchMemoryProfiler", "mark_annotate",
+    "mark_end_range", "mark_start_range",
+]  # fmt: skip

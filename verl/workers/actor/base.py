@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from verl.config.actor import ActorConfig
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry, installed_plugins
-from verl.workers.config import ActorConfig
 
 
 class BasePPOActor(ABC):

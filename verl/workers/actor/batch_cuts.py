@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import prepare_dynamic_batch
-from verl.utils.groupwise import groups_of
 
 #: meta_info of a batch whose samples are that many adjacent rows each (1 without it)
 ROWS_PER_SAMPLE = "rows_per_sample"
 
 
-def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:
+def join_units(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:
     """Whole units, in order, joined while their weights fit into `budget`; a heavier unit stands alone."""
     parts: list[list[int]] = []
     used = budget + 1
@@ -27,6 +26,13 @@ def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[i
     return parts
 
 
+def groups_of(group_index: torch.Tensor) -> list[list[int]]:
+    """Row numbers of each run of equal labels in group_index [B], in order."""
+    _, counts = torch.unique_consecutive(group_index, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
 def mini_batches(
     data: DataProto, size: int, *, whole_groups: bool, epochs: int, shuffle: bool, seed: int
 ) -> Iterator[DataProto]:
@@ -36,7 +42,7 @@ def mini_batches(
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         shuffled = [units[i] for i in generator.permutation(len(units))] if shuffle else units
-        for rows in _agreed(shuffled, pack(shuffled, [len(u) for u in shuffled], size), "mini-batches"):
+        for rows in _agreed(shuffled, join_units(shuffled, [len(u) for u in shuffled], size), "mini-batches"):
             yield data.select_idxs(np.asarray(rows))
 
 
@@ -57,13 +63,13 @@ def micro_batches(
         return list(zip(index, pieces, strict=True))
     units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
     if tokens is None:
-        parts = pack(units, [len(u) for u in units], rows)
+        parts = join_units(units, [len(u) for u in units], rows)
     else:
         mask = data.batch["attention_mask"]
         answers = data.batch["responses"].shape[1] if reads_answers else 0
         prompt, answer = mask[:, : mask.shape[1] - answers].sum(-1), mask[:, mask.shape[1] - answers :].sum(-1)
         weights = [int(prompt[u[:1] if shared else u].sum() + answer[u].sum()) for u in units]
-        parts = pack(units, weights, tokens)
+        parts = join_units(units, weights, tokens)
     return [(part, data.select_idxs(np.asarray(part))) for part in _agreed(units, parts, "micro-batches")]
 
 

@@ -10,12 +10,12 @@ from tensordict import TensorDict
 from verl.algos.aggregation import agg_loss
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens, get_policy_loss_fn
+from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
-from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import Policy
 
@@ -54,7 +54,7 @@ class DataParallelPPOActor(BasePPOActor):
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        data, own = self.engine.joined(self._select(data, ()))
+        data, own = self.engine.gather_over_sequence_group(self._select(data, ()))
         budget = tokens * self.engine.sequence_parallel_size if dynamic else None
         micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
 

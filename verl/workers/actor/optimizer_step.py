@@ -11,10 +11,11 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
+from verl.config.actor import ActorConfig
+from verl.config.critic import CriticConfig
 from verl.profiling.profile import finished_update
 from verl.protocol import DataProto
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
-from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.packing import moved
 
@@ -74,7 +75,7 @@ def update_by_mini_batches(
                 continue
             if begin is not None:
                 begin(mini, number)
-            mini, _ = engine.joined(mini)
+            mini, _ = engine.gather_over_sequence_group(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(config.optim.max_grad_norm(config.grad_clip))

@@ -1,4 +1,15 @@
-"""Compatibility with verl: the settings live in `verl.config.optimizer`."""
+"""Compatibility with verl: import path of `verl.config.optimizer`, and settings that nothing here reads."""
 
-from verl.config.megatron import McoreOptimizerConfig, VeOmniOptimizerConfig  # noqa: F401
+from dataclasses import dataclass
+
+from verl.config.megatron import McoreOptimizerConfig  # noqa: F401
 from verl.config.optimizer import *  # noqa: F403
+from verl.config.optimizer import OptimizerConfig
+
+
+@dataclass
+class VeOmniOptimizerConfig(OptimizerConfig):
+    """verl's settings of an optimizer of a VeOmni engine, which no trainer here builds."""
+
+    lr_scheduler_type: str = "constant"
+    override_optimizer_config: dict | None = None

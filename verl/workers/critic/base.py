@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from verl.config.critic import CriticConfig
 from verl.protocol import DataProto
-from verl.workers.config import CriticConfig
 
 
 class BasePPOCritic(ABC):

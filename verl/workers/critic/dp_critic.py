@@ -7,13 +7,13 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from verl.algos.aggregation import masked_mean
 from verl.algos.policy_loss import compute_value_loss
+from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.utils.peft_weights import without_adapters
-from verl.utils.torch_functional import masked_mean
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
-from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import make_packable
@@ -38,7 +38,7 @@ class DataParallelPPOCritic(BasePPOCritic):
         rows, tokens = self.config.forward_micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu
         chosen = data.select(batch_keys=list(_FORWARD_KEYS), non_tensor_batch_keys=[])
         budget = tokens * self.engine.sequence_parallel_size if self.config.use_dynamic_bsz else None
-        chosen, own = self.engine.joined(chosen)
+        chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
         (values,) = forward_in_order(self.engine, micros, lambda batch: [self._values(batch) * batch["response_mask"]])
         return values[own]

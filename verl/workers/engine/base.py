@@ -45,7 +45,7 @@ class BaseEngine(ABC):
     def eval_mode(self) -> AbstractContextManager:
         """Parameters on the device, dropout off; nests."""
 
-    def gathered(self) -> AbstractContextManager:
+    def unsharded(self) -> AbstractContextManager:
         """For many forwards of the same weights within eval_mode: what a forward gathers stays until the end."""
         return nullcontext()
 
@@ -109,8 +109,8 @@ class BaseEngine(ABC):
         """This rank's share among them."""
         return dist.get_rank()
 
-    def joined(self, data: DataProto) -> tuple[DataProto, slice]:
-        """The rows of all ranks that compute together, and which of them are this rank's own: by default all."""
+    def gather_over_sequence_group(self, data: DataProto) -> tuple[DataProto, slice]:
+        """All-gather the batch over the sequence-parallel group: (its rows, the slice of this rank); by default all."""
         return data, slice(0, len(data))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:

@@ -11,13 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import get_lora_rank_from_adapter, get_model_loader, load_without_weights, torch_dtype_of
 from verl.models.stored_weights import StoredWeights
 from verl.utils import lr_schedules
 from verl.utils.fsdp_utils import is_placeholder
 from verl.utils.peft_weights import adapted_layers
 from verl.utils.weight_files import safetensors_of, tensor_shapes
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
 def build_module(

@@ -17,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from verl.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.config.common import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import print_model_size, torch_dtype_of
 from verl.planning.machine import available_memory
 from verl.planning.memory_estimate import checkpoints_layers
@@ -31,13 +35,12 @@ from verl.utils.peft_weights import (
     peft_models,
     without_adapters,
 )
-from verl.utils.tensor_parallel import styles_of
-from verl.utils.ulysses import (
+from verl.utils.sequence_parallel import (
     get_ulysses_sequence_parallel_group,
     set_ulysses_sequence_parallel_group,
     validate_ulysses_config,
 )
-from verl.workers import config as cfg
+from verl.utils.tensor_parallel import styles_of
 from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
 
@@ -57,10 +60,10 @@ class FSDPEngine(BaseEngine):
 
     def __init__(
         self,
-        model_config: cfg.HFModelConfig,
-        engine_config: cfg.FSDPEngineConfig,
-        optimizer_config: cfg.FSDPOptimizerConfig | None,
-        checkpoint_config: cfg.CheckpointConfig,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig | None,
+        checkpoint_config: CheckpointConfig,
         *,
         device: str | None = None,
         mesh: DeviceMesh | None = None,
@@ -141,7 +144,7 @@ class FSDPEngine(BaseEngine):
             # On a CPU they make several passes over each tensor unless they are fused.
             fuses = self.device_type == "cpu" and self.optimizer_config.optimizer in FUSED
             options = {"foreach": False} if splits_layers else {"fused": True} if fuses else {}
-            self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
+            self.optimizer = build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
         self.checkpoint_manager = FSDPCheckpointManager(
@@ -177,7 +180,7 @@ class FSDPEngine(BaseEngine):
     def get_data_parallel_rank(self) -> int:
         return self.rank // self.joint_size
 
-    def joined(self, data: DataProto) -> tuple[DataProto, slice]:
+    def gather_over_sequence_group(self, data: DataProto) -> tuple[DataProto, slice]:
         if self.joint_group is None:
             return data, slice(0, len(data))
         parts: list[Any] = [None] * self.joint_size
@@ -214,7 +217,7 @@ class FSDPEngine(BaseEngine):
     def eval_mode(self) -> AbstractContextManager[FSDPEngine]:
         return self._mode("eval", optimizer=False)
 
-    def gathered(self) -> AbstractContextManager:
+    def unsharded(self) -> AbstractContextManager:
         return fsdp_utils.kept_gathered(self.module, self.engine_config.reshard_after_forward)
 
     @contextmanager

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+from verl.utils.sequence_parallel import gather_heads_scatter_seq, gather_seq_scatter_heads
 from verl.workers.policy.packing import Packing
 
 NAME = "verl_packed"

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
-from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
+from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_world_size
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs

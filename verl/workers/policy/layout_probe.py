@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from verl.utils.ulysses import (
+from verl.utils.sequence_parallel import (
     get_ulysses_sequence_parallel_group,
     get_ulysses_sequence_parallel_world_size,
     set_ulysses_sequence_parallel_group,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_group
 
 ON_HOST = "columns_on_host"
 _LAYOUT_COLUMNS = ("attention_mask", "group_index", "counted")

@@ -13,17 +13,20 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.config.actor import FSDPActorConfig, FSDPRefConfig
+from verl.config.common import CheckpointConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.model import HFModelConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.rollout import RolloutConfig
 from verl.models.loading import torch_dtype_of
 from verl.profiling.performance import peak_memory
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
 from verl.reward.pool import finished
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
-from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy import Policy, get_policy
 from verl.workers.roles.ranks import ModelWorker, per_rank_sizes

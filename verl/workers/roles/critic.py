@@ -3,11 +3,11 @@
 import time
 
 from verl.config.compose import omega_conf_to_dataclass
-from verl.config.model import PluginConfig
+from verl.config.critic import FSDPCriticConfig
+from verl.config.model import HFModelConfig, PluginConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.workers.config import FSDPCriticConfig, HFModelConfig
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.roles.ranks import ModelWorker, per_rank_sizes

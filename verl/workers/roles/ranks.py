@@ -9,9 +9,9 @@ from verl.config.profiler import ProfilerConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
-from verl.utils.device import get_device_name, rank_device_index
+from verl.utils.accelerator import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine.fsdp import FSDPEngine

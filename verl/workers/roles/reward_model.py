@@ -4,16 +4,17 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 
+from verl.config.common import CheckpointConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
 from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
-from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.critic.dp_critic import packs_values
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy.packing import pack_batch
@@ -79,7 +80,7 @@ class RewardModelWorker(ModelWorker):
             values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
             return [packing.answered(values, last.shape).squeeze(1)]
 
-        chosen, own = self.engine.joined(chosen)
+        chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
         (scores,) = forward_in_order(self.engine, micros, last_values)
         return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.device import visible_device
-from verl.workers.config import RewardModelConfig
+from verl.config.reward_model import RewardModelConfig
+from verl.single_controller.base.dispatch import Dispatch, register
+from verl.utils.accelerator import visible_device
 from verl.workers.roles.ranks import ModelWorker
 from verl.workers.rollout.replica import START_KEY, ServerHandle, host_to_bind
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer

@@ -15,7 +15,8 @@ from verl.utils.registry import Registry, installed_plugins, nearest
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.config.model import HFModelConfig
+    from verl.config.rollout import RolloutConfig
 
 
 class BaseRollout(ABC):

@@ -39,7 +39,7 @@ class HFRollout(BaseRollout):
         if self.engine is None:
             raise RuntimeError("HFRollout has no actor to generate with; call bind_actor(engine, policy) first.")
         n = prompts.meta_info.get("n", 1)
-        with self.engine.eval_mode(), self.engine.gathered(), torch.no_grad(), self.engine.autocast():
+        with self.engine.eval_mode(), self.engine.unsharded(), torch.no_grad(), self.engine.autocast():
             step = max(1, self.config.max_num_seqs // n)  # prompts at a time
             parts = [self._generate(prompts[start : start + step]) for start in range(0, len(prompts), step)]
         return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})

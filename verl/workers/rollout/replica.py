@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object
 
 if TYPE_CHECKING:
-    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.config.model import HFModelConfig
+    from verl.config.rollout import RolloutConfig
 
 
 CLOSE_TIMEOUT_S = 20

@@ -7,12 +7,13 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.reward.pool import finished
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.device import rank_device_index
+from verl.single_controller.base.dispatch import Dispatch, register
+from verl.utils.accelerator import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 
 

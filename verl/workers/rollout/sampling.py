@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.workers.config import RolloutConfig
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A conversation as an object of messages and tensors: AsyncRolloutRequest and what it consists of."""
+"""Compatibility with verl: AsyncRolloutRequest, a conversation as an object of messages and tensors, and its parts."""
 
 from enum import StrEnum
 from typing import Any

@@ -16,7 +16,8 @@ from verl.workers.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.workers.rollout.server_process import LocalServerError, OwnedServer
 
 if TYPE_CHECKING:
-    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.config.model import HFModelConfig
+    from verl.config.rollout import RolloutConfig
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.utils.device import visible_device
+from verl.utils.accelerator import visible_device
 from verl.utils.problems import Problem, absent, register_check
 from verl.utils.tokenizer import stop_ids
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
     ServerClient,

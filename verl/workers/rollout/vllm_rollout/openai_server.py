@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import verl
-from verl.utils.device import default_dtype
+from verl.utils.accelerator import default_dtype
 from verl.utils.ports import free_port
 from verl.workers.rollout.server_process import OwnedServer
 from verl.workers.rollout.vllm_rollout.token_guard import VARIABLE, TokenGuard

@@ -19,8 +19,9 @@ from aiohttp import web
 from loguru import logger
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import register_rollout
 from verl.workers.rollout.replica import (
     RolloutReplica,

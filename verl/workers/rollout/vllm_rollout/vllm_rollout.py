@@ -19,13 +19,13 @@ from loguru import logger
 from safetensors.torch import save_file
 
 from verl.checkpoint.rng import get_rng_state, load_rng_state
-from verl.config.rollout import CPU_CACHE_BYTES
+from verl.config.model import HFModelConfig
+from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
-from verl.utils.device import rank_device_index
+from verl.utils.accelerator import rank_device_index
 from verl.utils.problems import Problem, absent, one_line, register_check, wrong
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
 from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
