@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, row, say
-from verl.data.sft_dataset import right_padded
+from verl.data.sft_dataset import pad_sample
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 SAMPLES, LENGTH, MICRO, VOCABULARY = 32, 512, 4, 1024
@@ -26,7 +26,7 @@ class Samples(Dataset):
         self.rows = []
         for n in lengths:
             ids = torch.randint(5, VOCABULARY, (n,), generator=generator).tolist()
-            self.rows.append(right_padded(ids, [int(i >= n // 3) for i in range(n)], LENGTH, 0))
+            self.rows.append(pad_sample(ids, [int(i >= n // 3) for i in range(n)], LENGTH, 0))
 
     def __len__(self) -> int:
         return len(self.rows)

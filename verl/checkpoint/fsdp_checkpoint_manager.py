@@ -28,7 +28,7 @@ from verl.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
-from verl.utils.fsdp_utils import gathered, local_tensor
+from verl.utils.fsdp_utils import full_tensors, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
 from verl.utils.problems import one_line
 
@@ -221,7 +221,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             adapted = tuple(f"{name}." for name in inside)
             rest = ((name, p.detach().to(self.device)) for name, p in self.model.named_parameters()
                     if p.requires_grad and not name.startswith(adapted))  # fmt: skip
-            state = {name: self._on_cpu(tensor) for name, tensor in gathered(rest)}  # by all ranks together
+            state = {name: self._on_cpu(tensor) for name, tensor in full_tensors(rest)}  # by all ranks together
             if dist.get_rank() == 0:
                 writes.append(partial(self.model.save_with_adapters, str(folder), state_dict=state))
         return writes

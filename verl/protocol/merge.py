@@ -1,4 +1,4 @@
-"""How the columns and rows of batches are put together, padded and folded, with the errors when they clash."""
+"""How columns and rows of batches are put together, compared, padded and folded, with the errors when they clash."""
 
 from __future__ import annotations
 
