@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algos.names import reads_reference
+from verl.config.roles import need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import CPU_CACHE_BYTES, ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
@@ -149,9 +149,8 @@ def estimate_memory(
     if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
         if not (on_gpu and (reference["param_offload"] or reference["offload_policy"])):
             around["reference weights"] = size.parameters * BYTES[reference["model_dtype"]] // shards
-    critic, has_critic = config["critic"], config["critic"]["enable"]
-    if config["algorithm"]["adv_estimator"] == "gae" if has_critic is None else has_critic:
-        held = critic["model"]["fsdp_config"]
+    if need_critic(config):
+        held = config["critic"]["model"]["fsdp_config"]
         copies = 1 if not (on_gpu and held["param_offload"]) else 0
         copies += 2 if not (on_gpu and held["optimizer_offload"]) else 0
         if copies and not (on_gpu and held["offload_policy"]):
@@ -159,7 +158,7 @@ def estimate_memory(
     reward = config["reward_model"]
     if reward["enable"] and not reward["enable_resource_pool"]:
         served, held = reward["rollout"], reward["model"]["fsdp_config"]
-        if served["name"]:
+        if serves_reward_model(config):
             weights = size.parameters * BYTES[served["dtype"]] // served["tensor_model_parallel_size"]
             share = int(served["gpu_memory_utilization"] * (gpu_bytes or 0))
             around["reward model's server"] = share if on_gpu else weights

@@ -13,8 +13,9 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import hydra_main
+from verl.config.roles import need_critic, reads_reference, serves_reward_model
 from verl.planning.config_effect import validate_config
-from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
+from verl.trainer.ppo.utils import Role
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
 from verl.utils.problems import ConfigError, Problem
 
@@ -43,7 +44,8 @@ def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> None:
     problems: list[Problem] = []
     try:
         try:
-            validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
+            roles = {"use_reference_policy": reads_reference(config), "use_critic": need_critic(config)}
+            validate_config(config, **roles, known=known)
         except ConfigError as e:
             problems += e.problems
         try:
@@ -141,7 +143,7 @@ class TaskRunner:
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
-        if uses_kl(config):
+        if reads_reference(config):
             self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
             self.mapping[Role.RefPolicy] = POOL
 

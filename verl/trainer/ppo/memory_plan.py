@@ -10,6 +10,7 @@ from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import (
@@ -21,7 +22,6 @@ from verl.planning.memory_estimate import (
     estimate_memory,
     measure_loaded,
 )
-from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.problems import WRONG, Problem
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine.memory_trace import MicroBatch, traced_update
@@ -85,7 +85,7 @@ def _disk_problems(plain: dict[str, Any], size: ModelSize, steps: int | None) ->
     """Whether the disk has the space of the run's checkpoints, of the critic too, taken for the actor's size."""
     actor, critic = plain["actor_rollout_ref"]["actor"], plain["critic"]
     one = checkpoint_bytes(size, actor["fsdp_config"], actor["checkpoint"]["save_contents"])
-    if need_critic(OmegaConf.create(plain)):
+    if need_critic(plain):
         full = dataclasses.replace(size, trainable=size.parameters)
         one += checkpoint_bytes(full, critic["model"]["fsdp_config"], critic["checkpoint"]["save_contents"])
     contents = f"{ACTOR}.checkpoint.save_contents"
@@ -201,6 +201,5 @@ def _changed(plain: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def _is_sound(plain: dict[str, Any]) -> bool:
     """Whether the ranks can share these batches."""
-    config = OmegaConf.create(plain)
-    problems = batch_problems(plain, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+    problems = batch_problems(plain, use_reference_policy=reads_reference(plain), use_critic=need_critic(plain))
     return not any(problem.kind == WRONG for problem in problems)

@@ -12,6 +12,7 @@ import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
 from verl.algos.names import COMPARES_SAMPLES
 from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.ppo import PPOConfig
+from verl.config.roles import reads_reference
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -28,7 +29,6 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.trainer.ppo.utils import uses_kl
 from verl.utils.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
@@ -204,7 +204,7 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
 
 def _whole_layers(config: DictConfig) -> list[str]:
     """Keys of the ranks that split the layers of actor and reference, if there is one."""
-    roles = ("actor", "ref") if uses_kl(config) else ("actor",)
+    roles = ("actor", "ref") if reads_reference(config) else ("actor",)
     return [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
 
 
