@@ -22,11 +22,11 @@ from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import overrides
+from verl.planning.memory_trace import MicroBatch, trace_update
 from verl.utils.fsdp_utils import full_tensor, local_tensor
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
-from verl.workers.engine.memory_trace import MicroBatch, trace_update
 from verl.workers.policy import get_policy
 
 WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=8192)

@@ -15,7 +15,7 @@ from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_tra
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
 from verl.config.roles import need_critic, reads_reference
-from verl.planning.config_effect import validate_config
+from verl.utils.config import validate_config
 from verl.workers.rollout import get_rollout_class
 
 MODULES = {

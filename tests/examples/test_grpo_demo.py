@@ -16,7 +16,7 @@ from examples.grpo_arithmetic import demo, make_start
 from examples.grpo_arithmetic.acceptance import criteria_of, has_learned
 from tests.helpers.configs import compose_ppo
 from verl.config.roles import need_critic, reads_reference
-from verl.planning.config_effect import validate_config
+from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
 pytestmark = pytest.mark.demo

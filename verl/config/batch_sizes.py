@@ -207,11 +207,15 @@ def divides_ranks(key: str, section: Mapping[str, Any], ranks: int) -> list[Prob
     return [wrong(key, f"{key}={value} does not divide the {ranks} ranks. Use one of {fitting}.")]
 
 
+def sharding_ranks(engine: Mapping[str, Any], ranks: int) -> int:
+    """Ranks that share one copy of the weights, of all `ranks`."""
+    return ranks if engine["fsdp_size"] == -1 else min(engine["fsdp_size"], ranks)
+
+
 def splits_ranks(prefix: str, engine: Mapping[str, Any], ranks: int, sequences: int) -> list[Problem]:
     """Tensor parallel ranks divide those that share one copy of the weights, and with `sequences` all `ranks`."""
     key, size = f"{prefix}.tensor_parallel_size", engine["tensor_parallel_size"]
-    copy = ranks if engine["fsdp_size"] == -1 else min(engine["fsdp_size"], ranks)
-    issues = divides_ranks(key, engine, copy)
+    issues = divides_ranks(key, engine, sharding_ranks(engine, ranks))
     if not issues and sequences > 1 and ranks % sequences == 0 and ranks % (size * sequences):
         rule = f"{key}={size} x ulysses_sequence_parallel_size={sequences} does not divide the {ranks} ranks."
         issues.append(wrong(key, f"{rule} Lower one of them."))

@@ -26,12 +26,14 @@ class Entry:
     `config_type` is the dataclass of the tree. `checks(config, plain, problems)` are rules beyond types and ranges;
     `plain` is the resolved tree, `problems` what is known before. `plan(console, config)` prints the plan and returns
     further problems, for example of data and models; it is left out for a config with problems unless
-    `plans_wrong_configs`.
+    `plans_wrong_configs`. `input_problems(config)` are those of model, data and machine at a start; settings with
+    problems may make it raise.
     """
 
     config_type: type
     checks: tuple[Check, ...]
     plan: Callable[[Console, DictConfig], Iterable[Problem]]
+    input_problems: Callable[[DictConfig], Iterable[Problem]] = lambda config: ()
     plans_wrong_configs: bool = False
 
     def problems(self, config: DictConfig, known: DictConfig | None = None) -> list[Problem]:
@@ -43,16 +45,11 @@ class Entry:
             problems += unused_settings(config, self.config_type)
         return problems
 
-    def refuse_problems(
-        self, config: DictConfig, warn: bool = True, inputs: Callable[[], Iterable[Problem]] = tuple
-    ) -> None:
-        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect.
-
-        `inputs()` returns the problems of model, data and machine. Settings with problems may make it raise.
-        """
-        problems = self.problems(config)
+    def refuse_problems(self, config: DictConfig, known: DictConfig | None = None, warn: bool = True) -> None:
+        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect."""
+        problems = self.problems(config, known)
         try:
-            problems += inputs()
+            problems += self.input_problems(config)
         except Exception as error:
             if all(problem.kind == UNUSED for problem in problems):
                 raise

@@ -18,11 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.models.loading import print_model_size, torch_dtype_of
-from verl.planning.machine import available_memory
-from verl.planning.memory_estimate import checkpoints_layers
 from verl.protocol import DataProto
 from verl.utils import fsdp_utils
 from verl.utils.distributed import ensure_process_group
+from verl.utils.host_memory import available_memory
 from verl.utils.peft_weights import (
     adapted_layers,
     adapter_weights,
@@ -252,7 +251,7 @@ class FSDPEngine(BaseEngine):
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
         models, itemsize = build.outermost_pretrained(self.module), self.compute_dtype.itemsize
-        needed = any(checkpoints_layers(None, model.config, tokens, itemsize, free) for model in models)
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)

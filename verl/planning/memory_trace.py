@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verl.config.model import LOGITS_CHUNK
+from verl.config.optimizer import build_optimizer
 from verl.models.loading import torch_dtype_of
 from verl.utils import fsdp_utils
 from verl.utils.peft_weights import without_adapters
 from verl.utils.problems import one_line
-from verl.workers.config import build_optimizer
 from verl.workers.engine import build
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.causal_lm import call_as_forward, response_log_probs
@@ -56,7 +57,7 @@ class MicroBatch:
     response: int
     samples: int = 1
     several: bool = True
-    chunk_tokens: int = 896
+    chunk_tokens: int = LOGITS_CHUNK
     with_entropy: bool = False
 
 

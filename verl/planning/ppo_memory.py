@@ -10,21 +10,14 @@ from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.model import LOGITS_CHUNK
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
-from verl.planning.memory_estimate import (
-    BYTES,
-    LOGITS_CHUNK,
-    PROCESS_BYTES,
-    ModelSize,
-    checkpoints_layers,
-    estimate_memory,
-    measure_loaded,
-)
+from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
+from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
-from verl.workers.config import FSDPOptimizerConfig
-from verl.workers.engine.memory_trace import MicroBatch, traced_update
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
 GIB = 2**30
@@ -119,9 +112,8 @@ def _memory(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float
         )  # fmt: skip
         if limit is None:
             tokens = micro.rows * micro.response + -(-micro.rows // samples) * micro.prompt
-            free = available_memory() / plain["trainer"]["n_gpus_per_node"]
-            setting = model["enable_gradient_checkpointing"]
-            asked = checkpoints_layers(setting, hf_config, tokens, BYTES[engine["dtype"]], free)
+            setting, ranks = model["enable_gradient_checkpointing"], plain["trainer"]["n_gpus_per_node"]
+            asked = checkpoints_layers(setting, hf_config, tokens, engine["dtype"], ranks)
             model = model | {"enable_gradient_checkpointing": asked}
         optimizer = omega_conf_to_dataclass(actor["optim"], FSDPOptimizerConfig)
         update = traced_update(hf_config, model, engine, optimizer, micro, plan.ranks, limit is not None)

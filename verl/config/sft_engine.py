@@ -6,9 +6,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.config.common import CheckpointConfig
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.sft import SFTOptimConfig
 from verl.utils.fs import copy_to_local
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig]
 
