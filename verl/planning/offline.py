@@ -20,7 +20,7 @@ from verl.utils.problems import Problem, one_line, wrong
 def generation_entry(rows: int | None = None) -> Entry:
     """main_generation; its start tokenizes the first `rows` prompts, None for all."""
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
         prompts, problems = check_inputs(config, Findings())
         count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
         kept = 0 if prompts is None else len(PartialAnswers(config).read())
@@ -78,7 +78,7 @@ def check_inputs(
 def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:
     """main_eval; `read_answers()` checks and returns the answers, `load_reward()` the reward function."""
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
         problems: list[Problem] = []
         _tried(problems, "custom_reward_function", load_reward)
         answers = _tried(problems, "data.path", read_answers)

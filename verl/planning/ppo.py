@@ -27,7 +27,7 @@ from verl.planning.checks import (
     check_splits,
     check_tensor_parallel,
 )
-from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
+from verl.planning.config_check import ARITHMETIC, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.rollouts import check_cpu_heads, check_drafter, check_sglang
 from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
@@ -53,10 +53,11 @@ def rl_entry(create_dataset: Callable[..., Any], look_ups: Mapping[str, Callable
         check_input(config, findings, create_dataset, look_ups, ROWS_AT_START)
         return findings.problems
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
         findings = Findings()
         check_input(config, findings, create_dataset, look_ups, ROWS_CHECKED)
-        _print_plan(console, config, findings)
+        wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
+        _print_plan(console, config, findings, wrong_sizes)
         return findings.problems
 
     return Entry(PPOConfig, (rl_problems,), plan, start_problems, plans_wrong_configs=True)
@@ -169,10 +170,9 @@ def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, i
     return prompts // max(drawn, wanted), steps
 
 
-def _print_plan(console: Console, config: DictConfig, findings: Findings) -> None:
+def _print_plan(console: Console, config: DictConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     per_epoch, steps = _count_steps(config, findings.train_prompts)
-    wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in find_problems(config))
     plan = None if wrong_sizes else plan_batches(OmegaConf.to_container(config, resolve=True))
     print_rows(
         console,

@@ -71,7 +71,7 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
                 findings.problems.append(wrong("trainer.device", rule))
         return findings.problems
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
         findings = Findings()
         check_model(config, findings)
         data, tokenizer = config.data, findings.tokenizer
