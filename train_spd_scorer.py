@@ -262,8 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.info("training in this process; the same as: {}", command)
     if args.supervised:
         from recipe.spd.supervised import train_supervised
-        from verl.trainer.main_ppo import exit_if_wrong
-        from verl.trainer.ppo.plan import dry_run
+        from verl.trainer.main_ppo import dry_run, exit_if_wrong
 
         if config.trainer.dry_run:
             return dry_run(config, known=known)

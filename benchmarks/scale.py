@@ -26,10 +26,10 @@ from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.planning.memory_trace import MicroBatch, trace_update
 from verl.utils.fsdp_utils import full_tensor, local_tensor
 from verl.utils.sequence_parallel import set_ulysses_sequence_parallel_group
 from verl.workers.engine import FSDPEngine
-from verl.workers.engine.memory_trace import MicroBatch, trace_update
 from verl.workers.policy import get_policy
 
 WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=8192)

@@ -85,7 +85,7 @@ GROUPS = {
     "trainer/sft/test_sft_run.py": "long", "trainer/test_offline.py": "long", "spd/test_spd_run.py": "long",
     "spd/test_prepare_blocks.py": "long", "spd/test_real_shapes.py": "long", "spd/test_spd_rollout.py": "long",
     "workers/test_vllm_ranks.py": "long", "workers/test_tensor_parallel.py": "long",
-    "workers/test_sequence_parallel.py": "long", "workers/test_memory_trace.py": "long",
+    "workers/test_sequence_parallel.py": "long", "planning/test_memory_trace.py": "long",
     "workers/test_replica.py": "long", "experimental/agent_loop/test_ray_workers.py": "long",
     "experimental/reward_loop/test_reward_loop.py": "long", "dllm_reasoning/test_vllm_drafter.py": "long",
 }  # fmt: skip

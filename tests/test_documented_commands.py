@@ -10,9 +10,9 @@ from dllm_reasoning import train_iterative_refine
 from scripts.audit.keys import OURS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.documents import ROOT, SETTINGS, commands, program_of
-from verl.planning.config_effect import validate_config
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
-from verl.trainer.ppo.plan import dry_run
+from verl.trainer.main_ppo import dry_run
+from verl.utils.config import validate_config
 
 MODELS = re.compile(r"^(.*model\.path|model\.partial_pretrain)=")
 ENTRIES = {

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
-from verl.planning.memory_estimate import LOGITS_CHUNK
+from verl.config.model import LOGITS_CHUNK
 from verl.utils.problems import one_line
 from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_group
 from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable

@@ -10,6 +10,7 @@ import numpy as np
 from loguru import logger
 from omegaconf import OmegaConf
 
+from verl.planning.checks import ModelError, check_url, load_model_part
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
 from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
@@ -26,7 +27,6 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     from recipe.spd.dataset import SEP_VARIABLE, resolve_sep_token_id
     from recipe.spd.settings import SPDSettings
     from recipe.spd.store import StoreError, check_store_path
-    from verl.planning.checks import ModelError, load_model_part
 
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "spd":
@@ -64,7 +64,6 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 def _check_pair(settings: Any) -> Iterator[Problem]:
     """A draft of another vocabulary than the target's is wrong."""
     from recipe.spd.decoder import check_tokenizers
-    from verl.planning.checks import ModelError, load_model_part
     from verl.utils.tokenizer import hf_tokenizer
 
     key, draft = "spd.rollout.draft_path", settings.rollout.draft_path
@@ -80,7 +79,6 @@ def _check_pair(settings: Any) -> Iterator[Problem]:
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
     from recipe.spd.client import URLS_VARIABLE, VllmEngineServer
-    from verl.planning.checks import check_url
 
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
     answering = [url for url in urls if url not in silent]

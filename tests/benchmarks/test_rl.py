@@ -14,8 +14,8 @@ import torch
 from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step, trl_steps
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
-from verl.planning.config_effect import validate_config
-from verl.trainer.ppo.utils import need_critic, uses_kl
+from verl.config.roles import need_critic, reads_reference
+from verl.utils.config import validate_config
 from verl.workers.rollout import get_rollout_class
 
 MODULES = {
@@ -112,7 +112,7 @@ def run_of(command):
         return
     assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
     config = compose_ppo(*command[3:])
-    validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+    validate_config(config, use_reference_policy=reads_reference(config), use_critic=need_critic(config))
     run = Path(config.trainer.default_local_dir)
     run.mkdir()
     rows = [{"step": 0, "data": {"val/x": 1.0}}]

@@ -20,7 +20,7 @@ from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrain
 from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate, make_base, options
 from tests.dllm_reasoning.models import tiny
 from tests.helpers import configs
-from verl.trainer.sft.plan import entry_of
+from verl.planning.sft import sft_entry
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 pytestmark = pytest.mark.demo
@@ -38,7 +38,7 @@ def read(command):
     assert command[:2] == [sys.executable, "-m"]
     trainer, folder, name = ENTRIES[command[2]]
     config = configs.compose_ppo(*command[3:], config_dir=folder, config_name=name)
-    assert [p for p in entry_of(trainer, 1).problems(config) if p.kind != "unused"] == []
+    assert [p for p in sft_entry(trainer, 1).problems(config) if p.kind != "unused"] == []
     return config
 
 

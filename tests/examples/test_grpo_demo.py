@@ -15,8 +15,8 @@ from examples.demo_runner import ROOT
 from examples.grpo_arithmetic import demo, make_start
 from examples.grpo_arithmetic.acceptance import criteria_of, has_learned
 from tests.helpers.configs import compose_ppo
-from verl.planning.config_effect import validate_config
-from verl.trainer.ppo.utils import need_critic, uses_kl
+from verl.config.roles import need_critic, reads_reference
+from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
 pytestmark = pytest.mark.demo
@@ -26,7 +26,7 @@ def trained_config(command):
     """The config of a training command, valid for the trainer."""
     assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
     config = compose_ppo(*command[3:])
-    validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+    validate_config(config, use_reference_policy=reads_reference(config), use_critic=need_critic(config))
     return config
 
 

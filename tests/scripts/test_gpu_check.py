@@ -22,7 +22,7 @@ from tests.helpers.engines import leave_group
 from tests.helpers.ranks import run_ranks
 from verl.checkpoint.publish import STEP_FOLDER
 from verl.trainer import fsdp_sft_trainer
-from verl.trainer.ppo.plan import ENTRY
+from verl.trainer.main_ppo import rl_checks
 from verl.utils.problems import WRONG
 
 ROOT = gpu_check.ROOT
@@ -170,7 +170,7 @@ def test_a_command_passes_the_dry_run(name, inputs, tmp_path, capsys):
     settings = [*words[start + 1 :], "trainer.dry_run=true"]
     assert "trainer.device=cuda" in settings
     if row.training == "grpo":
-        problems = ENTRY.problems(compose_ppo(*settings), known=compose_ppo())
+        problems = rl_checks().problems(compose_ppo(*settings), known=compose_ppo())
         assert not [problem.message for problem in problems if problem.kind == WRONG]
         return
     tree, main = ENTRIES[words[start]]

@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.rl_run import overrides
-from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.plan import dry_run
+from verl.trainer.main_ppo import dry_run, run_ppo
 
 TEMPLATE = "no chat template, which turns messages into prompts. Set actor_rollout_ref.model.custom_chat_template"
 HEADS = "attention heads of dimension {}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has"

@@ -12,8 +12,9 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 
+from verl.config.roles import reads_reference
 from verl.trainer.main_ppo import create_rl_sampler
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction, uses_kl
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction
 from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
 
 
@@ -76,7 +77,7 @@ def test_a_critic_is_needed_by_gae_alone_unless_said_otherwise():
     config = algorithm(adv_estimator="gae")
     config.critic.enable = False
     assert not need_critic(config)
-    assert uses_kl(algorithm(use_kl_in_reward=True)) and not uses_kl(algorithm())
+    assert reads_reference(algorithm(use_kl_in_reward=True)) and not reads_reference(algorithm())
 
 
 def test_the_rollout_is_corrected_where_any_part_of_it_is_switched_on():

@@ -1,5 +1,6 @@
 """Generation and scoring without training: all that is asked is answered, in order; mistakes are named."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -22,11 +23,11 @@ from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.planning.offline import generation_entry
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
-from verl.trainer.offline_plan import generation_entry
 from verl.utils.distributed import shared_store
 from verl.utils.problems import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -330,17 +331,17 @@ def test_all_mistakes_of_a_start_stand_in_one_message(tiny_llama, prompts, tmp_p
 
 
 def test_a_fault_of_the_check_is_hidden_by_problems_but_not_by_warnings(tiny_llama, prompts):
-    def fails():
+    def fails(config):
         raise RuntimeError("a fault")
 
     given = (f"model.path={tiny_llama}", f"data.path={prompts}", "data.output_path=a.parquet", *CPU)
-    entry = generation_entry()
+    entry = dataclasses.replace(generation_entry(), input_problems=fails)
     warned = compose_ppo(*given, "model.fused_kernel_options.impl_backend=triton", config_name="generation")
     with pytest.raises(RuntimeError, match="a fault"):
-        entry.refuse_problems(warned, inputs=fails)
+        entry.refuse_problems(warned)
     wrong = compose_ppo(*given, "data.batch_size=0", config_name="generation")
     with pytest.raises(ConfigError, match="data.batch_size=0"):
-        entry.refuse_problems(wrong, inputs=fails)
+        entry.refuse_problems(wrong)
 
 
 REWARD = """

@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from verl.config.compose import forced_override
-from verl.trainer.ppo.plan import dry_run
+from verl.trainer.main_ppo import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))

@@ -11,8 +11,8 @@ from benchmarks.lossless import LENGTH, WORDS, answer_log_probs, numbers_of, p_v
 from tests.helpers.engines import leave_group, rl_batch
 from tests.workers.test_vllm_rollout import Hybrid, difference
 from verl.config.rollout import SpeculativeConfig
+from verl.planning.rollouts import check_drafter
 from verl.workers.rollout.vllm_rollout.drafter import Drafter
-from verl.workers.rollout.vllm_rollout.vllm_rollout import check_drafter
 
 
 def hybrid_of(folder, method, tied=False, **more):

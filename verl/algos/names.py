@@ -1,8 +1,6 @@
 """Names of the algorithms that come with verl, for a driver that checks a config without loading them."""
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
 
 
 class AdvantageEstimator(StrEnum):
@@ -26,13 +24,6 @@ class AdvantageEstimator(StrEnum):
 COMPARES_SAMPLES = tuple(AdvantageEstimator(name) for name in (
     "grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
 ))  # fmt: skip
-
-
-def reads_reference(config: Mapping[str, Any]) -> bool:
-    """Whether the reward, the loss or the estimator of a PPO config reads the reference policy's log-probs."""
-    algorithm, actor = config["algorithm"], config["actor_rollout_ref"]["actor"]
-    opd = algorithm["adv_estimator"] == AdvantageEstimator.OPD
-    return bool(algorithm["use_kl_in_reward"] or actor["use_kl_loss"] or opd)
 
 
 POLICY_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean", "bypass_mode")

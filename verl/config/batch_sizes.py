@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.roles import serves_reward_model
 from verl.utils.problems import UNUSED, Problem, wrong
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -112,7 +113,7 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             splits = splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
             # Megatron's own default of sequence_parallel is true, whatever the number of ranks.
             issues += [problem for problem in splits if problem.kind != UNUSED or "megatron" not in role]
-    if reward["enable"] and not reward["rollout"]["name"]:  # servers make batches of their own
+    if reward["enable"] and not serves_reward_model(config):  # servers make batches of their own
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
         own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
@@ -206,11 +207,15 @@ def divides_ranks(key: str, section: Mapping[str, Any], ranks: int) -> list[Prob
     return [wrong(key, f"{key}={value} does not divide the {ranks} ranks. Use one of {fitting}.")]
 
 
+def sharding_ranks(engine: Mapping[str, Any], ranks: int) -> int:
+    """Ranks that share one copy of the weights, of all `ranks`."""
+    return ranks if engine["fsdp_size"] == -1 else min(engine["fsdp_size"], ranks)
+
+
 def splits_ranks(prefix: str, engine: Mapping[str, Any], ranks: int, sequences: int) -> list[Problem]:
     """Tensor parallel ranks divide those that share one copy of the weights, and with `sequences` all `ranks`."""
     key, size = f"{prefix}.tensor_parallel_size", engine["tensor_parallel_size"]
-    copy = ranks if engine["fsdp_size"] == -1 else min(engine["fsdp_size"], ranks)
-    issues = divides_ranks(key, engine, copy)
+    issues = divides_ranks(key, engine, sharding_ranks(engine, ranks))
     if not issues and sequences > 1 and ranks % sequences == 0 and ranks % (size * sequences):
         rule = f"{key}={size} x ulysses_sequence_parallel_size={sequences} does not divide the {ranks} ranks."
         issues.append(wrong(key, f"{rule} Lower one of them."))

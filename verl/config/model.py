@@ -13,6 +13,7 @@ from verl.config.base import BaseConfig
 from verl.config.common import fused_kernels, gradient_checkpointing, use_liger
 from verl.config.fields import setting
 
+LOGITS_CHUNK = 896  # tokens whose logits the token policy computes at once, unless policy.kwargs.chunk_tokens is set
 FILLED = (
     "local_path", "local_hf_config_path", "local_tokenizer_path", "hf_config", "generation_config", "tokenizer",
     "processor", "architectures", "untied",

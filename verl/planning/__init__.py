@@ -1,1 +1,1 @@
-"""What a configuration would do: checks, batch arithmetic, memory estimate, dry runs."""
+"""Checks before a start, dry runs, and estimates of the memory and the time of a step."""

@@ -9,11 +9,11 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.algos.names import reads_reference
 from verl.config.batch_sizes import batch_problems
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
+from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.utils.import_utils import import_external_libs
 from verl.utils.problems import Problem, wrong
@@ -73,9 +73,8 @@ def rl_problems(
     sections = [*PPOConfig(), *(f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))]
     complete = all(isinstance(select(plain, name, None), Mapping) for name in sections if name != "_target_")
     if complete and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in problems):
-        reference, critic = roles_in_use(plain)
-        reference = reference if use_reference_policy is None else use_reference_policy
-        critic = critic if use_critic is None else use_critic
+        reference = reads_reference(plain) if use_reference_policy is None else use_reference_policy
+        critic = need_critic(plain) if use_critic is None else use_critic
         more += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
         more += cross_problems(plain)
     return more
@@ -102,12 +101,6 @@ def tree_problems(
     reported = {p.key for p in issues}
     values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
     return issues + drop_followers(values + grading_problems(plain), raw), plain
-
-
-def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(reference policy, critic): whether the config needs each."""
-    critic = plain["critic"]["enable"]
-    return reads_reference(plain), plain["algorithm"]["adv_estimator"] == "gae" if critic is None else critic
 
 
 def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:
@@ -264,7 +257,7 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
     reward = plain["reward_model"]
-    if reward["enable"] and reward["rollout"]["name"] and not reward["enable_resource_pool"]:
+    if serves_reward_model(plain) and not reward["enable_resource_pool"]:
         key, other = ("reward_model.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization")
         shares = [reward["rollout"]["gpu_memory_utilization"], rollout["gpu_memory_utilization"]]
         engines = plain["trainer"]["device"] == "cuda" and rollout["name"] not in ROLLOUTS_OF_THE_ACTOR
@@ -287,8 +280,8 @@ def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
         if estimator in ("full", "full+"):
             rule = f"{key}={estimator} needs the log-probs of the full vocabulary, which are never held here."
             issues.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
-    if algorithm["adv_estimator"] == "gae" and plain["critic"]["enable"] is False:
-        rule = "critic.enable=false with algorithm.adv_estimator=gae, which rests on the critic's values."
+    if (estimator := algorithm["adv_estimator"]) in LEARNS_VALUES and not need_critic(plain):
+        rule = f"critic.enable=false with algorithm.adv_estimator={estimator}, which rests on the critic's values."
         issues.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
     n, key = sampling["n"], f"{rollout}.n"
     if algorithm["adv_estimator"] == "grpo_passk" and n < 2:

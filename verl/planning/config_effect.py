@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.fields import field_metadata, field_types, section_type
 from verl.config.megatron import tree_type
-from verl.config.ppo import PPOConfig
-from verl.planning.config_check import find_problems, is_interpolation, paths, select, text
-from verl.utils.problems import UNUSED, Problem, raise_if_any
+from verl.planning.config_check import is_interpolation, paths, select, text
+from verl.utils.problems import UNUSED, Problem
 
 
 def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
@@ -57,15 +55,3 @@ def _unused_reason(owner: type | None, key: str, value: Any, rollouts: tuple[str
             return reason or known["always"]
         owner = section_type(field_types(owner)[name])
     return None
-
-
-def validate_config(
-    config: DictConfig, use_reference_policy: bool, use_critic: bool, known: DictConfig | None = None
-) -> None:
-    """Raise one ConfigError (a ValueError) that lists all problems; warn of settings without effect.
-
-    `known`: see `find_problems`.
-    """
-    raise_if_any(find_problems(config, known=known, use_reference_policy=use_reference_policy, use_critic=use_critic))
-    for problem in unused_settings(config, PPOConfig):
-        logger.warning("{}", problem.message)

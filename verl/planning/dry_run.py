@@ -24,14 +24,16 @@ class Entry:
     """A command that reads a config: what its dry run checks and plans, and what stops its start.
 
     `config_type` is the dataclass of the tree. `checks(config, plain, problems)` are rules beyond types and ranges;
-    `plain` is the resolved tree, `problems` what is known before. `plan(console, config)` prints the plan and returns
-    further problems, for example of data and models; it is left out for a config with problems unless
-    `plans_wrong_configs`.
+    `plain` is the resolved tree, `problems` what is known before. `plan(console, config, problems)` prints the plan and
+    returns further problems, for example of data and models; it is left out for a config with problems unless
+    `plans_wrong_configs`. `input_problems(config)` are those of model, data and machine at a start; settings with
+    problems may make it raise.
     """
 
     config_type: type
     checks: tuple[Check, ...]
-    plan: Callable[[Console, DictConfig], Iterable[Problem]]
+    plan: Callable[[Console, DictConfig, list[Problem]], Iterable[Problem]]
+    input_problems: Callable[[DictConfig], Iterable[Problem]] = lambda config: ()
     plans_wrong_configs: bool = False
 
     def problems(self, config: DictConfig, known: DictConfig | None = None) -> list[Problem]:
@@ -43,16 +45,11 @@ class Entry:
             problems += unused_settings(config, self.config_type)
         return problems
 
-    def refuse_problems(
-        self, config: DictConfig, warn: bool = True, inputs: Callable[[], Iterable[Problem]] = tuple
-    ) -> None:
-        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect.
-
-        `inputs()` returns the problems of model, data and machine. Settings with problems may make it raise.
-        """
-        problems = self.problems(config)
+    def refuse_problems(self, config: DictConfig, known: DictConfig | None = None, warn: bool = True) -> None:
+        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect."""
+        problems = self.problems(config, known)
         try:
-            problems += inputs()
+            problems += self.input_problems(config)
         except Exception as error:
             if all(problem.kind == UNUSED for problem in problems):
                 raise
@@ -69,7 +66,7 @@ class Entry:
         console = Console(soft_wrap=True)
         complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
         if complete and (self.plans_wrong_configs or not any(p.kind == WRONG for p in problems)):
-            problems += self.plan(console, config)
+            problems += self.plan(console, config, problems)
         elif complete:
             console.print("No plan: the config itself has problems.")
         problems = list(dict.fromkeys(problems))

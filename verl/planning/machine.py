@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from verl.checkpoint.publish import published_steps
 from verl.planning.memory_estimate import BYTES, ModelSize
+from verl.utils.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
 
 GIB = 2**30
@@ -16,30 +15,14 @@ GIB = 2**30
 NEAR_MEMORY, NEAR_DISK = 0.7, 0.9
 
 
-def available_memory(system: Path = Path("/")) -> int:
-    """Bytes that new processes can take: what the machine has available, or less where a cgroup limits this process.
+def checkpoints_layers(setting: bool | None, hf_config: Any, tokens: int, dtype: str, ranks: int) -> bool:
+    """What enable_gradient_checkpointing means on a CPU for a micro-batch of `tokens` computed in `dtype`.
 
-    File caches of a cgroup count as available. `system` is the folder of /proc and /sys.
+    `ranks` share the memory of this machine.
     """
-    available = psutil.virtual_memory().available
-    for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif controllers == "memory":
-            root, limit, usage, cache = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                         "total_inactive_file")  # fmt: skip
-        else:
-            continue
-        own = Path(path.strip("/"))
-        for group in (own, *own.parents):  # in a container the last one, which is the container's own
-            folder = system / root / group
-            if not (folder / limit).is_file() or (allowed := (folder / limit).read_text().strip()) == "max":
-                continue
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(counts.get(cache, 0))
-            available = min(available, max(0, int(allowed) - used))
-    return available
+    from verl.workers.engine.build import needs_checkpointing  # slow
+
+    return needs_checkpointing(setting, hf_config, tokens, BYTES[dtype], available_memory() / ranks)
 
 
 def check_memory(needed: int, what: str, remedies: Mapping[str, str]) -> Iterator[Problem]:

@@ -4,27 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algos.names import reads_reference
+from verl.config.batch_sizes import sharding_ranks
+from verl.config.model import LOGITS_CHUNK
+from verl.config.roles import need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import CPU_CACHE_BYTES, ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "float": 4, "auto": 2}
-LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
-IN_LAYER = 34  # values that a layer keeps of each token and hidden unit
 PROCESS = "process with its libraries"
 PROCESS_BYTES = 600 << 20  # of a process on a CPU: Python, PyTorch, transformers, vLLM, before it has a tensor
 LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
-
-
-def checkpoints_layers(setting: bool | None, hf_config: Any, tokens: int, itemsize: int, free: float) -> bool:
-    """What enable_gradient_checkpointing means for a micro-batch: null stands for activations above half of `free`.
-
-    Without checkpointing a layer keeps about 34 values of `itemsize` bytes of each token and hidden unit (Korthikanti
-    et al. 2022, arXiv 2205.05198). `free`: bytes that this rank may take.
-    """
-    text = hf_config.get_text_config()
-    kept = IN_LAYER * text.num_hidden_layers * text.hidden_size * itemsize
-    return tokens * kept > free / 2 if setting is None else setting
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,7 @@ def estimate_memory(
     """
     roles, data = config["actor_rollout_ref"], config["data"]
     engine, rollout, reference = roles["actor"]["fsdp_config"], roles["rollout"], roles["ref"]["fsdp_config"]
-    on_gpu, shards = gpu_bytes is not None, ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
+    on_gpu, shards = gpu_bytes is not None, sharding_ranks(engine, ranks)
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
     if update is None:
@@ -149,9 +138,8 @@ def estimate_memory(
     if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
         if not (on_gpu and (reference["param_offload"] or reference["offload_policy"])):
             around["reference weights"] = size.parameters * BYTES[reference["model_dtype"]] // shards
-    critic, has_critic = config["critic"], config["critic"]["enable"]
-    if config["algorithm"]["adv_estimator"] == "gae" if has_critic is None else has_critic:
-        held = critic["model"]["fsdp_config"]
+    if need_critic(config):
+        held = config["critic"]["model"]["fsdp_config"]
         copies = 1 if not (on_gpu and held["param_offload"]) else 0
         copies += 2 if not (on_gpu and held["optimizer_offload"]) else 0
         if copies and not (on_gpu and held["offload_policy"]):
@@ -159,7 +147,7 @@ def estimate_memory(
     reward = config["reward_model"]
     if reward["enable"] and not reward["enable_resource_pool"]:
         served, held = reward["rollout"], reward["model"]["fsdp_config"]
-        if served["name"]:
+        if serves_reward_model(config):
             weights = size.parameters * BYTES[served["dtype"]] // served["tensor_model_parallel_size"]
             share = int(served["gpu_memory_utilization"] * (gpu_bytes or 0))
             around["reward model's server"] = share if on_gpu else weights

@@ -12,9 +12,9 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import hydra_main
+from verl.planning.sft import refuse_bad_rows, sft_entry
 from verl.trainer.run.failure import failure_message
 from verl.trainer.sft.data import create_sft_dataset
-from verl.trainer.sft.plan import dry_run, refuse_bad_input, refuse_bad_rows
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 from verl.utils.stop_signals import stop_with_parent
@@ -36,14 +36,15 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     """
     first = int(os.environ.get("RANK", "0")) == 0
     if config.trainer.dry_run:
-        sys.exit(dry_run(config, trainer_class) if first else 0)
+        sys.exit(sft_entry(trainer_class).dry_run(config) if first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
     if not first:
         logger.remove()
         logger.add(sys.stderr, level="WARNING")
     try:
-        refuse_bad_input(config, trainer_class)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
         OmegaConf.resolve(config)
         tokenizer = trainer_class.build_tokenizer(config)
         datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]

@@ -14,9 +14,9 @@ from verl.config.compose import hydra_main, omega_conf_to_dataclass
 from verl.config.offline import EvaluationDataConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.data.rl_dataset import DatasetError, read_rows
+from verl.planning.offline import evaluation_entry
 from verl.reward.pool import Failure, GradingPool
 from verl.reward.rules import truth_problem
-from verl.trainer.offline_plan import evaluation_entry
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.workers.reward_manager.reward_rows import RewardError, Row, parse_results
 

@@ -24,11 +24,10 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
+from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
-from verl.planning.checks import Findings
+from verl.planning.offline import generation_entry
 from verl.protocol import DataProto
-from verl.trainer.generation_data import GenerationPrompts, PartialAnswers, own_keys
-from verl.trainer.offline_plan import check_inputs, generation_entry
 from verl.utils.distributed import (
     destroy_global_process_group,
     ensure_process_group,
@@ -61,9 +60,7 @@ def run_generation(config: DictConfig) -> None:
     Raises one ConfigError with all problems of settings, model, prompts and machine before anything is loaded.
     """
     first = os.environ.get("RANK", "0") == "0"  # checks all prompts for all ranks
-    generation_entry().refuse_problems(
-        config, warn=first, inputs=lambda: check_inputs(config, Findings(to_start=True), None if first else 1)[1]
-    )
+    generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
     trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
     data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
     rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)

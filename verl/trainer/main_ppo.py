@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
-from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import hydra_main
-from verl.planning.config_effect import validate_config
-from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
+from verl.config.roles import need_critic, reads_reference, serves_reward_model
+from verl.planning.dry_run import Entry
+from verl.trainer.ppo.utils import Role
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
-from verl.utils.problems import ConfigError, Problem
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
@@ -36,26 +35,30 @@ def main(config: DictConfig) -> None:
     run_ppo(config)
 
 
+def rl_checks() -> Entry:
+    """The checks and the dry run of RL runs."""
+    from verl.planning.ppo import rl_entry
+    from verl.trainer.ppo.data_loading import create_rl_dataset
+    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
+
+    look_ups = {
+        "custom_reward_function.path": get_custom_reward_fn,
+        "reward_manager.name": get_manager_class,
+        # Needs the function and the manager that are looked up above.
+        "custom_reward_function.name": check_reward_arguments,
+    }
+    return rl_entry(create_rl_dataset, look_ups)
+
+
+def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
+    """Print plan and problems of an RL run; 1 if anything is wrong on every machine, else 0. `known`: see `run_ppo`."""
+    return rl_checks().dry_run(config, known)
+
+
 def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> None:
     """Exit with one message if there are problems of settings or input; `known` as in `run_ppo`."""
-    from verl.trainer.ppo.plan import refuse_bad_input
-
-    problems: list[Problem] = []
     try:
-        try:
-            validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
-        except ConfigError as e:
-            problems += e.problems
-        try:
-            refuse_bad_input(config)
-        except ConfigError as e:
-            problems += e.problems
-        except Exception as e:
-            if not problems:
-                raise
-            logger.debug("the input cannot be checked with these settings: {}", e)
-        if problems:
-            raise ConfigError(dict.fromkeys(problems))
+        rl_checks().refuse_problems(config, known)
     except ValueError as e:
         sys.exit(str(e))
 
@@ -76,10 +79,8 @@ def run_ppo(
     application it is composed here. `services(config)` is entered around the training, after the checks.
     """
     if config.trainer.dry_run:
-        from verl.trainer.ppo.plan import dry_run
-
         if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
-            from verl.trainer.ppo.calibration import print_step_time
+            from verl.planning.calibration import print_step_time
 
             print_step_time(config, lambda small: run_ppo(small, task_runner_class, known=known, services=services))
         sys.exit(code)
@@ -141,7 +142,7 @@ class TaskRunner:
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
-        if uses_kl(config):
+        if reads_reference(config):
             self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
             self.mapping[Role.RefPolicy] = POOL
 

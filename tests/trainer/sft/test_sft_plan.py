@@ -18,10 +18,10 @@ from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.config.compose import forced_override
+from verl.planning.sft import sft_entry
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.config import SFTConfig
 from verl.trainer.fsdp_sft_trainer import run_sft
-from verl.trainer.sft.plan import dry_run
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 KEYS_FILE = Path(__file__).with_name("public_keys.txt")
@@ -76,7 +76,7 @@ def planned(published, model, settings, capsys, files=None):
     given += [f"data.{s}_files={files or published}/{s}.parquet" for s in ("train", "val")]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("sft_trainer", overrides=[*given, f"model.partial_pretrain={model}"])
-        code = dry_run(config, FSDPSFTTrainer, known=compose("sft_trainer"))
+        code = sft_entry(FSDPSFTTrainer).dry_run(config, compose("sft_trainer"))
     return code, capsys.readouterr().out
 
 
@@ -175,7 +175,7 @@ def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     config = compose_sft(write_pairs(tmp_path), tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=2,
                          data__micro_batch_size_per_gpu=2)  # fmt: skip
-    assert dry_run(config, FSDPSFTTrainer) == 0
+    assert sft_entry(FSDPSFTTrainer).dry_run(config) == 0
     text = " ".join(capsys.readouterr().out.split())
     # two processes of 600 MiB; 6 steps, 12 bytes for each of 82 thousand parameters
     assert "2 ranks (trainer.n_gpus_per_node) need about 1.2 GiB of memory, and this machine has 1.0 GiB avail" in text

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from verl.algos import advantage, aggregation, kl
 from verl.algos.rollout_correction import apply_bypass_mode
+from verl.config.roles import need_critic, serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
@@ -74,7 +75,7 @@ class RayPPOTrainer:
         self.device_name = config.trainer.device if device_name is None else device_name
         self.use_reference_policy = utils.need_reference_policy(role_worker_mapping)
         self.use_rm = utils.need_reward_model(role_worker_mapping)
-        self.use_critic = utils.need_critic(config)
+        self.use_critic = need_critic(config)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
         self.rollout: RolloutPhase | None = None
@@ -116,7 +117,7 @@ class RayPPOTrainer:
         for group in (self.critic_wg, self.rm_wg, self.actor_rollout_wg):  # a rollout engine takes what memory is left
             if group is not None:
                 group.init_model()
-        if utils.serves_reward_model(self.config):
+        if serves_reward_model(self.config):
             self.reward_fn = self.val_reward_fn = load_served_reward(self.config, self.tokenizer, self.rm_wg)
         self.ranks = self.actor_rollout_wg.world_size
         trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}

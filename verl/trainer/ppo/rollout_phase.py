@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from verl.config.roles import serves_reward_model
 from verl.experimental.agent_loop.agent_loop import manager_class
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
@@ -14,7 +15,6 @@ from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
 from verl.trainer.ppo.rollout_skip import RolloutSkip
-from verl.trainer.ppo.utils import serves_reward_model
 from verl.utils.tokenizer import stop_ids
 from verl.workers.reward_manager.reward_rows import GRADED, place_scores
 from verl.workers.rollout.replica import RolloutReplicaRegistry

@@ -1,11 +1,11 @@
-"""Roles of the workers, with the rules that say which of them a configuration needs."""
+"""Roles of the workers, and which of them a run has."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from verl.algos.names import reads_reference
+from verl.config.roles import need_critic as need_critic  # verl's name for it is here
 from verl.utils.registry import nearest
 from verl.utils.tokenizer import stop_ids
 
@@ -47,23 +47,6 @@ def need_reference_policy(role_worker_mapping: dict[Role, WorkerType]) -> bool:
 def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
     """True when a reward model is among the roles."""
     return Role.RewardModel in role_worker_mapping
-
-
-def serves_reward_model(config: DictConfig) -> bool:
-    """Whether the reward model runs in servers (reward_model.rollout.name), not in the ranks themselves."""
-    return bool(config.reward_model.enable and config.reward_model.rollout.name)
-
-
-def need_critic(config: DictConfig) -> bool:
-    """`critic.enable` where it is set, else whether the estimator learns a value function."""
-    if config.critic.enable is not None:
-        return bool(config.critic.enable)
-    return config.algorithm.adv_estimator == "gae"
-
-
-def uses_kl(config: DictConfig) -> bool:
-    """True when the loss, the reward or the estimator holds a KL term, so that a reference policy is needed."""
-    return reads_reference(config)
 
 
 def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.rollout_correction import use_bypass_loss
+from verl.config.roles import serves_reward_model
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
@@ -17,7 +18,7 @@ from verl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction, serves_reward_model
+from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
 
 CLOSE_TIMEOUT_S = 20
 

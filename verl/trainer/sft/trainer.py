@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from verl.config.sft import SFTConfig
+from verl.config.sft_engine import engine_parts, samples_per_forward
 from verl.data.sft_dataset import SFTDataset
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
@@ -28,7 +29,6 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import any_rank, largest, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
-from verl.trainer.sft.settings import engine_parts, samples_per_forward
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
@@ -118,6 +118,11 @@ class FSDPSFTTrainer:
         """Further problems of a run, at a start and in a dry run. `findings` has its model's tokenizer and hf_config,
         None if they could not be loaded."""
         return ()
+
+    @classmethod
+    def has_plain_loss(cls) -> bool:
+        """Whether a micro-batch is computed as here, which the memory estimate of a dry run can trace."""
+        return cls.backward is FSDPSFTTrainer.backward
 
     @classmethod
     def build_tokenizer(cls, config: DictConfig) -> Any:

@@ -1,6 +1,7 @@
 """Builds what an engine holds: the model with its adapters, the schedule of the learning rate."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from verl.utils import lr_schedules
 from verl.utils.fsdp_utils import is_placeholder
 from verl.utils.peft_weights import adapted_layers
 from verl.utils.weight_files import safetensors_of, tensor_shapes
+
+VALUES_IN_LAYER = 34  # that a layer keeps of each token and hidden unit for the backward pass
 
 
 def build_module(
@@ -101,6 +104,17 @@ def checkpoint_layers(module: nn.Module, enable: bool) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         elif model.is_gradient_checkpointing:
             model.gradient_checkpointing_disable()
+
+
+def needs_checkpointing(setting: bool | None, hf_config: Any, tokens: int, itemsize: int, free: float) -> bool:
+    """What enable_gradient_checkpointing means for a micro-batch: null stands for activations above half of `free`.
+
+    Without checkpointing a layer keeps about 34 values of `itemsize` bytes of each token and hidden unit (Korthikanti
+    et al. 2022, arXiv 2205.05198). `free`: bytes that this rank may take.
+    """
+    text = hf_config.get_text_config()
+    kept = VALUES_IN_LAYER * text.num_hidden_layers * text.hidden_size * itemsize
+    return tokens * kept > free / 2 if setting is None else setting
 
 
 def outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:

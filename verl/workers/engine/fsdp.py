@@ -22,11 +22,10 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import print_model_size, torch_dtype_of
-from verl.planning.machine import available_memory
-from verl.planning.memory_estimate import checkpoints_layers
 from verl.protocol import DataProto
 from verl.utils import fsdp_utils
 from verl.utils.distributed import ensure_process_group
+from verl.utils.host_memory import available_memory
 from verl.utils.peft_weights import (
     adapted_layers,
     adapter_weights,
@@ -255,7 +254,7 @@ class FSDPEngine(BaseEngine):
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
         models, itemsize = build.outermost_pretrained(self.module), self.compute_dtype.itemsize
-        needed = any(checkpoints_layers(None, model.config, tokens, itemsize, free) for model in models)
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)

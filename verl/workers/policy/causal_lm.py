@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from verl.planning.memory_estimate import LOGITS_CHUNK
+from verl.config.model import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
 from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_world_size
 from verl.workers.policy.attention import make_packable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 import io
 import platform
 import time
@@ -21,7 +20,6 @@ from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.utils.accelerator import visible_device
-from verl.utils.problems import Problem, absent, register_check
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
@@ -39,19 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 KEY = "actor_rollout_ref.rollout"
-
-
-@register_check
-def check_sglang(config: Any, findings: Any) -> Iterator[Problem]:
-    """SGLang, or the kernels that it imports, are not installed."""
-    if config.actor_rollout_ref.rollout.name != "sglang":
-        return
-    on_cpu = config.trainer.device == "cpu"
-    missing = [name for name in ("sglang", "sgl_kernel") if importlib.util.find_spec(name) is None]
-    if missing:
-        how = "make sglang-env, then .venv-sglang/bin/python" if on_cpu else "pip install -e .[sglang]"
-        what = f"{KEY}.name=sglang: the package {missing[0]} is not installed here"
-        yield absent(f"{KEY}.name", f"{what}. Set up an environment with it: {how}. Or set {KEY}.name=vllm.")
 
 
 class ServerAdapter(BaseRollout):

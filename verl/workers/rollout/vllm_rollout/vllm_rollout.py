@@ -9,7 +9,7 @@ import os
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,7 +24,6 @@ from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
 from verl.utils.accelerator import rank_device_index
-from verl.utils.problems import Problem, absent, one_line, register_check, wrong
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
@@ -39,54 +38,6 @@ WORKER = "verl.workers.rollout.vllm_rollout.platform_worker.PlatformWorker"
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
 DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
 KEY = "actor_rollout_ref.rollout"
-# Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
-CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
-@register_check
-def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
-    """A model whose attention no CPU kernel of vLLM knows."""
-    if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cpu" or findings.hf_config is None:
-        return
-    model = findings.hf_config.get_text_config().to_dict()
-    if "num_attention_heads" not in model or "hidden_size" not in model:
-        return
-    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    if width not in CPU_HEAD_DIMS:
-        key = "actor_rollout_ref.model.path"
-        rule = f"{key}={config.actor_rollout_ref.model.path} has attention heads of dimension {width}"
-        known = ", ".join(map(str, CPU_HEAD_DIMS))
-        remedy = f"Take another model, or {KEY}.name=hf."
-        yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {remedy}")
-
-
-@register_check
-def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
-    """A draft model that cannot be read, or whose vocabulary has another size than the model's."""
-    rollout, key = config.actor_rollout_ref.rollout, f"{KEY}.speculative.draft_path"
-    path = rollout.speculative.draft_path
-    if rollout.name != "vllm" or path is None:
-        return
-    if rollout.speculative.refresh_every and rollout.mode != "sync":
-        every = f"{KEY}.speculative.refresh_every"
-        rule = f"{every}={rollout.speculative.refresh_every} needs {KEY}.mode=sync, not {rollout.mode}"
-        yield wrong(every, f"{rule}: the draft model is trained on the batches that its own rank generates.")
-    if rollout.speculative.refresh_every and config.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
-        every = f"{KEY}.speculative.refresh_every"
-        sharing = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        yield wrong(every, f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own "
-                           "samples. Set one of them to its default.")  # fmt: skip
-    from transformers import AutoConfig
-
-    try:
-        draft = AutoConfig.from_pretrained(path, local_files_only=not findings.to_start).get_text_config()
-    except (OSError, ValueError) as error:
-        yield absent(key, f"{key}={path} has no config.json that can be read: {one_line(error)}")
-        return
-    size = findings.hf_config and findings.hf_config.get_text_config().vocab_size
-    if size and draft.vocab_size != size:
-        yield wrong(key, f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {size}. Take a "
-                         "draft model with the same tokenizer, or rollout.speculative.method=ngram.")  # fmt: skip
 
 
 @register_rollout("vllm", "sync")

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verl.config.model import LOGITS_CHUNK
 from verl.config.optimizer import build_optimizer
 from verl.models.loading import torch_dtype_of
-from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils import fsdp_utils
 from verl.utils.peft_weights import without_adapters
 from verl.utils.problems import one_line

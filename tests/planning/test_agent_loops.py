@@ -8,7 +8,7 @@ import pytest
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
-from verl.experimental.agent_loop.checks import check_agent_loops
+from verl.planning.agent_loops import check_agent_loops
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVED = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent")

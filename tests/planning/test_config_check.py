@@ -11,7 +11,7 @@ from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
 from verl.config.batch_sizes import batch_problems, plan_batches, steps_in_all
 from verl.config.compose import forced_override
 from verl.planning.config_check import find_problems
-from verl.planning.config_effect import validate_config
+from verl.utils.config import validate_config
 from verl.utils.problems import ConfigError
 
 KNOWN = compose_ppo()

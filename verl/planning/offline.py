@@ -9,18 +9,18 @@ from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import read_rows
 from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models, row_problems
 from verl.planning.config_check import select, text
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.trainer.generation_data import GenerationPrompts, PartialAnswers, own_keys
 from verl.utils.problems import Problem, one_line, wrong
 
 
-def generation_entry() -> Entry:
-    """main_generation."""
+def generation_entry(rows: int | None = None) -> Entry:
+    """main_generation; its start tokenizes the first `rows` prompts, None for all."""
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
         prompts, problems = check_inputs(config, Findings())
         count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
         kept = 0 if prompts is None else len(PartialAnswers(config).read())
@@ -36,7 +36,10 @@ def generation_entry() -> Entry:
         })  # fmt: skip
         return problems
 
-    return Entry(GenerationConfig, (_generation_rules,), plan)
+    def start_problems(config: DictConfig) -> list[Problem]:
+        return check_inputs(config, Findings(to_start=True), rows)[1]
+
+    return Entry(GenerationConfig, (_generation_rules,), plan, start_problems)
 
 
 def _generation_rules(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> Iterator[Problem]:
@@ -75,7 +78,7 @@ def check_inputs(
 def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:
     """main_eval; `read_answers()` checks and returns the answers, `load_reward()` the reward function."""
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
+    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
         problems: list[Problem] = []
         _tried(problems, "custom_reward_function", load_reward)
         answers = _tried(problems, "data.path", read_answers)

@@ -9,7 +9,8 @@ from tests.helpers.configs import SOUND, compose_ppo
 from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
-from verl.planning.config_effect import unused_settings, validate_config
+from verl.planning.config_effect import unused_settings
+from verl.utils.config import validate_config
 
 
 def messages(*overrides):

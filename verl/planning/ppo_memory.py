@@ -10,21 +10,14 @@ from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.model import LOGITS_CHUNK
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
-from verl.planning.memory_estimate import (
-    BYTES,
-    LOGITS_CHUNK,
-    PROCESS_BYTES,
-    ModelSize,
-    checkpoints_layers,
-    estimate_memory,
-    measure_loaded,
-)
-from verl.trainer.ppo.utils import need_critic, uses_kl
+from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
+from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
-from verl.workers.engine.memory_trace import MicroBatch, traced_update
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
 GIB = 2**30
@@ -85,7 +78,7 @@ def _disk_problems(plain: dict[str, Any], size: ModelSize, steps: int | None) ->
     """Whether the disk has the space of the run's checkpoints, of the critic too, taken for the actor's size."""
     actor, critic = plain["actor_rollout_ref"]["actor"], plain["critic"]
     one = checkpoint_bytes(size, actor["fsdp_config"], actor["checkpoint"]["save_contents"])
-    if need_critic(OmegaConf.create(plain)):
+    if need_critic(plain):
         full = dataclasses.replace(size, trainable=size.parameters)
         one += checkpoint_bytes(full, critic["model"]["fsdp_config"], critic["checkpoint"]["save_contents"])
     contents = f"{ACTOR}.checkpoint.save_contents"
@@ -119,9 +112,8 @@ def _memory(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float
         )  # fmt: skip
         if limit is None:
             tokens = micro.rows * micro.response + -(-micro.rows // samples) * micro.prompt
-            free = available_memory() / plain["trainer"]["n_gpus_per_node"]
-            setting = model["enable_gradient_checkpointing"]
-            asked = checkpoints_layers(setting, hf_config, tokens, BYTES[engine["dtype"]], free)
+            setting, ranks = model["enable_gradient_checkpointing"], plain["trainer"]["n_gpus_per_node"]
+            asked = checkpoints_layers(setting, hf_config, tokens, engine["dtype"], ranks)
             model = model | {"enable_gradient_checkpointing": asked}
         optimizer = omega_conf_to_dataclass(actor["optim"], FSDPOptimizerConfig)
         update = traced_update(hf_config, model, engine, optimizer, micro, plan.ranks, limit is not None)
@@ -201,6 +193,5 @@ def _changed(plain: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def _is_sound(plain: dict[str, Any]) -> bool:
     """Whether the ranks can share these batches."""
-    config = OmegaConf.create(plain)
-    problems = batch_problems(plain, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+    problems = batch_problems(plain, use_reference_policy=reads_reference(plain), use_critic=need_critic(plain))
     return not any(problem.kind == WRONG for problem in problems)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.configs import compose_ppo
 from verl.planning.checks import check_url
-from verl.trainer.ppo.plan import dry_run
+from verl.trainer.main_ppo import dry_run
 from verl.utils.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
 
 

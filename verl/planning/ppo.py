@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
 from verl.algos.names import COMPARES_SAMPLES
 from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.ppo import PPOConfig
+from verl.config.roles import reads_reference
+from verl.planning.agent_loops import check_agent_loops
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -26,54 +27,65 @@ from verl.planning.checks import (
     check_splits,
     check_tensor_parallel,
 )
-from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
+from verl.planning.config_check import ARITHMETIC, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.trainer.ppo.utils import uses_kl
-from verl.utils.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
+from verl.planning.rollouts import check_cpu_heads, check_drafter, check_sglang
+from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
-def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
-    """Print plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
+def rl_entry(create_dataset: Callable[..., Any], look_ups: Mapping[str, Callable[[DictConfig], Any]]) -> Entry:
+    """The checks of RL runs and their dry run.
 
-    `known` is the tree without overrides, composed here inside a Hydra application. Recipes add checks through
+    `create_dataset` has the arguments of the trainer's create_rl_dataset. `look_ups`: key -> function that raises if
+    the part of the trainer that the key names does not exist. Recipes add checks through
     `verl.utils.problems.register_check`.
     """
-    return ENTRY.dry_run(config, known)
+
+    def start_problems(config: DictConfig) -> list[Problem]:
+        """For a start on this machine. On a cluster (RAY_ADDRESS) nothing is checked: its nodes have the files."""
+        settings = config.ray_kwargs.ray_init
+        if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
+            return []
+        findings = Findings(to_start=True)
+        check_input(config, findings, create_dataset, look_ups, ROWS_AT_START)
+        return findings.problems
+
+    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
+        findings = Findings()
+        check_input(config, findings, create_dataset, look_ups, ROWS_CHECKED)
+        wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
+        _print_plan(console, config, findings, wrong_sizes)
+        return findings.problems
+
+    return Entry(PPOConfig, (rl_problems,), plan, start_problems, plans_wrong_configs=True)
 
 
-def refuse_bad_input(config: DictConfig) -> None:
-    """Raise one ConfigError with everything that would stop this run: model, plug-ins, data, registered checks.
-
-    For a start on this machine, where absent is as bad as wrong. On a cluster (RAY_ADDRESS) nothing is checked: its
-    nodes have the files.
-    """
-    settings = config.ray_kwargs.ray_init
-    if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
-        return
-    findings = Findings(to_start=True)
+def check_input(
+    config: DictConfig, findings: Findings, create_dataset: Callable[..., Any],
+    look_ups: Mapping[str, Callable[[DictConfig], Any]], rows: int,
+) -> None:  # fmt: skip
+    """Add the problems of model, plug-ins, data (its first `rows` rows), machine, rollout and registered checks."""
+    problems, model, rollout = findings.problems, "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
-    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
-    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
-    findings.problems += check_plugins(config)
-    findings.problems += [*check_outputs(config), *check_gpus(config), *check_group_size(config)]
-    check_data(config, findings, rows=ROWS_AT_START)
-    for check in CHECKS:
-        findings.problems += check(config, findings)
-    for problem in findings.problems:
-        if problem.kind == UNUSED:
-            logger.warning("{}", problem.message)
-    if fatal := list(dict.fromkeys(p for p in findings.problems if p.kind in (WRONG, ABSENT))):
-        raise ConfigError(fatal)
+    problems += check_length(config.actor_rollout_ref.rollout, findings, rollout)
+    problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+    roles = ("actor", "ref") if reads_reference(config) else ("actor",)
+    split_by = [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
+    problems += check_liger(config, model, *split_by)
+    problems += check_plugins(config, look_ups)
+    check_data(config, findings, create_dataset, rows)
+    problems += [*check_gpus(config), *check_outputs(config)] if findings.to_start else check_machine(config)
+    problems += check_group_size(config)
+    for check in (check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
+        problems += check(config, findings)
 
 
-def check_plugins(config: DictConfig) -> Iterator[Problem]:
-    """Names that the registries of the workers must know, and the user's reward function."""
+def check_plugins(config: DictConfig, look_ups: Mapping[str, Callable[[DictConfig], Any]]) -> Iterator[Problem]:
+    """Names that the registries of the workers must know, and those of `look_ups`."""
     from verl.models.loading import get_model_loader
-    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.workers.policy import get_policy
     from verl.workers.rollout.base import get_rollout_class
 
@@ -82,10 +94,7 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
         "actor_rollout_ref.model.loader.name": lambda: get_model_loader(model.loader.name),
         "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
-        "custom_reward_function.path": lambda: get_custom_reward_fn(config),
-        "reward_manager.name": lambda: get_manager_class(config),
-        # Needs the function and the manager that are looked up above.
-        "custom_reward_function.name": lambda: check_reward_arguments(config),
+        **{key: partial(look_up, config) for key, look_up in look_ups.items()},
     }
     known: set[str] = set()
     for key, look_up in checks.items():
@@ -107,11 +116,10 @@ def check_group_size(config: DictConfig) -> Iterator[Problem]:
         yield Problem(UNUSED, key, f"{what} has no baseline. Set {key}=2 or more, or another estimator.")
 
 
-def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:
+def check_data(config: DictConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.data.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
     from verl.reward.rules import has_rule, truth_problem, unknown_source
-    from verl.trainer.ppo.data_loading import create_rl_dataset
 
     data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
 
@@ -122,7 +130,7 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
             raise ConfigError([wrong(key, no_chat_template(findings.tokenizer))])
 
     def make(files: list[str], split: str) -> Any:
-        return create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+        return create_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
 
     by_rule = config.custom_reward_function.path is None and config.reward_manager.source == "register"
     by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
@@ -152,22 +160,6 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
             check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
 
 
-def _plan(console: Console, config: DictConfig) -> list[Problem]:
-    """Print the plan; the problems of models, plug-ins, data and machine, and of checks that recipes registered."""
-    findings = Findings()
-    check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
-    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
-    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
-    findings.problems += check_plugins(config)
-    check_data(config, findings)
-    findings.problems += [*check_machine(config), *check_group_size(config)]
-    for check in CHECKS:
-        findings.problems += check(config, findings)
-    _print_plan(console, config, findings)
-    return findings.problems
-
-
 def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
     """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
     drawn, wanted = config.data.gen_batch_size, config.data.train_batch_size
@@ -178,10 +170,9 @@ def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, i
     return prompts // max(drawn, wanted), steps
 
 
-def _print_plan(console: Console, config: DictConfig, findings: Findings) -> None:
+def _print_plan(console: Console, config: DictConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     per_epoch, steps = _count_steps(config, findings.train_prompts)
-    wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in find_problems(config))
     plan = None if wrong_sizes else plan_batches(OmegaConf.to_container(config, resolve=True))
     print_rows(
         console,
@@ -195,17 +186,11 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         },
     )
     if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
-        from verl.trainer.ppo.memory_plan import print_memory  # imports what a run's driver does not need
+        from verl.planning.ppo_memory import print_memory  # imports what a run's driver does not need
 
         findings.problems += print_memory(console, config, findings.hf_config, steps)
     else:
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
-
-
-def _whole_layers(config: DictConfig) -> list[str]:
-    """Keys of the ranks that split the layers of actor and reference, if there is one."""
-    roles = ("actor", "ref") if uses_kl(config) else ("actor",)
-    return [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
 
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
@@ -225,6 +210,3 @@ def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
         return {}
     tools = ", with the schemas of the tools" if rendered else ""
     return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
-
-
-ENTRY = Entry(PPOConfig, (rl_problems,), _plan, plans_wrong_configs=True)

@@ -1,16 +1,16 @@
 """Plan and checks of a supervised run."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from verl.config.batch_sizes import divides_ranks, rank_count, splits_ranks
+from verl.config.batch_sizes import divides_ranks, rank_count, sharding_ranks, splits_ranks
+from verl.config.model import LOGITS_CHUNK
+from verl.config.sft_engine import engine_parts, model_settings, samples_per_forward
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.planning.checks import (
     ROWS_AT_START,
@@ -27,22 +27,10 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
-from verl.planning.memory_estimate import (
-    BYTES,
-    LOGITS_CHUNK,
-    PROCESS,
-    PROCESS_BYTES,
-    checkpoints_layers,
-    measure_model,
-    training_memory,
-)
-from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
+from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.memory_estimate import PROCESS, PROCESS_BYTES, measure_model, training_memory
 from verl.utils.import_utils import import_external_libs
 from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
-
-if TYPE_CHECKING:
-    from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 TENSOR_PARALLEL = "model.fsdp_config.tensor_parallel_size"
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
@@ -59,18 +47,33 @@ def data_parallel_groups(config: Mapping[str, Any], ranks: int) -> int:
     return max(1, ranks // shared)
 
 
-def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> Entry:
-    """The dry run of a trainer; `ranks`: None takes those of `ranks_of`."""
+def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
+    """The checks and the dry run of FSDPSFTTrainer or a subclass; `ranks`: None takes those of `ranks_of`."""
 
     def checks(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
         return [] if problems else _tree_problems(config, plain, ranks or ranks_of(plain))
 
-    def plan(console: Console, config: DictConfig) -> list[Problem]:
-        findings = Findings()
+    def check_model(config: DictConfig, findings: Findings) -> None:
         check_models(model_settings(config), findings, "model", "model.partial_pretrain")
         findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
         findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)
+
+    def start_problems(config: DictConfig) -> list[Problem]:
+        findings = Findings(to_start=True)
+        check_model(config, findings)
+        findings.problems += check_outputs(config)
+        if config.trainer.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                rule = "trainer.device=cuda, but this machine has no GPU. Set trainer.device=cpu."
+                findings.problems.append(wrong("trainer.device", rule))
+        return findings.problems
+
+    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
+        findings = Findings()
+        check_model(config, findings)
         data, tokenizer = config.data, findings.tokenizer
 
         def make(files: list[str], split: str) -> Any:
@@ -82,7 +85,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
         _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *check_machine(config)]
 
-    return Entry(trainer_class.config_type, (checks,), plan)
+    return Entry(trainer_class.config_type, (checks,), plan, start_problems)
 
 
 def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> list[Problem]:
@@ -111,30 +114,6 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
     return problems
 
 
-def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) -> None:
-    """Raise one ConfigError with everything in config, model and machine that would stop this run.
-
-    The first rank warns of settings without effect.
-    """
-
-    def inputs() -> list[Problem]:
-        findings = Findings(to_start=True)
-        check_models(model_settings(config), findings, "model", "model.partial_pretrain")
-        findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-        findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
-        findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
-        if config.trainer.device == "cuda":
-            import torch
-
-            if not torch.cuda.is_available():
-                rule = "trainer.device=cuda, but this machine has no GPU. Set trainer.device=cpu."
-                findings.problems.append(wrong("trainer.device", rule))
-        return findings.problems
-
-    entry = entry_of(trainer_class, int(os.environ.get("WORLD_SIZE", "1")))
-    entry.refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0, inputs=inputs)
-
-
 def refuse_bad_rows(dataset: Any, key: str) -> None:
     """Raise one ConfigError with the problems of the first rows of a data set; `key` names its files."""
     if fatal := [p for p in row_problems(dataset, key, ROWS_AT_START, _missing_columns) if p.kind in (WRONG, ABSENT)]:
@@ -146,13 +125,8 @@ def _missing_columns(row: Mapping[str, Any]) -> str | None:
     return f"a sample has no {', '.join(missing)} (it has {', '.join(sorted(row))})." if missing else None
 
 
-def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: DictConfig | None = None) -> int:
-    """Print plan and problems; 1 if anything is wrong on every machine, else 0."""
-    return entry_of(trainer_class).dry_run(config, known)
-
-
 def _print_plan(
-    console: Console, config: DictConfig, findings: Findings, trainer_class: type[FSDPSFTTrainer]
+    console: Console, config: DictConfig, findings: Findings, trainer_class: type[Any]
 ) -> None:
     console.rule("Plan")
     plain = OmegaConf.to_container(config, resolve=True)
@@ -181,8 +155,7 @@ def _print_plan(
     if findings.hf_config is None:
         console.print("No memory estimate: it needs the model's config.")
         return
-    from verl.trainer.sft import trainer  # imports this module
-    from verl.workers.engine.memory_trace import MicroBatch, traced_update  # slow
+    from verl.planning.memory_trace import MicroBatch, traced_update  # slow
 
     model = plain["model"]
     measured = measure_model(findings.hf_config, model["lora_rank"])
@@ -190,17 +163,16 @@ def _print_plan(
     engine, several = vars(of_engine), data["packing"] or size // groups > micro
     batch = MicroBatch(micro, 1, data["max_length"] - 1, several=several)
     on_gpu, processes = run["device"] == "cuda", run["n_gpus_per_node"]
-    if not on_gpu:
-        setting, free = of_model.enable_gradient_checkpointing, available_memory() / processes
-        asked = checkpoints_layers(setting, findings.hf_config, budget, BYTES[engine["dtype"]], free)
-        of_model = dataclasses.replace(of_model, enable_gradient_checkpointing=asked)
     checkpointed = of_model.enable_gradient_checkpointing
+    if not on_gpu:
+        checkpointed = checkpoints_layers(checkpointed, findings.hf_config, budget, engine["dtype"], processes)
+        of_model = dataclasses.replace(of_model, enable_gradient_checkpointing=checkpointed)
     parts = traced = None
-    if trainer_class.backward is trainer.FSDPSFTTrainer.backward:
+    if trainer_class.has_plain_loss():
         parts = traced = traced_update(findings.hf_config, vars(of_model), engine, optimizer, batch, ranks, on_gpu)
     if parts is None:
-        shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
-        parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
+        shards, logits = sharding_ranks(engine, ranks), min(budget, LOGITS_CHUNK)
+        parts = training_memory(measured, engine, shards, budget, logits, checkpointed)
     if not on_gpu:
         parts = parts | {PROCESS: PROCESS_BYTES}
         remedies = {} if checkpointed else {

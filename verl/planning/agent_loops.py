@@ -1,4 +1,4 @@
-"""What a dry run checks of agent loops: tools, interactions, parser, chat template."""
+"""Checks of agent loops: tools, interactions, parser, chat template."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.runner import ToolRunner
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
-from verl.utils.problems import UNUSED, Problem, one_line, register_check, wrong
+from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -21,7 +21,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
 
 
-@register_check
 def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     """Files load, names are known, tools answer their example call, the template allows for added messages."""
     rollout = config.actor_rollout_ref.rollout

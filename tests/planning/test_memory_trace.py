@@ -7,9 +7,9 @@ from transformers import AutoConfig, LlamaConfig
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
+from verl.planning import memory_trace
+from verl.planning.memory_trace import ACTIVATIONS, GATHERED, MicroBatch, trace_update
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import memory_trace
-from verl.workers.engine.memory_trace import ACTIVATIONS, GATHERED, MicroBatch, trace_update
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=320, num_attention_heads=4,

@@ -4,7 +4,8 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from tests.helpers.rl_run import compose_run
-from verl.planning.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model, training_memory
+from verl.config.model import LOGITS_CHUNK
+from verl.planning.memory_estimate import estimate_memory, measure_model, training_memory
 from verl.workers.policy import get_policy
 
 

@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from tests.helpers.disks import leave_free, small_disk
-from verl.planning.machine import GIB, available_memory, check_disk, check_memory, checkpoint_bytes
+from verl.planning.machine import GIB, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import measure_model
+from verl.utils.host_memory import available_memory
 from verl.utils.problems import ABSENT, UNUSED
 
 MIB = 2**20

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
 from verl.config.batch_sizes import plan_batches
+from verl.planning.calibration import print_step_time
+from verl.planning.ppo_memory import print_memory
 from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.calibration import print_step_time
-from verl.trainer.ppo.memory_plan import print_memory
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, num_attention_heads=4,
