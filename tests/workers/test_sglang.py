@@ -21,7 +21,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig
 from verl.workers.rollout.replica import ServerClient, ServerError, ServerUnreachable
 from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.server_process import LocalServerError
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed, parts
 
 RECORD = Path(__file__).with_name("sglang_exchange.json")  # written by make test-sglang RECORD_SGLANG=1
@@ -49,7 +49,7 @@ class ReplayedServer:
         self.exchange = Exchange(entries=json.loads(RECORD.read_text()))
 
     def launch_server(self):
-        return dataclasses.replace(self.exchange.handle, vocab_size=VOCABULARY)
+        return dataclasses.replace(self.exchange.handle, vocab_size=VOCABULARY, sampling_names=SAMPLING_NAMES)
 
     def stop(self):
         self.exchange.close()
@@ -93,7 +93,7 @@ def run(rollout, function):
 
 
 def sampled(n, **more):
-    return {"temperature": 1.0, "max_new_tokens": n, "ignore_eos": True, **more}
+    return {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, **more}
 
 
 def log_probs(module, prompt, answer, temperature=1.0):
@@ -116,10 +116,10 @@ def test_log_probs_are_those_of_the_trained_module(served):
 
 def test_a_stop_token_ends_the_answer_and_counts(served):
     rollout, _ = served
-    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     free = run(rollout, lambda c: c.generate("free", [7, 8], greedy, False)).token_ids
     stop = free[4]
-    params = {"temperature": 0.0, "max_new_tokens": 12, "stop_token_ids": [stop]}
+    params = {"temperature": 0.0, "max_tokens": 12, "stop_token_ids": [stop]}
     output = run(rollout, lambda c: c.generate("stop", [7, 8], params, False))
     assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
 

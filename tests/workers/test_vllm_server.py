@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers.engines import leave_group, make_engine
-from verl.experimental.agent_loop.base import turn_seed
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.agent_loop.server_manager import turn_seed
 from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
@@ -50,7 +50,7 @@ def run(rollout, function):
 
 
 def sampled(n, seed=7, **more):
-    return {"temperature": 1.0, "max_new_tokens": n, "sampling_seed": seed, **more}
+    return {"temperature": 1.0, "max_tokens": n, "seed": seed, **more}
 
 
 def slow_steps(server):
@@ -106,8 +106,8 @@ def test_a_stop_token_ends_the_answer_and_counts(served):
         ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
         ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
         ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
-        *(({"input_ids": [7], "sampling_params": {"sampling_seed": seed}}, "sampling_seed=.* must be an integer")
-          for seed in ("x", 1.5, True, 2**70)),
+        *(({"input_ids": [7], "sampling_params": {name: seed}}, f"{name}=.* must be an integer")
+          for name in ("seed", "sampling_seed") for seed in ("x", 1.5, True, 2**70)),
     ],
 )  # fmt: skip
 def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):

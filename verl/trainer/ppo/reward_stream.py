@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from verl.experimental.agent_loop.rows import joined
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import GRADED, rows_of
+from verl.workers.rollout.agent_loop.rows import joined
 
 
 def grades_rows(reward_fn: Any) -> bool:

@@ -27,8 +27,8 @@ START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"
 class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
-    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights;
-    `routed_experts` those of prompt and answer [P + T, layers, k], from servers that return them.
+    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
+    `routed_experts` is None: agent loops that were written for verl read it.
     """
 
     token_ids: list[int]
@@ -51,12 +51,14 @@ class RolloutMode(Enum):
 class ServerHandle:
     """The address ("host:port") of a server, and the token that its requests carry.
 
-    `vocab_size` is set for an engine that crashes on other token ids: then the client refuses them.
+    `vocab_size` is set for an engine that crashes on other token ids: then the client refuses them. `sampling_names`
+    has pairs of vLLM's name of a sampling parameter and the server's name, where they differ.
     """
 
     address: str
     token: str = ""
     vocab_size: int | None = None
+    sampling_names: tuple[tuple[str, str], ...] = ()
 
 
 class ServerError(RuntimeError):
@@ -95,13 +97,11 @@ def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenO
     values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
     if values is not None and len(values) != len(ids):
         raise ServerUnreachable(f"{address} gave {len(values)} log-probs for {len(ids)} tokens")
-    version, experts = str(meta.get("weight_version", "")), meta.get("routed_experts")
-    if isinstance(experts, str):  # an encoding that belongs to the server
-        experts = None
+    version = str(meta.get("weight_version", ""))
     return TokenOutput(
         token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
         stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
-        weights_version=int(version) if version.isdigit() else None, routed_experts=experts,
+        weights_version=int(version) if version.isdigit() else None,
     )  # fmt: skip
 
 
@@ -133,10 +133,16 @@ class ServerClient:
             raise ServerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
 
     async def generate(self, rid: str, input_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
-        """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary."""
+        """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary.
+
+        `sampling` has vLLM's names: temperature, top_p, top_k, repetition_penalty, max_tokens, min_tokens, seed,
+        stop_token_ids, ignore_eos.
+        """
         if self.handle.vocab_size is not None:
             check_token_ids(input_ids, self.handle.vocab_size)
-        body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": log_probs}
+        names = dict(self.handle.sampling_names)
+        params = {names.get(name, name): value for name, value in sampling.items()}
+        body = {"rid": rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": log_probs}
         return token_output(await self.post("generate", body), log_probs, self.handle.address)
 
     async def close(self) -> None:

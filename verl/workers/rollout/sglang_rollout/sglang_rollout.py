@@ -206,11 +206,11 @@ class ServerAdapter(BaseRollout):
         params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
-        params |= {"max_new_tokens": limit, "repetition_penalty": request.repetition_penalty}
+        params |= {"max_tokens": limit, "repetition_penalty": request.repetition_penalty}
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
         async with self._client() as client:
             requests = [
-                self._answer(client, ids, params | {"sampling_seed": seeds[0] + k}, request.log_probs)
+                self._answer(client, ids, params | {"seed": seeds[0] + k}, request.log_probs)
                 for ids, seeds in zip(request.prompt_ids, request.seeds, strict=True)
                 for k in range(request.n)
             ]

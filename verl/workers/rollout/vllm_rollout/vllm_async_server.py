@@ -30,7 +30,7 @@ from verl.workers.rollout.replica import (
     host_to_bind,
     token_output,
 )
-from verl.workers.rollout.vllm_rollout.request_checks import SAMPLING, TAGS, checked_body, sampling_arguments
+from verl.workers.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 START_TIMEOUT_S = 60.0
@@ -51,7 +51,10 @@ class _Request:
 
 
 class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
-    """Serves an engine of this process: token ids in, token ids and log-probs out, in the form of SGLang's native API.
+    """Serves an engine of this process: token ids in, token ids and log-probs out.
+
+    The requests are those of SGLang's native API, so that one client serves both engines; sampling parameters have
+    vLLM's names (SGLang's are accepted too: request_checks.ALIASES).
 
     POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}, /abort_request
     {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or in_place}, /continue_generation,
@@ -241,13 +244,12 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str,
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,
     ) -> TokenOutput:  # fmt: skip
-        """The answer to one prompt. `sampling_params`: names of vLLM or of POST /generate, and logprobs (bool)."""
+        """The answer to one prompt. `sampling_params`: those of POST /generate, and logprobs (bool)."""
         if image_data or video_data:
             raise ValueError("image_data and video_data: rollout servers take token ids only")
-        given, ours = dict(sampling_params), {vllm_name: name for name, (vllm_name, *_) in SAMPLING.items()}
-        log_probs = bool(given.pop("logprobs", False))
-        body = {"sampling_params": {ours.get(name, name): value for name, value in given.items()}}
-        params = self._params(prompt_ids, body["sampling_params"], log_probs)
+        sampling = dict(sampling_params)
+        log_probs = bool(sampling.pop("logprobs", False))
+        params = self._params(prompt_ids, sampling, log_probs)
         return token_output(await self._answer(request_id, prompt_ids, params), log_probs, self.address)
 
     async def wake_up(self) -> None:
@@ -438,7 +440,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def server_handle(self) -> ServerHandle | None:
         return self.server and ServerHandle(self.server.address, self.server.token)
 
-    def _alone(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run_while_idle(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
         if self.server is None:
             return function(*args)
@@ -450,7 +452,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
     ) -> None:  # fmt: skip
-        self._alone(super().update_weights, weights, peft_config)
+        self._run_while_idle(super().update_weights, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
         if self.server is None:
@@ -477,10 +479,10 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def read_weights(self, path: str) -> None:
         """Take the weights of a model folder."""
-        self._alone(self.load_from_disk, path)
+        self._run_while_idle(self.load_from_disk, path)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self._alone(super().generate_sequences, prompts)
+        return self._run_while_idle(super().generate_sequences, prompts)
 
     def close(self) -> None:
         if self.server is not None:
