@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.engines import leave_group, make_engine
+from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.agent_loop.server_manager import turn_seed
-from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable
+from verl.workers.rollout.replica import ServerClient, ServerHandle
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
@@ -112,7 +113,7 @@ def test_a_stop_token_ends_the_answer_and_counts(served):
 )  # fmt: skip
 def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
     rollout, _ = served
-    with pytest.raises(ServerError, match=message) as refused:
+    with pytest.raises(ServiceError, match=message) as refused:
         run(rollout, lambda c: c.post("generate", body))
     assert refused.value.status == 400
     assert len(run(rollout, lambda c: c.generate("b", [7], sampled(3), False)).token_ids) == 3
@@ -124,7 +125,7 @@ def test_without_the_token_of_the_run_nothing_is_answered(served):
     async def session():
         client = ServerClient(ServerHandle(rollout.server_handle.address, "guess"))
         try:
-            with pytest.raises(ServerError, match="Authorization"):
+            with pytest.raises(ServiceError, match="Authorization"):
                 await client.post("generate", {"input_ids": [7]})
             async with aiohttp.ClientSession() as plain:
                 async with plain.get(f"http://{rollout.server_handle.address}/health") as response:
@@ -164,7 +165,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
         refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
         assert refused == {"success": False, "message": "1 requests run", "num_paused_requests": 0}
-        with pytest.raises(ServerError, match="1 requests run; abort them first"):
+        with pytest.raises(ServiceError, match="1 requests run; abort them first"):
             await client.post("flush_cache", {})
         task.cancel()
         for _ in range(1000):

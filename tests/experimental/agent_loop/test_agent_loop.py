@@ -19,6 +19,7 @@ from tests.helpers.models import make_tokenizer
 from tests.workers.test_reward_managers import TOKENIZER
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_phase import RolloutPhase
+from verl.utils.http_json import ServerUnreachable
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import LOST, place_scores
@@ -34,7 +35,7 @@ from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resol
 from verl.workers.rollout.agent_loop.server_manager import ConversationTooLong
 from verl.workers.rollout.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
 from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
-from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput
+from verl.workers.rollout.replica import ServerHandle, TokenOutput
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
 

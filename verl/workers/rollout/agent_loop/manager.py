@@ -18,12 +18,13 @@ from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import get_within, hanging
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.request_router import RequestRouter
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
 from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
 from verl.workers.rollout.agent_loop.rows import joined, with_own_scores
 from verl.workers.rollout.agent_loop.worker import SEED, AgentLoopWorker, AgentLoopWorkerBase
-from verl.workers.rollout.replica import RequestRouter, one_replica_per_engine
+from verl.workers.rollout.replica import one_replica_per_engine
 from verl.workers.rollout.sampling import GenerationRequest
 
 CLOSE_TIMEOUT_S = 20

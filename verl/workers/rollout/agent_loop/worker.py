@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from verl.data.rl_dataset import get_dataset_class
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import STACK_SIGNAL
+from verl.utils.http_json import ServerUnreachable
 from verl.utils.import_utils import import_external_libs
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
@@ -20,7 +21,7 @@ from verl.workers.rollout.agent_loop.base import AgentLoopOutput, DictConfigWrap
 from verl.workers.rollout.agent_loop.registry import make_agent_loop, register_from_file
 from verl.workers.rollout.agent_loop.rows import batch_of, empty_output, is_lost
 from verl.workers.rollout.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
-from verl.workers.rollout.replica import ServerHandle, ServerUnreachable
+from verl.workers.rollout.replica import ServerHandle
 
 SEED = "__seed__"  # column: seed of the conversation
 

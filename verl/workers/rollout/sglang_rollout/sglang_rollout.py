@@ -19,15 +19,14 @@ from loguru import logger
 
 from verl.protocol import DataProto
 from verl.utils.device import visible_device
+from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.problems import Problem, absent, register_check
 from verl.utils.tokenizer import stop_ids
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
     ServerClient,
-    ServerError,
     ServerHandle,
-    ServerUnreachable,
     TokenOutput,
     host_to_bind,
 )
@@ -157,7 +156,7 @@ class ServerAdapter(BaseRollout):
         while True:
             try:
                 return await self._post("flush_cache", {})
-            except ServerError:
+            except ServiceError:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
@@ -189,7 +188,7 @@ class ServerAdapter(BaseRollout):
         """Open a session of weight updates; False for an older server, which has none and needs none."""
         try:
             await self._post("begin_weight_update", {})
-        except ServerError as error:
+        except ServiceError as error:
             if error.status != 404:
                 raise
             return False
