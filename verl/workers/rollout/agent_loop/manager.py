@@ -22,7 +22,7 @@ from verl.utils.request_router import RequestRouter
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
 from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
-from verl.workers.rollout.agent_loop.rows import joined, with_own_scores
+from verl.workers.rollout.agent_loop.rows import concat_rows, use_loop_scores
 from verl.workers.rollout.agent_loop.worker import SEED, AgentLoopWorker, AgentLoopWorkerBase
 from verl.workers.rollout.replica import one_replica_per_engine
 from verl.workers.rollout.sampling import GenerationRequest
@@ -114,7 +114,7 @@ class AgentLoopManager:
         prompt_tokens, cached_tokens = np.sum([part.meta_info["prefix"] for part in parts], axis=0)
         parts = [part for part in [*early_stop.rows.values(), *parts] if len(part)]
         spans = [row for part in parts for row in part.meta_info["metrics"]]
-        output = with_own_scores(joined(parts)[order])
+        output = use_loop_scores(concat_rows(parts)[order])
         metrics = self._metrics([spans[i] for i in order], output.non_tensor_batch.get("end_reason", ()))
         metrics["agent_loop/prefix_hit_rate"] = float(cached_tokens / max(prompt_tokens, 1))
         metrics["agent_loop/restarted_workers"] = float(restarts)

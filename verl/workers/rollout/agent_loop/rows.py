@@ -70,18 +70,18 @@ def column_of(values: list[Any]) -> np.ndarray:
     return column
 
 
-def joined(parts: list[DataProto]) -> DataProto:
-    """All rows; a column that a part lacks is None there."""
+def concat_rows(parts: list[DataProto]) -> DataProto:
+    """All rows, without meta_info; a column that a part lacks is None there."""
     names = {name for part in parts for name in part.non_tensor_batch}
+    filled = []
     for part in parts:
-        part.meta_info = {}
-        for name in names - set(part.non_tensor_batch):
-            part.non_tensor_batch[name] = column_of([None] * len(part))
-    return DataProto.concat(parts)
+        missing = {name: column_of([None] * len(part)) for name in names - set(part.non_tensor_batch)}
+        filled.append(DataProto(part.batch, part.non_tensor_batch | missing, {}))
+    return DataProto.concat(filled)
 
 
-def with_own_scores(output: DataProto) -> DataProto:
-    """With rm_scores [B, R] in place of the column reward_score, if every row has one, lost rows aside.
+def use_loop_scores(output: DataProto) -> DataProto:
+    """Replaces the column reward_score by rm_scores [B, R] if every row but the lost ones has a score.
 
     Raises ValueError for a score that is NaN or infinite.
     """

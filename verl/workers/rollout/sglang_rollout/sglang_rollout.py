@@ -30,7 +30,7 @@ from verl.workers.rollout.replica import (
     TokenOutput,
     host_to_bind,
 )
-from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
+from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class ServerAdapter(BaseRollout):
         log_probs = None
         if request.log_probs:
             log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
-        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
+        return DataProto.from_dict(build_rollout_batch(prompts, request.n, responses, mask, log_probs))
 
     async def _answer(
         self, client: ServerClient, ids: list[int], params: dict[str, Any], log_probs: bool
