@@ -24,10 +24,8 @@ from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
 from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
 from verl.workers.rollout.agent_loop.rows import concat_rows, use_loop_scores
 from verl.workers.rollout.agent_loop.worker import SEED, AgentLoopWorker, AgentLoopWorkerBase
-from verl.workers.rollout.replica import one_replica_per_engine
+from verl.workers.rollout.replica import CLOSE_TIMEOUT_S, one_replica_per_engine
 from verl.workers.rollout.sampling import GenerationRequest
-
-CLOSE_TIMEOUT_S = 20
 
 
 class AgentLoopManager:
