@@ -1,9 +1,15 @@
-"""Chooses a server for each request."""
+"""Chooses a server for each request; and one address in front of several servers."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Collection
 
-from verl.utils.http_json import ServerUnreachable
+from aiohttp import ClientConnectionError, ClientError, web
+
+from verl.utils.http_json import HttpClient, ServerUnreachable
+
+_SIZE_LIMIT = 64 << 20  # bytes of a request that the proxy forwards
 
 
 class RequestRouter:
@@ -77,3 +83,64 @@ class RequestRouter:
         self.running = [0] * len(self.running)
         if lost:
             self.lost.clear()
+
+
+class RequestProxy:
+    """Forwards HTTP requests to the least busy of several servers, from a thread of this process.
+
+    Args:
+        tokens: the bearer token of each server, by its address ("host:port").
+        timeout: seconds of a request.
+    """
+
+    def __init__(self, tokens: dict[str, str], timeout: float = 600.0) -> None:
+        self._addresses, self._timeout = list(tokens), timeout
+        self._clients = [HttpClient(token) for token in tokens.values()]
+        self._router = RequestRouter(len(tokens))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="request-proxy")
+        self._thread.start()
+        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+
+    async def _listen(self) -> str:
+        app = web.Application(client_max_size=_SIZE_LIMIT)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        body, problem = await request.read(), ""
+        tried: list[int] = []
+        for _ in self._clients:
+            server = self._router.acquire(exclude=tried)
+            tried.append(server)
+            url = f"http://{self._addresses[server]}{request.rel_url}"
+            try:
+                reply = await self._clients[server].send(
+                    request.method, url, body, content_type=request.content_type, timeout=self._timeout
+                )
+                return web.Response(status=reply.status, body=reply.content, content_type=reply.content_type)
+            except (ClientError, TimeoutError) as error:
+                problem = f"{self._addresses[server]}: {type(error).__name__}: {error}"
+                # A server that refuses connections is always the least busy one, so the next one is asked.
+                if not isinstance(error, ClientConnectionError):
+                    break
+            finally:
+                self._router.release(server)
+        return web.Response(status=502, text=problem)
+
+    def close(self) -> None:
+        """Stop listening."""
+
+        async def end() -> None:
+            await self._runner.cleanup()
+            for client in self._clients:
+                await client.close()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
