@@ -152,5 +152,5 @@ def test_a_held_request_is_not_aborted_by_another_one_with_its_id(server):
 @pytest.mark.process
 def test_a_client_that_leaves_ends_its_own_request_only(server):
     server._held["a"] = kept = SimpleNamespace(rid="a")
-    server.call(server._leave, SimpleNamespace(rid="a", other=True))
+    server.call(server._abort_abandoned, SimpleNamespace(rid="a", other=True))
     assert server._held.pop("a") is kept

@@ -163,7 +163,7 @@ class ToolAgentLoop(AgentLoopBase):
             try:
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    after = self._checked(state, await getattr(self, HANDLERS[state])(data, sampling_params))
+                    after = self._check_transition(state, await getattr(self, HANDLERS[state])(data, sampling_params))
                     starts = state is AgentState.PENDING and after is AgentState.GENERATING and self.interactions
                     state = await self._start_interaction(data) if starts else after
                 rewards = await data.tools.calc_rewards()
@@ -193,7 +193,7 @@ class ToolAgentLoop(AgentLoopBase):
         )  # fmt: skip
 
     @staticmethod
-    def _checked(state: AgentState, following: AgentState) -> AgentState:
+    def _check_transition(state: AgentState, following: AgentState) -> AgentState:
         """The state that follows; RuntimeError unless TRANSITIONS has it."""
         if following not in TRANSITIONS[state]:
             allowed = ", ".join(sorted(str(allowed) for allowed in TRANSITIONS[state]))
