@@ -26,21 +26,21 @@ from benchmarks.rl_rollout import engine_of, one_rank
 from examples.demo_runner import ROOT
 from tests.helpers.models import save_markov_llama
 from verl.config.rollout import RolloutConfig
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager
-from verl.experimental.agent_loop.tool_parser import HermesToolParser
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.protocol import DataProto
-from verl.tools.base_tool import BaseTool
-from verl.tools.runner import ToolRunner
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.trainer.ppo.reward_stream import RewardStream
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.agent_loop.manager import AgentLoopManager
+from verl.workers.rollout.agent_loop.tool_parser import HermesToolParser
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest, Sampling
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config, tool_schemas
 
 CONVERSATIONS, GROUPS, SHARED, OWN = 64, 8, 128, 32  # words of a prompt: those of all, those of its group
 CALLS_SHARE, MOST_CALLS, SHORTEST, LONGEST = 0.57, 6, 8, 48
@@ -269,7 +269,7 @@ def http_overhead(rollout: Any) -> Row:
 
     async def through_http() -> float:
         client = ServerClient(rollout.server_handle)
-        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        sampling = {"temperature": 0.0, "max_tokens": 1}
         await client.generate("first", ids, sampling, False)  # opens the connection
         started = time.perf_counter()
         for i in range(REQUESTS):

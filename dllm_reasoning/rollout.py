@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.utils.problems import Problem, register_check, wrong
 from verl.workers.rollout.base import register_rollout
 from verl.workers.rollout.hf_rollout import HFRollout, choose
-from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
+from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 
 LOGITS_AT_ONCE = 2**28  # numbers; a forward of more is never chosen for the sake of drafts
 
@@ -102,7 +102,7 @@ class RefineRollout(HFRollout):
         responses = right_padded(answers, limit, pad, torch.int64)
         mask = right_padded([[1] * len(answer) for answer in answers], limit, 0, torch.int64)
         log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
-        return answered(prompts, n, responses, mask, log_probs if self.config.calculate_log_probs else None)
+        return build_rollout_batch(prompts, n, responses, mask, log_probs if self.config.calculate_log_probs else None)
 
     def _make_rule(self, request: GenerationRequest, rows: int, longest: int, choose_tokens: Any) -> AdaptiveWindows:
         """The windows of `rollout.custom.mode`, with measured costs if there is a choice."""

@@ -26,9 +26,9 @@ PRODUCT = ("verl", "recipe", "dllm_reasoning")
 #: Every package and top-level module from the lowest layer to the highest: imports go to lower ones or stay inside.
 LAYERS = (
     "verl.utils", "verl.config", "verl.protocol", "verl.algos", "verl.models", "verl.checkpoint", "verl.reward",
-    "verl.data", "verl.profiling", "verl.single_controller", "verl.tools", "verl.interactions", "verl.workers",
-    "verl.experimental", "verl.planning", "verl.report", "verl.trainer", "verl.model_merger", "recipe.dapo",
-    "dllm_reasoning", "recipe.spd", "spd_scorer", "train_spd_scorer",
+    "verl.data", "verl.profiling", "verl.single_controller", "verl.workers", "verl.experimental", "verl.planning",
+    "verl.report", "verl.trainer", "verl.model_merger", "recipe.dapo", "dllm_reasoning", "recipe.spd", "spd_scorer",
+    "train_spd_scorer",
 )  # fmt: skip
 WITHOUT_RAY = LAYERS[: LAYERS.index("verl.single_controller")]
 ROOTS = ("verl", "recipe", "setup")  # files that belong to no layer: __init__.py and setup.py

@@ -7,7 +7,7 @@ import torch
 
 from verl import DataProto
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import answered
+from verl.workers.rollout.sampling import build_rollout_batch
 
 
 @register_rollout("random_words")
@@ -28,4 +28,4 @@ class RandomRollout(BaseRollout):
         responses = torch.randint(5, 20, (rows, length), generator=generator)  # [B * n, R]
         response_mask = torch.ones_like(responses)  # 1 = token of the answer, 0 = padding after its end
         # `answered` repeats the prompts and builds input_ids, attention_mask and position_ids.
-        return DataProto.from_dict(answered(prompts, n, responses, response_mask, log_probs=None))
+        return DataProto.from_dict(build_rollout_batch(prompts, n, responses, response_mask, log_probs=None))

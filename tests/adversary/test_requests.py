@@ -20,10 +20,10 @@ OUT_OF_RANGE = {
     "top_p": ["0", "-0.5", "1.0001", "2", "1e-300"],
     "top_k": ["-2", "1.5", "0.0", "2147483648"],
     "repetition_penalty": ["0", "-1", "1e-300", "1e300"],
-    "max_new_tokens": ["0", "-1", "1.5"],
-    "min_new_tokens": ["-1", "1.5", "2147483648"],
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), ["0", "-1", "1.5"]),
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), ["-1", "1.5", "2147483648"]),
     "stop_token_ids": ["5", "[true]", "[1.5]", '["x"]', "[null]", "[-1]", "[[1]]", f"[{2**70}]"],
-    "sampling_seed": ["1.5", "-1.5", str(2**63), str(-(2**63) - 1), "1e5"],
+    **dict.fromkeys(("seed", "sampling_seed"), ["1.5", "-1.5", str(2**63), str(-(2**63) - 1), "1e5"]),
     "ignore_eos": ["1", "0", "1.0"],
 }
 SAMPLING = [f'{{"{name}": {value}}}' for name, values in OUT_OF_RANGE.items() for value in values]
@@ -58,6 +58,10 @@ def test_fields_of_another_type_are_refused(text):
 
 
 def test_parameters_at_the_ends_of_their_ranges_become_vllms():
+    by_vllm = {"max_tokens": 99, "min_tokens": 0, "seed": 2**63 - 1}
+    assert sampling_arguments(by_vllm, 40, 64) == {
+        "max_tokens": 40, "min_tokens": 0, "seed": 2**63 - 1, "ignore_eos": False, "stop_token_ids": [],
+    }  # fmt: skip
     given = {"temperature": 0, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0, "max_new_tokens": 99,
              "ignore_eos": False, "min_new_tokens": 0, "stop_token_ids": [2, 63, 64],
              "sampling_seed": 2**63 - 1}  # fmt: skip
@@ -148,5 +152,5 @@ def test_a_held_request_is_not_aborted_by_another_one_with_its_id(server):
 @pytest.mark.process
 def test_a_client_that_leaves_ends_its_own_request_only(server):
     server._held["a"] = kept = SimpleNamespace(rid="a")
-    server.call(server._leave, SimpleNamespace(rid="a", other=True))
+    server.call(server._abort_abandoned, SimpleNamespace(rid="a", other=True))
     assert server._held.pop("a") is kept

@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.models import make_tokenizer
+from verl.data.dynamicgen_dataset import AbstractDataGenerator, DynamicGenDataset
 from verl.data.rl_dataset import RLHFDataset, collate_fn
-from verl.experimental.dynamic_dataset.dynamicgen_dataset import AbstractDataGenerator, DynamicGenDataset
 from verl.trainer.ppo.data_loading import create_rl_dataset
 from verl.trainer.run.prompt_stream import PromptStream
 

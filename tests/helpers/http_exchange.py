@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -36,8 +37,7 @@ class Exchange:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
-        self.handle = ServerHandle(f"127.0.0.1:{port}", "recorded" if target is None else target.token,
-                                   None if target is None else target.vocab_size)  # fmt: skip
+        self.handle = replace(target or ServerHandle("", "recorded"), address=f"127.0.0.1:{port}")
 
     async def _listen(self) -> int:
         self._changed = asyncio.Condition()

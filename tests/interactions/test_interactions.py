@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from verl.interactions.base import BaseInteraction
-from verl.interactions.gsm8k_interaction import Gsm8kInteraction
-from verl.interactions.utils.interaction_registry import (
+from verl.workers.rollout.interactions.base import BaseInteraction
+from verl.workers.rollout.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.workers.rollout.interactions.interaction_registry import (
     get_interaction_class,
     initialize_interactions_from_config,
 )

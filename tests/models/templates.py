@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers.chat_templates import Format, byte_tokenizer
-from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.workers.rollout.agent_loop.tool_parser import ToolParser
 from verl.workers.rollout.message_encoder import CALL_ID, MessageEncoder
 
 FOLDER = Path("outputs/chat_templates")
@@ -257,8 +257,8 @@ def formats_of(name: str, text: str) -> str:
         made = Played(name, text)
         for format in FORMATS:
             parser = ToolParser.get_tool_parser(format, made.tokenizer)
-            parser.is_reasoning = bool(OPEN.search(made.prompts[0]))
-            _, calls = asyncio.run(parser.extract_tool_calls(made.ids(made.written[0])))
+            ids, starts_reasoning = made.ids(made.written[0]), bool(OPEN.search(made.prompts[0]))
+            _, calls = asyncio.run(parser.extract_tool_calls(ids, starts_reasoning))
             read = [call.as_message() for call in calls]
             if len(read) == 1 and read[0] and read[0]["function"] == FUNCTION:
                 found.append(format)

@@ -22,7 +22,7 @@ from tests.models.templates import (
     played,
     stored_templates,
 )
-from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.workers.rollout.agent_loop.tool_parser import ToolParser
 from verl.workers.rollout.message_encoder import MessageEncoder
 
 ASSISTANT = "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n"
@@ -87,11 +87,11 @@ def test_what_parsers_read_of_a_turn_renders_the_next_prompt():
             made = Played(name, (FOLDER / f"{name}.jinja").read_text())
             encoder = MessageEncoder(made.tokenizer, made.tokenizer.convert_tokens_to_ids(made.ends))
             parser = ToolParser.get_tool_parser(row["calls"], made.tokenizer)
-            parser.is_reasoning = bool(OPEN.search(made.prompts[0]))
-            ids = made.ids(made.written[0])
-            (call,) = asyncio.run(parser.extract_tool_calls(ids))[1]
+            ids, starts_reasoning = made.ids(made.written[0]), bool(OPEN.search(made.prompts[0]))
+            (call,) = asyncio.run(parser.extract_tool_calls(ids, starts_reasoning))[1]
             call.id = made.messages[2]["tool_call_id"]
-            turn = parser.message([i for i in ids if i not in encoder.stop_ids]) | {"tool_calls": [call.as_message()]}
+            turn = parser.message([i for i in ids if i not in encoder.stop_ids], starts_reasoning)
+            turn["tool_calls"] = [call.as_message()]
             prompt = encoder.prompt([made.messages[0], turn, made.messages[2]], TOOLS)
             assert made.tokenizer.decode(prompt) == made.prompts[1], name
             checked += 1

@@ -5,8 +5,8 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 def schema(name, properties=None, required=()):

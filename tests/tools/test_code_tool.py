@@ -6,8 +6,8 @@ import resource
 import pytest
 
 from tests.helpers.sandbox import refused
-from verl.tools.code_tool import CodeTool
-from verl.tools.runner import ToolRunner
+from verl.workers.rollout.tools.code_tool import CodeTool
+from verl.workers.rollout.tools.runner import ToolRunner
 
 pytestmark = pytest.mark.process
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from verl.tools.function_tool import FunctionTool, function_schema, load_function_tools
-from verl.tools.runner import ToolRunner
-from verl.tools.schemas import ToolResponse
+from verl.workers.rollout.tools.function_tool import FunctionTool, function_schema, load_function_tools
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.schemas import ToolResponse
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", points: list[float] | None = None) -> dict:

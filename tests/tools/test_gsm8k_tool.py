@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tests.tools.helpers import schema
-from verl.tools.gsm8k_tool import Gsm8kTool
-from verl.tools.runner import ToolRunner
+from verl.workers.rollout.tools.gsm8k_tool import Gsm8kTool
+from verl.workers.rollout.tools.runner import ToolRunner
 
 
 def tool():

@@ -10,16 +10,16 @@ import pytest
 import tenacity
 
 from tests.tools.helpers import schema, serving
-from verl.tools.runner import ToolRunner
-from verl.tools.sandbox_fusion_tools import (
+from verl.utils.http_json import post_json
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.sandbox_fusion_tools import (
     ExecutionWorker,
     PoolMode,
     SandboxFusionTool,
     TokenBucketWorker,
     init_execution_pool,
 )
-from verl.tools.search_tool import SearchTool
-from verl.utils.http_json import post_json
+from verl.workers.rollout.tools.search_tool import SearchTool
 
 
 @pytest.fixture(autouse=True)

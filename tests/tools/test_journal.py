@@ -2,10 +2,10 @@
 
 import asyncio
 
-from verl.tools.base_tool import BaseTool
-from verl.tools.journal import ToolJournal
-from verl.tools.runner import ToolRunner
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.journal import ToolJournal
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 

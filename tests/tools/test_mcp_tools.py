@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from verl.tools.mcp_base_tool import MCPBaseTool
-from verl.tools.mcp_search_tool import MCPSearchTool
-from verl.tools.runner import ToolRunner
-from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.ports import free_port
+from verl.workers.rollout.tools.mcp_base_tool import MCPBaseTool
+from verl.workers.rollout.tools.mcp_search_tool import MCPSearchTool
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config
 
 pytest.importorskip("mcp.server.mcpserver", reason="the package mcp, version 2")
 pytestmark = pytest.mark.process

@@ -8,8 +8,8 @@ from loguru import logger
 
 from tests.tools.helpers import Acts, Counter, schema
 from verl.reward.pool import FatalGradingError
-from verl.tools.runner import ToolRunner, truncate
-from verl.tools.schemas import ToolResponse
+from verl.workers.rollout.tools.runner import ToolRunner, truncate
+from verl.workers.rollout.tools.schemas import ToolResponse
 
 KWARGS = {"counter": {
     "create_kwargs": {"start": 10, "a": 1}, "execute_kwargs": {"b": 2}, "calc_reward_kwargs": {"c": 3},

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from verl.tools.schemas import (
+from verl.workers.rollout.tools.schemas import (
     OpenAIFunctionCallSchema,
     OpenAIFunctionParametersSchema,
     OpenAIFunctionParsedSchema,

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.tools.helpers import Counter
-from verl.tools.code_tool import CodeTool
-from verl.tools.gsm8k_tool import Gsm8kTool
-from verl.tools.journal import ToolJournal
-from verl.tools.utils.tool_registry import (
+from verl.workers.rollout.tools.code_tool import CodeTool
+from verl.workers.rollout.tools.gsm8k_tool import Gsm8kTool
+from verl.workers.rollout.tools.journal import ToolJournal
+from verl.workers.rollout.tools.tool_registry import (
     ToolType,
     get_tool_class,
     initialize_tools_from_config,
@@ -57,7 +57,7 @@ def test_a_file_with_schemas_given_and_brought_along(tmp_path, monkeypatch):
         ("tools: [{class_name: Tool}]", r"tools\[0\] \(Tool\): tool class 'Tool' must be a full dotted name"),
         ("tools: [{class_name: no.such.Tool}]", r"tools\[0\] .*module 'no.such' cannot be imported"),
         ("tools: [{class_name: verl.tools.code_tool.Tool}]", r"tools\[0\] .*has no 'Tool'"),
-        ("tools: [{class_name: builtins.dict}]", r"tools\[0\] .*no subclass of verl.tools.base_tool.BaseTool"),
+        ("tools: [{class_name: builtins.dict}]", r"tools\[0\] .*no subclass of verl.workers.*base_tool.BaseTool"),
         ("tools: [{class_name: verl.tools.code_tool.CodeTool, config: {type: x}}]", "type='x' is unknown. Known: nat"),
         ("tools: [{class_name: verl.tools.code_tool.CodeTool, config: {second: 1}}]", r"tools\[0\].*second"),
         ("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]", "Gsm8kTool has no schema of its own"),

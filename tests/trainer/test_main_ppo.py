@@ -43,7 +43,7 @@ def test_sampler_follows_the_seed():
 
 def test_sampler_of_a_user_is_loaded_and_refuses_loader_processes(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from verl.experimental.dataset.sampler import AbstractSampler\n"
+        "from verl.data.sampler import AbstractSampler\n"
         "class Backwards(AbstractSampler):\n"
         "    def __init__(self, data_source, data_config):\n        self.n = len(data_source)\n"
         "    def __iter__(self):\n        return iter(range(self.n - 1, -1, -1))\n"

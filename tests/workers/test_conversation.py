@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.models import make_tokenizer
+from verl.utils import request_router
 from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
+from verl.utils.http_json import ServerUnreachable
+from verl.utils.request_router import RequestRouter
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import MessageEncoder
-from verl.workers.rollout.replica import RequestRouter, ServerUnreachable, get_rollout_replica_class
+from verl.workers.rollout.replica import get_rollout_replica_class
 
 IDS = st.lists(st.integers(0, 99), max_size=5)
 
@@ -133,6 +136,30 @@ def test_the_router_forgets_the_oldest_conversation():
     for name in "abc":
         router.release(router.acquire(name))
     assert list(router.server_of) == ["b", "c"]
+
+
+def test_a_failed_server_is_used_last_while_it_backs_off(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(request_router.time, "monotonic", lambda: now[0])
+    router = RequestRouter(2, backoff_s=10.0, max_backoff_s=30.0)
+    assert [router.acquire(weight=3), router.acquire(), router.acquire()] == [0, 1, 1] and router.running == [3, 2]
+    router.release(1, lost=True)
+    assert router.acquire(exclude=[0]) == 1 and router.acquire(exclude=[0, 1]) == 0
+    router.release(1, lost=True)  # it was in flight when the back-off began
+    now[0] += 9.9
+    assert router.acquire() == 0
+    now[0] += 0.2
+    assert router.acquire() == 1
+    for seconds in (20, 30, 30):  # doubled, up to the limit
+        router.release(1, lost=True)
+        now[0] += seconds - 0.1
+        assert router.acquire() == 0
+        now[0] += 0.2
+        assert router.acquire() == 1
+    router.release(1)
+    router.release(1, lost=True)
+    now[0] += 10.1
+    assert router.acquire() == 1  # after a success the back-off is the first one again
 
 
 def test_a_rollout_without_a_server_is_named():

@@ -40,7 +40,7 @@ def test_a_replica_of_its_own_answers_with_the_weights_in_the_folder(tiny_llama)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tiny_llama)
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
-    greedy = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
     async def use():
         await replica.init_colocated(ResourcePool([1]))
@@ -79,7 +79,7 @@ def test_a_standalone_replica_answers_and_counts_its_tokens_for_prometheus(ray_c
         try:
             assert replica.rollout_mode is RolloutMode.STANDALONE and len(replica.workers) == 1
             async with ServerClient(replica.server_handle) as client:
-                await client.generate("a", [7, 8, 9], {"max_new_tokens": 8, "ignore_eos": True}, False)
+                await client.generate("a", [7, 8, 9], {"max_tokens": 8, "ignore_eos": True}, False)
             url = f"http://{replica.server_address}/metrics"
             return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         finally:

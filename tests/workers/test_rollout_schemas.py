@@ -6,13 +6,13 @@ from loguru import logger
 from pydantic import ValidationError
 
 from tests.helpers.models import make_tokenizer
-from verl.tools.schemas import OpenAIFunctionToolCall, ToolResponse
 from verl.workers.rollout.schemas import (
     AsyncRolloutRequest,
     AsyncRolloutRequestStateEnum,
     FinishReasonTypeEnum,
     TokenizationSanityCheckModeEnum,
 )
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolCall, ToolResponse
 
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} "

@@ -16,12 +16,13 @@ from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.http_exchange import Exchange
 from tests.helpers.models import save_tiny_llama
 from verl.protocol import DataProto
+from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.import_utils import is_sglang_available
 from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig
-from verl.workers.rollout.replica import ServerClient, ServerError, ServerUnreachable
+from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.server_process import LocalServerError
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed, parts
 
 RECORD = Path(__file__).with_name("sglang_exchange.json")  # written by make test-sglang RECORD_SGLANG=1
@@ -49,7 +50,7 @@ class ReplayedServer:
         self.exchange = Exchange(entries=json.loads(RECORD.read_text()))
 
     def launch_server(self):
-        return dataclasses.replace(self.exchange.handle, vocab_size=VOCABULARY)
+        return dataclasses.replace(self.exchange.handle, vocab_size=VOCABULARY, sampling_names=SAMPLING_NAMES)
 
     def stop(self):
         self.exchange.close()
@@ -93,7 +94,7 @@ def run(rollout, function):
 
 
 def sampled(n, **more):
-    return {"temperature": 1.0, "max_new_tokens": n, "ignore_eos": True, **more}
+    return {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, **more}
 
 
 def log_probs(module, prompt, answer, temperature=1.0):
@@ -116,10 +117,10 @@ def test_log_probs_are_those_of_the_trained_module(served):
 
 def test_a_stop_token_ends_the_answer_and_counts(served):
     rollout, _ = served
-    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     free = run(rollout, lambda c: c.generate("free", [7, 8], greedy, False)).token_ids
     stop = free[4]
-    params = {"temperature": 0.0, "max_new_tokens": 12, "stop_token_ids": [stop]}
+    params = {"temperature": 0.0, "max_tokens": 12, "stop_token_ids": [stop]}
     output = run(rollout, lambda c: c.generate("stop", [7, 8], params, False))
     assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
 
@@ -140,7 +141,7 @@ def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served):
         with pytest.raises(ValueError, match=r"is not a token id of the model \(0..63\)|at least one token id"):
             run(rollout, lambda c, ids=ids: c.generate("b", ids, sampled(3), False))
     assert len(rollout.server.exchange.arrived) == before  # none was sent
-    with pytest.raises(ServerError, match="longer than the model's context length") as refused:
+    with pytest.raises(ServiceError, match="longer than the model's context length") as refused:
         run(rollout, lambda c: c.generate("long", [7] * 600, sampled(3), False))
     assert refused.value.status == 400
     assert len(run(rollout, lambda c: c.generate("c", [7], sampled(3), False)).token_ids) == 3
@@ -262,7 +263,7 @@ def test_an_older_server_gets_weights_without_a_session(tiny_llama):
     rollout = Rollout(config, model, None)
     asyncio.run(rollout.update_weights([("w", torch.ones(3))]))
     assert rollout.server.exchange.arrived == [0, 1]
-    with pytest.raises(ServerError, match="begin_weight_update answered 400"):
+    with pytest.raises(ServiceError, match="begin_weight_update answered 400"):
         asyncio.run(rollout.update_weights([("w", torch.ones(3))]))
     with pytest.raises(RuntimeError, match="not given the actor's weights"):
         asyncio.run(rollout.generate_sequences(None))

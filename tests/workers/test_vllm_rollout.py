@@ -324,7 +324,7 @@ def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
         output = made.generate(prompts(n=1, do_sample=False, validate=True))
         row, mask = output.batch["input_ids"][0], output.batch["attention_mask"][0].bool()
         ids = row[:P][mask[:P]].tolist()
-        greedy = {"temperature": 0.0, "max_new_tokens": R, "stop_token_ids": [EOS]}
+        greedy = {"temperature": 0.0, "max_tokens": R, "stop_token_ids": [EOS]}
         made.rollout.resume(["weights", "kv_cache"])
         served = asyncio.run(ServerClient(made.rollout.server_handle).generate("a", ids, greedy, False))
         assert served.token_ids == row[P:][mask[P:]].tolist()

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.helpers.engines import leave_group, make_engine
-from verl.experimental.agent_loop.base import turn_seed
+from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable
+from verl.workers.rollout.agent_loop.server_manager import turn_seed
+from verl.workers.rollout.replica import ServerClient, ServerHandle
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
@@ -50,7 +51,7 @@ def run(rollout, function):
 
 
 def sampled(n, seed=7, **more):
-    return {"temperature": 1.0, "max_new_tokens": n, "sampling_seed": seed, **more}
+    return {"temperature": 1.0, "max_tokens": n, "seed": seed, **more}
 
 
 def slow_steps(server):
@@ -106,13 +107,13 @@ def test_a_stop_token_ends_the_answer_and_counts(served):
         ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
         ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
         ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
-        *(({"input_ids": [7], "sampling_params": {"sampling_seed": seed}}, "sampling_seed=.* must be an integer")
-          for seed in ("x", 1.5, True, 2**70)),
+        *(({"input_ids": [7], "sampling_params": {name: seed}}, f"{name}=.* must be an integer")
+          for name in ("seed", "sampling_seed") for seed in ("x", 1.5, True, 2**70)),
     ],
 )  # fmt: skip
 def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
     rollout, _ = served
-    with pytest.raises(ServerError, match=message) as refused:
+    with pytest.raises(ServiceError, match=message) as refused:
         run(rollout, lambda c: c.post("generate", body))
     assert refused.value.status == 400
     assert len(run(rollout, lambda c: c.generate("b", [7], sampled(3), False)).token_ids) == 3
@@ -124,7 +125,7 @@ def test_without_the_token_of_the_run_nothing_is_answered(served):
     async def session():
         client = ServerClient(ServerHandle(rollout.server_handle.address, "guess"))
         try:
-            with pytest.raises(ServerError, match="Authorization"):
+            with pytest.raises(ServiceError, match="Authorization"):
                 await client.post("generate", {"input_ids": [7]})
             async with aiohttp.ClientSession() as plain:
                 async with plain.get(f"http://{rollout.server_handle.address}/health") as response:
@@ -164,7 +165,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
         refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
         assert refused == {"success": False, "message": "1 requests run", "num_paused_requests": 0}
-        with pytest.raises(ServerError, match="1 requests run; abort them first"):
+        with pytest.raises(ServiceError, match="1 requests run; abort them first"):
             await client.post("flush_cache", {})
         task.cancel()
         for _ in range(1000):

@@ -24,7 +24,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 from verl.utils.problems import one_line
 
-TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools
+TOOLS = "pkg://verl.workers.rollout.tools.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no model of ours reads
 

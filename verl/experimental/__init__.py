@@ -1,1 +1,1 @@
-"""Asynchronous rewards and rollouts, under upstream's paths."""
+"""Compatibility with verl: import paths of agent loops, the reward loop and curriculum samplers."""

@@ -1,1 +1,1 @@
-"""Partners that answer a model in words."""
+"""Compatibility with verl: import path of `verl.workers.rollout.interactions`."""

@@ -6,16 +6,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.experimental.agent_loop.base import _agent_loop_registry
-from verl.experimental.agent_loop.tool_parser import ToolParser
-from verl.experimental.agent_loop.utils import resolve_config_path
-from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.tools.runner import ToolRunner
-from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
+from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.workers.rollout.agent_loop.tool_parser import ToolParser
+from verl.workers.rollout.interactions.interaction_registry import initialize_interactions_from_config
 from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.tools.runner import ToolRunner
+from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config, tool_schemas
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"

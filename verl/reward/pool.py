@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import functools
 import inspect
 import multiprocessing
-import os
 import pickle
 import resource
 import signal
@@ -21,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.utils.import_utils import load_extern_object
+from verl.utils.supervisor import kill_when_closed
 from verl.utils.user_code import full_traceback, user_frame
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
@@ -28,7 +27,6 @@ from verl.utils.user_code import full_traceback, user_frame
 _PRELOAD = ["verl.reward.pool"]
 _PRELOAD_FOR = {"verl.reward.rules": ["verl.reward.rules", "math_verify"]}
 _MEMORY_BYTES = 4 << 30  # that one worker may allocate beyond what it starts with
-_F_SETSIG = 10  # Linux
 
 
 class ExternFunction:
@@ -223,10 +221,7 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
 
 
 def _work(connection: Connection, life: Connection, function: Any) -> None:
-    # The kernel kills this process when the owner is gone: a call without end may never run Python code again.
-    fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    kill_when_closed(life.fileno())  # by the owner's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with open("/proc/self/statm") as file:
         wanted = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES

@@ -1,1 +1,1 @@
-"""Tools that a model calls in a conversation, and what runs them."""
+"""Compatibility with verl: import path of `verl.workers.rollout.tools`."""

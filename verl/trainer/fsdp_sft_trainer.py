@@ -17,7 +17,7 @@ from verl.trainer.run.failure import failure_message
 from verl.trainer.sft.data import create_sft_dataset
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
-from verl.utils.stop_signals import stop_with_parent
+from verl.utils.supervisor import end_with_parent
 
 __all__ = ["FSDPSFTTrainer", "create_sft_dataset", "extract_step", "main", "run_sft"]
 
@@ -38,7 +38,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     if config.trainer.dry_run:
         sys.exit(sft_entry(trainer_class).dry_run(config) if first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        stop_with_parent()
+        end_with_parent()
     if not first:
         logger.remove()
         logger.add(sys.stderr, level="WARNING")

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any
 
 from loguru import logger
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
-
-
-def stop_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
-
-    torchrun starts its ranks in sessions of their own: without this they would continue training when it is killed.
-    """
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def obey_parent_only(worker: int) -> None:

@@ -6,10 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
-from verl.interactions.base import BaseInteraction
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.workers.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.workers.rollout.interactions.base import BaseInteraction
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 EVENTS: list[tuple] = []
 

@@ -22,8 +22,10 @@ from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
 from tests.helpers.sandbox import refused
-from verl.experimental.agent_loop.agent_loop import LOST, AgentLoopManager, AgentLoopWorkerBase
 from verl.protocol import DataProto
+from verl.workers.reward_manager.reward_rows import LOST
+from verl.workers.rollout.agent_loop.manager import AgentLoopManager
+from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle
 
 pytestmark = pytest.mark.process

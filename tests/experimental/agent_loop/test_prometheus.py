@@ -7,8 +7,8 @@ import pytest
 import yaml
 from loguru import logger
 
-from verl.experimental.agent_loop.prometheus_utils import update_prometheus_config
 from verl.workers.config import PrometheusConfig
+from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
 
 
 @pytest.fixture

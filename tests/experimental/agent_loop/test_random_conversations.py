@@ -18,9 +18,8 @@ from tests.experimental.agent_loop.parts import SayTool
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, QWEN_TOOL, Format, byte_tokenizer, turns
 from tests.helpers.configs import SOUND, compose_ppo
-from verl.experimental.agent_loop import tool_agent_loop
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorkerBase
 from verl.trainer.ppo.turn_rows import to_rows
+from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle
 
 PARTS = "tests.experimental.agent_loop.parts"
@@ -103,7 +102,7 @@ def test_the_row_is_what_the_engine_saw(worker_of, data):
     assert place == len(row)  # the last thing is what the model wrote
     assert sum(output.response_mask) == sum(map(len, engine.wrote))
     assert not any(itertools.compress(output.response_logprobs, [1 - mask for mask in output.response_mask]))
-    batch = worker._postprocess([output]).batch
+    batch = worker._batch_of([output]).batch
     attended = batch["attention_mask"][0].bool()
     assert batch["input_ids"][0][attended].tolist() == row
     assert batch["response_mask"][0].tolist()[: len(output.response_ids)] == output.response_mask
@@ -173,7 +172,7 @@ def test_each_turn_is_a_row_after_what_the_template_renders(worker_of, monkeypat
     rows = [(prompt, output.response_ids[start:end]) for start, end, prompt in output.extra_fields["turn_prompts"]]
     assert rows == list(zip(engine.seen, engine.wrote, strict=True)) and engine.wrote == ids
     assert output.extra_fields["end_reason"] == "stop" and "58" in tokenizer.decode(output.response_ids)
-    made = worker._postprocess([output])
+    made = worker._batch_of([output])
     batch = to_rows(made).batch
     for row, (prompt, wrote) in enumerate(rows):
         attended = batch["attention_mask"][row].bool()
@@ -192,7 +191,7 @@ def test_a_conversation_that_the_template_refuses_ends_by_its_template(worker_of
     engine, output = held(worker, ids)
     assert output.extra_fields["end_reason"] == "template" and len(engine.seen) == 1
     assert [turn[2] for turn in output.extra_fields["turn_prompts"]] == engine.seen
-    assert worker._postprocess([output]).non_tensor_batch["__lost__"].tolist() == [False]
+    assert worker._batch_of([output]).non_tensor_batch["__lost__"].tolist() == [False]
 
 
 def test_a_call_that_cannot_be_read_stays_text_in_the_next_turns_prompt(worker_of, monkeypatch):
@@ -218,8 +217,7 @@ def test_generation_continues_the_ids_or_the_messages_encoded_at_once(worker_of,
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("strict", 1), ("ignore_strippable", 1), ("disable", 0)])
-def test_ids_that_the_finished_messages_do_not_have_are_reported_once(worker_of, monkeypatch, mode, warned):
-    monkeypatch.setattr(tool_agent_loop, "_warned", False)
+def test_ids_that_the_finished_messages_do_not_have_are_reported_once(worker_of, mode, warned):
     worker = worker_of("chatml", 1, tokenization_sanity_check_mode=mode)
     call = worker.tokenizer('<tool_call>{"name": "say", "arguments": {"i": 0}}</tool_call><|im_end|>')["input_ids"]
     last = worker.tokenizer("b<|im_start|><|im_end|>")["input_ids"]

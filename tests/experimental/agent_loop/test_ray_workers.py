@@ -16,10 +16,12 @@ import torch
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
-from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.agent_loop import LOST, AgentLoopManager, AgentLoopWorkerBase
 from verl.protocol import DataProto
 from verl.single_controller.ray.watchdog import PhaseTimeout
+from verl.workers.reward_manager.reward_rows import LOST
+from verl.workers.rollout.agent_loop import manager as manager_module
+from verl.workers.rollout.agent_loop.manager import AgentLoopManager
+from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle
 
 pytestmark = pytest.mark.process
@@ -134,7 +136,7 @@ def test_workers_share_the_counts_of_running_requests(manager):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("on_finished", [None, lambda i, row: None], ids=["at the end", "one by one"])
 def test_a_worker_that_stops_is_named_within_the_limit(monkeypatch, manager, on_finished):
-    monkeypatch.setattr(agent_loop, "CLOSE_TIMEOUT_S", 1)
+    monkeypatch.setattr(manager_module, "CLOSE_TIMEOUT_S", 1)
     made = manager(StoppingWorker, "trainer.watchdog.generate=2")
     message = r"^agent loop worker 1 \(stopped\) did not finish generate_sequences within trainer.watchdog.generate=2 s"
     started = time.monotonic()

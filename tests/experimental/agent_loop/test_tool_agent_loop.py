@@ -14,13 +14,15 @@ from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
-from verl.experimental.agent_loop.agent_loop import LOST, AgentLoopManager, get_trajectory_info
-from verl.experimental.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.protocol import DataProto
 from verl.trainer.ppo.turn_rows import to_rows
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
+from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.agent_loop.manager import AgentLoopManager
+from verl.workers.rollout.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
+from verl.workers.rollout.agent_loop.worker import get_trajectory_info
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
 
@@ -226,7 +228,7 @@ def test_a_long_prompt_is_dropped_and_counted(converse):
 
 
 def test_every_state_has_a_handler():
-    from verl.experimental.agent_loop.tool_agent_loop import HANDLERS
+    from verl.workers.rollout.agent_loop.tool_agent_loop import HANDLERS
 
     assert set(HANDLERS) == set(AgentState) - {AgentState.TERMINATED}
     assert all(callable(getattr(ToolAgentLoop, name)) for name in HANDLERS.values())

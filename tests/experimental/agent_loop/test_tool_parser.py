@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.workers.rollout.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema
 
 
 class Text:
@@ -224,10 +224,9 @@ def test_mistral_reasons_in_tags_of_its_own():
 
 def test_a_prompt_that_begins_the_reasoning_leaves_its_end_open():
     parser = ToolParser.get_tool_parser("hermes", Text())
-    parser.is_reasoning = True
     call = CALLS["hermes"] % 1
     for text, number in ((call, 0), (f"write <tool_call> first</think>{call}", 1), (f"{call}</think>{call}", 1)):
-        assert len(asyncio.run(parser.extract_tool_calls([ord(c) for c in text]))[1]) == number
+        assert len(asyncio.run(parser.extract_tool_calls([ord(c) for c in text], True))[1]) == number
 
 
 def test_llama3_json():

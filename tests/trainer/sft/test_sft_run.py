@@ -298,7 +298,7 @@ def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp
 def test_ranks_end_when_their_launcher_is_killed(tmp_path):
     """The rank's own call, without a model: the launcher is a Python process that starts it in a session of its own."""
     rank = (
-        "import time; from verl.utils.stop_signals import stop_with_parent; stop_with_parent(); "
+        "import time; from verl.utils.supervisor import end_with_parent; end_with_parent(); "
         "print(1, flush=True); time.sleep(60)"
     )
     launcher = (

@@ -1,15 +1,11 @@
-"""Agent loops: conversations with tools and interactions, driven by asyncio against rollout servers."""
+"""Compatibility with verl: import path of `verl.workers.rollout.agent_loop`."""
+# ruff: noqa: F401
 
-from verl.experimental.agent_loop.agent_loop import (
+from verl.workers.rollout.agent_loop import (
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopWorker,
     AsyncLLMServerManager,
+    SingleTurnAgentLoop,
+    ToolAgentLoop,
 )
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-
-__all__ = [
-    "AgentLoopBase", "AgentLoopManager", "AgentLoopWorker", "AsyncLLMServerManager", "SingleTurnAgentLoop",
-    "ToolAgentLoop",
-]  # fmt: skip

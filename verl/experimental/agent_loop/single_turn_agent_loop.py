@@ -1,44 +1,7 @@
-"""The agent loop of one prompt and one answer."""
+"""Compatibility with verl: import path of `verl.workers.rollout.agent_loop.single_turn_agent_loop`."""
 
-import functools
-import time
-from typing import Any
+import sys
 
-from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from verl.tools.utils.tool_registry import schemas_of_files
-from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.rollout.conversation import Conversation
+from verl.workers.rollout.agent_loop import single_turn_agent_loop
 
-schemas_of = functools.cache(schemas_of_files)
-#: By the server's reason.
-END_REASONS = {"completed": "stop", "length": "length", "aborted": "cancelled"}
-
-
-@register("single_turn_agent")
-class SingleTurnAgentLoop(AgentLoopBase):
-    """Answers the prompt once, as rollout.mode=sync does: the same prompt ids, and the same samples."""
-
-    @rollout_trace_op
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        given = kwargs.get("raw_prompt_ids")
-        if given is None:  # a data set of the user's own
-            tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
-            given = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
-        prompt_ids = self.check_prompt(list(given))
-        limit = self.rollout_config.response_length
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            kwargs.get("request_id") or str(id(self)), prompt_ids=prompt_ids,
-            sampling_params={"max_tokens": limit, **sampling_params},
-        )  # fmt: skip
-        conversation = Conversation(prompt_ids)
-        conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs, num_turns=2, routed_experts=output.routed_experts,
-            metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
-            extra_fields={
-                "weights_versions": [version for version, _, _ in conversation.versions],
-                "end_reason": END_REASONS.get(output.stop_reason, "stop"),
-            },
-        )  # fmt: skip
+sys.modules[__name__] = single_turn_agent_loop

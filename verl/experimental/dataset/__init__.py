@@ -1,1 +1,1 @@
-"""Samplers of curricula."""
+"""Compatibility with verl: import path of `verl.data.sampler`."""

@@ -1,1 +1,1 @@
-"""Data sets that grow during training."""
+"""Compatibility with verl: import path of `verl.data.dynamicgen_dataset`."""

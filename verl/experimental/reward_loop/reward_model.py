@@ -1,10 +1,7 @@
 """Reward models that are served: one address for all of them, and the score of a discriminative one."""
 
-import asyncio
-import threading
 from typing import Any
 
-from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTimeout, web
 from omegaconf import DictConfig
 
 from verl.data.chat_template import render_chat
@@ -12,11 +9,10 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.utils.http_json import post_json
+from verl.utils.request_router import RequestProxy
 from verl.workers.reward_manager.reward_rows import RewardError, rows_of
-from verl.workers.rollout.replica import ServerHandle
 
 REQUEST_TIMEOUT_S = 600.0
-_SIZE_LIMIT = 64 << 20
 
 
 class RewardModelManager:
@@ -34,7 +30,7 @@ class RewardModelManager:
         self.config, self.worker_group = config, worker_group
         handles = [handle for handle in worker_group.server_handle() if handle is not None]
         self.server_addresses = [handle.address for handle in handles]
-        self._router = RequestProxy(handles)
+        self._router = RequestProxy({handle.address: handle.token for handle in handles}, REQUEST_TIMEOUT_S)
 
     def get_router_address(self) -> str:
         """host:port that answers every request of the servers' API."""
@@ -44,59 +40,6 @@ class RewardModelManager:
         """End router and servers."""
         self._router.close()
         self.worker_group.close_rollout()
-
-
-class RequestProxy:
-    """Forwards HTTP requests to the least busy of several servers, from a thread of this process."""
-
-    def __init__(self, handles: list[ServerHandle]) -> None:
-        self.in_flight = {handle.address: 0 for handle in handles}
-        self._tokens = {handle.address: handle.token for handle in handles}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-router")
-        self._thread.start()
-        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-
-    async def _listen(self) -> str:
-        self._session = ClientSession(timeout=ClientTimeout(total=REQUEST_TIMEOUT_S), trust_env=False)
-        app = web.Application(client_max_size=_SIZE_LIMIT)
-        app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return f"127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def _forward(self, request: web.Request) -> web.Response:
-        body, problem = await request.read(), ""
-        for address in sorted(self.in_flight, key=self.in_flight.__getitem__):
-            self.in_flight[address] += 1
-            try:
-                url = f"http://{address}{request.rel_url}"
-                headers = {"Content-Type": request.content_type, "Authorization": f"Bearer {self._tokens[address]}"}
-                async with self._session.request(request.method, url, data=body, headers=headers) as reply:
-                    answer = await reply.read()
-                    return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
-            except (ClientError, TimeoutError) as error:
-                problem = f"{address}: {type(error).__name__}: {error}"
-                # A server that refuses connections is always the least busy one, so the next one is asked.
-                if not isinstance(error, ClientConnectionError):
-                    break
-            finally:
-                self.in_flight[address] -= 1
-        return web.Response(status=502, text=problem)
-
-    def close(self) -> None:
-        """Stop listening."""
-
-        async def end() -> None:
-            await self._runner.cleanup()
-            await self._session.close()
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class ServedRewardManager(RewardManagerBase):

@@ -1,1 +1,1 @@
-"""Loading of interactions."""
+"""Compatibility with verl: import path of `verl.workers.rollout.interactions`."""

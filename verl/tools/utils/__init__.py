@@ -1,1 +1,1 @@
-"""Loading of tools, execution pools, connections to MCP servers."""
+"""Compatibility with verl: import path of `verl.workers.rollout.tools`."""

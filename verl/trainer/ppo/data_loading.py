@@ -10,10 +10,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.config.batch_sizes import steps_in_all
+from verl.data.dynamicgen_dataset import DynamicGenDataset
 from verl.data.rl_dataset import RLHFDataset, data_setting, get_dataset_class
 from verl.data.rl_dataset import collate_fn as default_collate_fn
-from verl.experimental.dataset.sampler import AbstractSampler
-from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.data.sampler import AbstractSampler
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.fingerprint import data_fingerprint
@@ -121,7 +121,7 @@ def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:
         if not isinstance(sampler, AbstractSampler):
             raise AssertionError(
                 f"data.sampler: {sampler_class.__name__} must be a subclass of "
-                "verl.experimental.dataset.sampler.AbstractSampler"
+                "verl.data.sampler.AbstractSampler"
             )
         return sampler
     if not data_setting(data_config, "shuffle"):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from verl.experimental.agent_loop.rows import joined
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import GRADED, rows_of
+from verl.workers.rollout.agent_loop.rows import concat_rows
 
 
 def grades_rows(reward_fn: Any) -> bool:
@@ -101,7 +101,7 @@ class RewardStream:
             if not self._waiting:
                 return
             taken, self._waiting = self._waiting, []
-            part = joined([sample for _, sample in taken])
+            part = concat_rows([sample for _, sample in taken])
             rows = rows_of(part, self.reward_fn.reward_fn_key)
             results = await asyncio.to_thread(self.reward_fn.results, part, rows)
             self.results.update(zip((index for index, _ in taken), results, strict=True))

@@ -7,7 +7,6 @@ import torch
 from omegaconf import DictConfig
 
 from verl.config.roles import serves_reward_model
-from verl.experimental.agent_loop.agent_loop import manager_class
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import LOST, compute_response_mask
@@ -17,6 +16,7 @@ from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.utils.tokenizer import stop_ids
 from verl.workers.reward_manager.reward_rows import GRADED, place_scores
+from verl.workers.rollout.agent_loop.manager import manager_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.trainer.run.failure import failure_message
+from verl.utils import supervisor
 from verl.utils.stop_signals import StopSignals
 
 WORKER_ENV = {
@@ -33,7 +34,6 @@ WORKER_ENV = {
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
-GUARD = Path(__file__).with_name("session_guard.py")
 
 
 @ray.remote(num_cpus=0)
@@ -116,7 +116,7 @@ def keep_token_private() -> None:
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
     """Run a process that ends our Ray session if this one is killed within the block."""
-    command = [sys.executable, "-I", str(GUARD), str(os.getpid()), str(folder)]
+    command = [sys.executable, "-I", supervisor.__file__, "--ray-session", str(os.getpid()), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield

@@ -10,7 +10,7 @@ from verl.protocol import DataProto
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.attention import make_packable
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered
+from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch
 
 
 @register_rollout("hf", "sync")
@@ -94,7 +94,7 @@ class HFRollout(BaseRollout):
                 whole = texts, seen, torch.cat([positions[rows], later], 1)
                 self._compare(logits[~done[rows]], *whole, ~done[rows])
         kept = log_probs if self.config.calculate_log_probs else None
-        return answered(prompts, n, responses, response_mask, kept)
+        return build_rollout_batch(prompts, n, responses, response_mask, kept)
 
     def _forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,

@@ -14,6 +14,7 @@ import aiohttp
 import ray
 from pydantic import BaseModel
 
+from verl.utils.http_json import HttpClient, ServerUnreachable, ServiceError
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"
 class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
-    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights;
-    `routed_experts` those of prompt and answer [P + T, layers, k], from servers that return them.
+    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
+    `routed_experts` is None: agent loops that were written for verl read it.
     """
 
     token_ids: list[int]
@@ -52,24 +53,14 @@ class RolloutMode(Enum):
 class ServerHandle:
     """The address ("host:port") of a server, and the token that its requests carry.
 
-    `vocab_size` is set for an engine that crashes on other token ids: then the client refuses them.
+    `vocab_size` is set for an engine that crashes on other token ids: then the client refuses them. `sampling_names`
+    has pairs of vLLM's name of a sampling parameter and the server's name, where they differ.
     """
 
     address: str
     token: str = ""
     vocab_size: int | None = None
-
-
-class ServerError(RuntimeError):
-    """A server refused a request; `status` is its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ServerUnreachable(RuntimeError):
-    """A server did not answer, or failed with a request of its own."""
+    sampling_names: tuple[tuple[str, str], ...] = ()
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> None:
@@ -96,13 +87,11 @@ def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenO
     values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
     if values is not None and len(values) != len(ids):
         raise ServerUnreachable(f"{address} gave {len(values)} log-probs for {len(ids)} tokens")
-    version, experts = str(meta.get("weight_version", "")), meta.get("routed_experts")
-    if isinstance(experts, str):  # an encoding that belongs to the server
-        experts = None
+    version = str(meta.get("weight_version", ""))
     return TokenOutput(
         token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
         stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
-        weights_version=int(version) if version.isdigit() else None, routed_experts=experts,
+        weights_version=int(version) if version.isdigit() else None,
     )  # fmt: skip
 
 
@@ -110,41 +99,42 @@ class ServerClient:
     """Requests to one server, in the form of SGLang's native API; all from one event loop."""
 
     def __init__(self, handle: ServerHandle, max_connections: int = 1000, timeout: float = 60.0) -> None:
-        self.handle, self.max_connections, self.timeout = handle, max_connections, timeout
-        self._session: aiohttp.ClientSession | None = None
+        self.handle = handle
+        self._client = HttpClient(handle.token, max_connections, connect_timeout=timeout)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
-        """The JSON answer of POST /path. Raises ServerError for a refusal, ServerUnreachable for a fault."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self.max_connections), trust_env=False,
-                headers={"Authorization": f"Bearer {self.handle.token}"},
-            )  # fmt: skip
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self.timeout)
+        """The answer of POST /path: decoded JSON, text, or None if it is empty.
+
+        Raises ServiceError if the server refuses the request, ServerUnreachable if it fails or does not answer.
+        """
         url = f"http://{self.handle.address}/{path}"
         try:
-            async with self._session.post(url, json=body, timeout=limits) as response:
-                if response.status >= 500:
-                    raise ServerUnreachable(f"{url} answered {response.status}: {(await response.text())[:500]}")
-                if response.status >= 400:
-                    raise ServerError(f"{url} answered {response.status}: {await response.text()}", response.status)
-                answer = await response.text()
-                return json.loads(answer) if answer and response.content_type == "application/json" else answer or None
+            reply = await self._client.send("POST", url, json.dumps(body).encode(), timeout=timeout)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status >= 500:
+            raise ServerUnreachable(f"{url} answered {reply.status}: {reply.text[:500]}")
+        if reply.status >= 400:
+            raise ServiceError(f"{url} answered {reply.status}: {reply.text}", reply.status)
+        is_json = reply.content and reply.content_type == "application/json"
+        return json.loads(reply.content) if is_json else reply.text or None
 
     async def generate(self, rid: str, input_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
-        """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary."""
+        """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary.
+
+        `sampling` has vLLM's names: temperature, top_p, top_k, repetition_penalty, max_tokens, min_tokens, seed,
+        stop_token_ids, ignore_eos.
+        """
         if self.handle.vocab_size is not None:
             check_token_ids(input_ids, self.handle.vocab_size)
-        body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": log_probs}
+        names = dict(self.handle.sampling_names)
+        params = {names.get(name, name): value for name, value in sampling.items()}
+        body = {"rid": rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": log_probs}
         return token_output(await self.post("generate", body), log_probs, self.handle.address)
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._client.close()
 
     async def __aenter__(self) -> ServerClient:
         return self
@@ -350,51 +340,6 @@ class RolloutReplicaRegistry:
 def get_rollout_replica_class(rollout: str) -> type[RolloutReplica]:
     """The replica class of a rollout's name."""
     return RolloutReplicaRegistry.get(rollout)
-
-
-class RequestRouter:
-    """Chooses a server for each request, with the requests of all agent loop workers in view.
-
-    A conversation stays with its server, whose prefix cache holds it, unless that server runs more than `margin`
-    requests more than the one with the fewest.
-    """
-
-    def __init__(self, servers: int, margin: int = 2, max_cache_size: int = 10000) -> None:
-        self.running = [0] * servers
-        self.lost: set[int] = set()
-        self.margin, self.max_cache_size = margin, max_cache_size
-        self.server_of: dict[str, int] = {}
-
-    def acquire(self, conversation: str) -> int:
-        """The number of the server for a conversation's next request, which counts as running until `release`."""
-        alive = [i for i in range(len(self.running)) if i not in self.lost]
-        if not alive:
-            raise ServerUnreachable("no rollout server is left")
-        least = min(alive, key=lambda i: self.running[i])
-        server = self.server_of.pop(conversation, least)
-        if server in self.lost or self.running[server] > self.running[least] + self.margin:
-            server = least
-        self.server_of[conversation] = server  # the newest last
-        if len(self.server_of) > self.max_cache_size:
-            del self.server_of[next(iter(self.server_of))]
-        self.running[server] += 1
-        return server
-
-    def reset(self, lost: bool = True) -> None:
-        """Count no request as running, and with `lost` use all servers again; for requests of workers that died.
-
-        Requests that are running are not counted, and when they end they lower the counts of newer ones: counts are
-        exact again when all of them have ended.
-        """
-        self.running = [0] * len(self.running)
-        if lost:
-            self.lost.clear()
-
-    def release(self, server: int, lost: bool = False) -> None:
-        """A request has ended; `lost` takes the server out of use, until `reset`."""
-        self.running[server] = max(0, self.running[server] - 1)
-        if lost:
-            self.lost.add(server)
 
 
 def one_replica_per_engine(config: RolloutConfig, model_config: Any, worker_group: Any) -> list[RolloutReplica]:

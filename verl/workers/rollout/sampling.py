@@ -80,7 +80,7 @@ def right_padded(rows: Sequence[Sequence], length: int, value: float, dtype: tor
     return filled
 
 
-def answered(
+def build_rollout_batch(
     prompts: DataProto, n: int, responses: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """The tensors that a rollout returns for prompts [B, P] and responses [B*n, R], those of one prompt adjacent.

@@ -7,10 +7,10 @@ import torch
 from loguru import logger
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-from verl.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import SYSTEM, USER, MessageEncoder
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema, ToolResponse
 
 # A conversation with no content of its own, to measure what a chat template puts around messages.
 BASE_CHAT_HISTORY = [SYSTEM, USER]

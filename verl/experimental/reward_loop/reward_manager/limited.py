@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
-from verl.tools.utils.threads import in_thread
+from verl.utils.threads import in_thread
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.reward_rows import Row
 

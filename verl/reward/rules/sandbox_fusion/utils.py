@@ -9,6 +9,7 @@ import aiohttp
 import tenacity
 
 from verl.reward.rules.code_cases import Case, cases_of
+from verl.utils.http_json import HttpClient, ServiceBusy, ServiceError
 
 DEFAULT_TIMEOUT = 10  # seconds of one program
 MAX_RETRIES = 5  # requests for one verdict
@@ -19,15 +20,10 @@ SUPPORTED_LANGUAGES = [
     "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
     "python_gpu", "lean", "swift", "racket",
 ]  # fmt: skip
-_BUSY = (429, 500, 502, 503, 504)
 
 
 class SandboxServiceError(RuntimeError):
     """The service gave no verdict after several attempts, or refused the request."""
-
-
-class _TryAgain(SandboxServiceError):
-    pass
 
 
 def call_sandbox_api(
@@ -43,8 +39,8 @@ def call_sandbox_api(
     body = _request(code, stdin, compile_timeout, run_timeout, memory_limit_mb, language)
 
     async def ask() -> dict[str, Any]:
-        async with _session(compile_timeout + run_timeout) as session:
-            return await _ask(session, sandbox_fusion_url, body)
+        async with HttpClient() as client:
+            return await _ask(client, sandbox_fusion_url, body, compile_timeout + run_timeout)
 
     try:
         return _in_thread(ask()), None
@@ -84,14 +80,14 @@ def judged(
     """
 
     async def all_cases() -> list[tuple[Any, dict[str, Any]]]:
-        async with _session(2 * timeout) as session:
+        async with HttpClient() as client:
 
             async def run(case: Case) -> tuple[Any, dict[str, Any]]:
                 body = _request(case.program, case.stdin, timeout, timeout, memory_limit_mb, language)
                 while semaphore is not None and not semaphore.acquire(False):  # a waiting thread cannot be cancelled
                     await asyncio.sleep(0.05)
                 try:
-                    return verdict(case, await _ask(session, url, body))
+                    return verdict(case, await _ask(client, url, body, 2 * timeout))
                 except SandboxServiceError as error:
                     if not keep_going:
                         raise
@@ -134,10 +130,6 @@ def _request(
     return body if memory_limit_mb is None else {**body, "memory_limit_MB": memory_limit_mb}
 
 
-def _session(seconds: float) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds + API_TIMEOUT), trust_env=False)
-
-
 def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine, also where the caller's thread runs an event loop of its own."""
     with ThreadPoolExecutor(1) as thread:
@@ -145,26 +137,25 @@ def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @tenacity.retry(
-    retry=tenacity.retry_if_exception_type((_TryAgain, aiohttp.ClientError, TimeoutError)),
+    retry=tenacity.retry_if_exception_type((ServiceBusy, aiohttp.ClientError, TimeoutError)),
     stop=tenacity.stop_after_attempt(MAX_RETRIES),
     wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5), reraise=True,
 )  # fmt: skip
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with session.post(url, json=body) as response:
-        if response.status != 200:
-            kind = _TryAgain if response.status in _BUSY else SandboxServiceError
-            raise kind(f"{url} answered {response.status}: {(await response.text())[:200]}")
-        reply = await response.json()
+async def _post(client: HttpClient, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    reply = await client.post_json(url, body, seconds + API_TIMEOUT, max_bytes=None)
     if not isinstance(reply, dict) or "status" not in reply:
-        raise SandboxServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
+        raise ServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
     if reply["status"] == "SandboxError":
-        raise _TryAgain(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
+        raise ServiceBusy(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
     return reply
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _ask(client: HttpClient, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The service's reply for a program that may run for `seconds`."""
     try:
-        return await _post(session, url, body)
+        return await _post(client, url, body, seconds)
+    except ServiceError as error:
+        raise SandboxServiceError(str(error)) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise SandboxServiceError(
             f"the sandbox service {url} gave no answer in {MAX_RETRIES} attempts: {type(error).__name__}: {error}. "

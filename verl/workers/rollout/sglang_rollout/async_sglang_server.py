@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
 CONTEXT_MARGIN = 8
+# SGLang's names of sampling parameters that vLLM names differently.
+SAMPLING_NAMES = (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"))
 
 
 class SGLangHttpServer(OwnedServer):
@@ -107,7 +109,8 @@ class SGLangHttpServer(OwnedServer):
     @property
     def server_handle(self) -> ServerHandle:
         """Where it serves; its clients refuse ids outside the vocabulary, which would crash the engine."""
-        return ServerHandle(self.address, self.api_key, self.model_config.hf_config.get_text_config().vocab_size)
+        vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+        return ServerHandle(self.address, self.api_key, vocab_size, SAMPLING_NAMES)
 
     def launch_server(self) -> ServerHandle:
         """Wait until it answers. Raises LocalServerError with the end of its log."""

@@ -20,17 +20,16 @@ from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.utils.accelerator import visible_device
+from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
     ServerClient,
-    ServerError,
     ServerHandle,
-    ServerUnreachable,
     TokenOutput,
     host_to_bind,
 )
-from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
+from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class ServerAdapter(BaseRollout):
         self.keeps_weights = not (self.sleeps and on_cuda)
         if self.sleeps and not on_cuda:
             logger.info("SGLang frees no memory on a CPU: its weights and cache stay there while the actor trains")
-        nodes, gpus = zip(*self._gathered((platform.node(), visible_device() if on_cuda else None)), strict=True)
+        nodes, gpus = zip(*self._all_gather((platform.node(), visible_device() if on_cuda else None)), strict=True)
         if len(set(nodes)) > 1:
             raise ValueError(
                 f"{KEY}.tensor_model_parallel_size={self.size} puts ranks of the nodes {', '.join(sorted(set(nodes)))} "
@@ -83,12 +82,12 @@ class ServerAdapter(BaseRollout):
             )
         devices = list(gpus) if on_cuda else None
         self.server = self.server_class(config, model_config, devices, host_to_bind()) if self.leads else None
-        self.server_handle: ServerHandle = self._gathered(self.server and self.server.launch_server())[0]
+        self.server_handle: ServerHandle = self._all_gather(self.server and self.server.launch_server())[0]
         self.released: set[str] = set()
         self.has_weights = config.load_format != "dummy"
         asyncio.run(self.release())
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         """The value of each rank of the engine."""
         if self.group is None:
             return [value]
@@ -123,7 +122,7 @@ class ServerAdapter(BaseRollout):
                 await self._post("flush_cache", {})  # the cache was computed by the weights before
                 version = {"new_version": str(self.weights_version), "abort_all_requests": False}
                 await self._post("update_weight_version", version)
-        self._gathered(None)
+        self._all_gather(None)
 
     async def release(self) -> None:
         tags = [tag for tag in ("kv_cache", "weights") if self.sleeps and tag not in self.released]
@@ -135,7 +134,7 @@ class ServerAdapter(BaseRollout):
             await self._post("abort_request", {"abort_all": True})
             await self._flush_when_idle()
             await self._post("release_memory_occupation", {"tags": tags})
-        self._gathered(None)
+        self._all_gather(None)
 
     async def _flush_when_idle(self) -> None:
         """Flush the cache, which a server refuses while it runs requests; releasing memory then would crash it."""
@@ -143,7 +142,7 @@ class ServerAdapter(BaseRollout):
         while True:
             try:
                 return await self._post("flush_cache", {})
-            except ServerError:
+            except ServiceError:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
@@ -161,21 +160,21 @@ class ServerAdapter(BaseRollout):
                 )
         if in_session:
             await self._post("end_weight_update", {})
-        self._gathered(None)
+        self._all_gather(None)
         self.has_weights = True
 
     async def read_weights(self, path: str) -> None:
         """Let the server take the weights of a model folder."""
         if self.leads:
             await self._post("update_weights_from_disk", {"model_path": path})
-        self._gathered(None)
+        self._all_gather(None)
         self.has_weights = True
 
     async def _begin_update(self) -> bool:
         """Open a session of weight updates; False for an older server, which has none and needs none."""
         try:
             await self._post("begin_weight_update", {})
-        except ServerError as error:
+        except ServiceError as error:
             if error.status != 404:
                 raise
             return False
@@ -192,11 +191,11 @@ class ServerAdapter(BaseRollout):
         params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
-        params |= {"max_new_tokens": limit, "repetition_penalty": request.repetition_penalty}
+        params |= {"max_tokens": limit, "repetition_penalty": request.repetition_penalty}
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
         async with self._client() as client:
             requests = [
-                self._answer(client, ids, params | {"sampling_seed": seeds[0] + k}, request.log_probs)
+                self._generate(client, ids, params | {"seed": seeds[0] + k}, request.log_probs)
                 for ids, seeds in zip(request.prompt_ids, request.seeds, strict=True)
                 for k in range(request.n)
             ]
@@ -206,9 +205,9 @@ class ServerAdapter(BaseRollout):
         log_probs = None
         if request.log_probs:
             log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
-        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
+        return DataProto.from_dict(build_rollout_batch(prompts, request.n, responses, mask, log_probs))
 
-    async def _answer(
+    async def _generate(
         self, client: ServerClient, ids: list[int], params: dict[str, Any], log_probs: bool
     ) -> TokenOutput:  # fmt: skip
         """The answer to one prompt, requested rollout.server.max_attempts times at most."""

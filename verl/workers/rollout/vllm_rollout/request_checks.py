@@ -7,17 +7,19 @@ import json
 import reprlib
 from typing import Any
 
-# A request's sampling parameters by SGLang's names, which the server takes: vLLM's name, type, least and largest value.
-SAMPLING: dict[str, tuple[str, type, float, float]] = {
-    "temperature": ("temperature", float, 0.0, 1e4),
-    "top_p": ("top_p", float, 1e-6, 1.0),
-    "top_k": ("top_k", int, -1, 2**31 - 1),
-    "repetition_penalty": ("repetition_penalty", float, 0.01, 100.0),
-    "max_new_tokens": ("max_tokens", int, 1, 2**63 - 1),
-    "min_new_tokens": ("min_tokens", int, 0, 2**31 - 1),
-    "stop_token_ids": ("stop_token_ids", list, 0, 2**31 - 1),
-    "sampling_seed": ("seed", int, -(2**63), 2**63 - 1),
+# A request's sampling parameters: type, least and largest value.
+SAMPLING: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, 1e4),
+    "top_p": (float, 1e-6, 1.0),
+    "top_k": (int, -1, 2**31 - 1),
+    "repetition_penalty": (float, 0.01, 100.0),
+    "max_tokens": (int, 1, 2**63 - 1),
+    "min_tokens": (int, 0, 2**31 - 1),
+    "stop_token_ids": (list, 0, 2**31 - 1),
+    "seed": (int, -(2**63), 2**63 - 1),
 }
+# Names of SGLang that POST /generate accepts too.
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 # The other fields that the server reads: their type, or the values that they may have.
 FIELDS: dict[str, type | tuple[str, ...]] = {
     "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "abort_all": bool,
@@ -54,22 +56,22 @@ def sampling_arguments(given: dict[str, Any], room: int, vocab_size: int) -> dic
     Stop ids that the vocabulary does not have are left out: no answer contains them. ValueError names what is unknown,
     has another type or is out of range.
     """
-    if unknown := sorted(set(given) - {*SAMPLING, "ignore_eos"}):
+    if unknown := sorted(set(given) - {*SAMPLING, *ALIASES, "ignore_eos"}):
         raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {', '.join(SAMPLING)}, ignore_eos")
     ignore_eos = given.get("ignore_eos")
     if ignore_eos is not None and type(ignore_eos) is not bool:
         raise ValueError(f"sampling_params.ignore_eos={reprlib.repr(ignore_eos)} must be true or false")
     named: dict[str, Any] = {"ignore_eos": bool(ignore_eos)}
-    for name, (vllm_name, kind, low, high) in SAMPLING.items():
-        value = given.get(name)
-        if value is None:
+    for name, value in given.items():
+        if value is None or name == "ignore_eos":
             continue
+        kind, low, high = SAMPLING[ALIASES.get(name, name)]
         is_list, kinds = type(value) is list, (int, float) if kind is float else (int,)
         values = value if is_list else [value]
         if is_list is not (kind is list) or any(type(v) not in kinds or not low <= v <= high for v in values):
             what = "a list of integers" if kind is list else _NAMES[kind]
             raise ValueError(f"sampling_params.{name}={reprlib.repr(value)} must be {what} from {low} to {high}")
-        named[vllm_name] = value
+        named[ALIASES.get(name, name)] = value
     named["max_tokens"] = min(named.get("max_tokens", room), room)
     # vLLM's own ignore_eos does not apply to stop ids.
     stops = [] if ignore_eos else [token for token in named.get("stop_token_ids", ()) if token < vocab_size]

@@ -31,7 +31,7 @@ from verl.workers.rollout.replica import (
     host_to_bind,
     token_output,
 )
-from verl.workers.rollout.vllm_rollout.request_checks import SAMPLING, TAGS, checked_body, sampling_arguments
+from verl.workers.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 START_TIMEOUT_S = 60.0
@@ -52,7 +52,10 @@ class _Request:
 
 
 class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
-    """Serves an engine of this process: token ids in, token ids and log-probs out, in the form of SGLang's native API.
+    """Serves an engine of this process: token ids in, token ids and log-probs out.
+
+    The requests are those of SGLang's native API, so that one client serves both engines; sampling parameters have
+    vLLM's names (SGLang's are accepted too: request_checks.ALIASES).
 
     POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}, /abort_request
     {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or in_place}, /continue_generation,
@@ -87,11 +90,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         stream = None if device is None else torch.cuda.current_stream(device)
-        self._owner = threading.Thread(target=self._own, args=(stream,), daemon=True, name="vllm-engine")
-        self._owner.start()
+        self._engine_thread = threading.Thread(target=self._run_engine, args=(stream,), daemon=True, name="vllm-engine")
+        self._engine_thread.start()
         self._loop = asyncio.new_event_loop()
-        self._http = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
-        self._http.start()
+        self._http_thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
+        self._http_thread.start()
         started = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
         self.address = f"{host}:{started.result(START_TIMEOUT_S)}"
 
@@ -115,7 +118,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._inbox.put(work)
         return done.result()
 
-    def _own(self, stream: torch.cuda.Stream | None) -> None:
+    def _run_engine(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
             torch.cuda.set_device(stream.device)
             torch.cuda.set_stream(stream)  # vLLM copies results after the work of the stream that it started on
@@ -195,7 +198,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _abort_all(self) -> list[str]:
         return self._abort([*self.requests, *self._held])
 
-    def _leave(self, request: _Request) -> None:
+    def _abort_abandoned(self, request: _Request) -> None:
         """The client of a request is gone; a request of the same id that was accepted before it goes on."""
         if request in (self.requests.get(request.rid), self._held.get(request.rid)):
             self._abort([request.rid])
@@ -242,14 +245,13 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str,
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,
     ) -> TokenOutput:  # fmt: skip
-        """The answer to one prompt. `sampling_params`: names of vLLM or of POST /generate, and logprobs (bool)."""
+        """The answer to one prompt. `sampling_params`: those of POST /generate, and logprobs (bool)."""
         if image_data or video_data:
             raise ValueError("image_data and video_data: rollout servers take token ids only")
-        given, ours = dict(sampling_params), {vllm_name: name for name, (vllm_name, *_) in SAMPLING.items()}
-        log_probs = bool(given.pop("logprobs", False))
-        body = {"sampling_params": {ours.get(name, name): value for name, value in given.items()}}
-        params = self._params(prompt_ids, body["sampling_params"], log_probs)
-        return token_output(await self._answer(request_id, prompt_ids, params), log_probs, self.address)
+        sampling = dict(sampling_params)
+        log_probs = bool(sampling.pop("logprobs", False))
+        params = self._params(prompt_ids, sampling, log_probs)
+        return token_output(await self._submit(request_id, prompt_ids, params), log_probs, self.address)
 
     async def wake_up(self) -> None:
         """Bring the engine's weights and cache back into memory; it does not keep weights on a GPU."""
@@ -271,7 +273,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     # The HTTP thread.
 
     async def _listen(self, host: str) -> int:
-        app = web.Application(middlewares=[self._checked], client_max_size=1 << 28)
+        app = web.Application(middlewares=[self._authorize], client_max_size=1 << 28)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/model_info", self._model_info)
@@ -286,7 +288,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "update_weights_from_disk": self._update_from_disk,
         }
         for name, function in posts.items():
-            app.router.add_post(f"/{name}", self._posted(function))
+            app.router.add_post(f"/{name}", self._post_handler(function))
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, 0)
@@ -294,7 +296,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         return site._server.sockets[0].getsockname()[1]
 
     @web.middleware
-    async def _checked(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+    async def _authorize(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         wanted = f"Bearer {self.token}".encode()
         if request.path not in ("/health", "/metrics") and not hmac.compare_digest(given, wanted):
@@ -309,7 +311,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             return _error(500, f"{type(error).__name__}: {error}")
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.error is None and self._owner.is_alive() else 503)
+        return web.Response(status=200 if self.error is None and self._engine_thread.is_alive() else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -320,7 +322,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         info = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len, "engine": "vllm"}
         return web.json_response(info | {"weight_version": self.weight_version, "running": len(self.requests)})
 
-    def _posted(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
+    def _post_handler(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
         async def handler(request: web.Request) -> web.Response:
             body = checked_body(await request.read())
             result = await asyncio.to_thread(self.call, function, body)
@@ -350,23 +352,23 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         body = checked_body(await http.read())
         ids, rid = body.get("input_ids"), body.get("rid") or secrets.token_hex(16)
         params = self._params(ids, body.get("sampling_params", {}), body.get("return_logprob", False))
-        return web.json_response(await self._answer(rid, ids, params))
+        return web.json_response(await self._submit(rid, ids, params))
 
-    async def _answer(self, rid: str, ids: list[int], params: Any) -> dict[str, Any]:
+    async def _submit(self, rid: str, ids: list[int], params: Any) -> dict[str, Any]:
         """The reply to a request; raises what the engine raised. A request whose task is cancelled is aborted."""
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future = loop.create_future()
+        reply: asyncio.Future = loop.create_future()
 
         def finish(result: dict[str, Any] | BaseException) -> None:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits for this request
-                loop.call_soon_threadsafe(_resolve, answered, result)
+                loop.call_soon_threadsafe(_resolve, reply, result)
 
         request = _Request(rid, ids, params, finish)
         self._inbox.put(lambda: self._add(request))
         try:
-            result = await answered
+            result = await reply
         except asyncio.CancelledError:  # the client is gone
-            self._inbox.put(lambda: self._leave(request))
+            self._inbox.put(lambda: self._abort_abandoned(request))
             raise
         if isinstance(result, BaseException):
             raise result
@@ -398,7 +400,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._inbox.put(lambda: setattr(self, "_closing", True))
-        for thread in (self._owner, self._http):
+        for thread in (self._engine_thread, self._http_thread):
             thread.join(START_TIMEOUT_S)
 
 
@@ -439,7 +441,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def server_handle(self) -> ServerHandle | None:
         return self.server and ServerHandle(self.server.address, self.server.token)
 
-    def _alone(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run_while_idle(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
         if self.server is None:
             return function(*args)
@@ -451,7 +453,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
     ) -> None:  # fmt: skip
-        self._alone(super().update_weights, weights, peft_config)
+        self._run_while_idle(super().update_weights, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
         if self.server is None:
@@ -478,10 +480,10 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def read_weights(self, path: str) -> None:
         """Take the weights of a model folder."""
-        self._alone(self.load_from_disk, path)
+        self._run_while_idle(self.load_from_disk, path)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self._alone(super().generate_sequences, prompts)
+        return self._run_while_idle(super().generate_sequences, prompts)
 
     def close(self) -> None:
         if self.server is not None:

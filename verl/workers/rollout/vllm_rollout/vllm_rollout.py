@@ -26,7 +26,7 @@ from verl.protocol import DataProto
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
+from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if not request.log_probs:
             log_probs = None
         meta = {"metrics": metrics} if metrics else {}
-        samples = DataProto.from_dict(answered(owned, request.n, responses, mask, log_probs), meta_info=meta)
+        samples = DataProto.from_dict(build_rollout_batch(owned, request.n, responses, mask, log_probs), meta_info=meta)
         if self.drafter is not None and not owned.meta_info.get("validate"):
             self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
         if owned is prompts:

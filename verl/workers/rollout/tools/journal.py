@@ -12,9 +12,9 @@ from uuid import uuid4
 from loguru import logger
 
 from verl.checkpoint.publish import TRACKER
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import ToolResponse
 from verl.utils.jsonl import read_objects
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.schemas import ToolResponse
 
 
 class ToolJournal:

@@ -14,10 +14,10 @@ from loguru import logger
 from referencing.jsonschema import EMPTY_REGISTRY
 
 from verl.reward.pool import FatalGradingError
-from verl.tools.base_tool import BaseTool
-from verl.tools.journal import ToolJournal
-from verl.tools.schemas import ToolResponse, decode_arguments
 from verl.utils.user_code import defined_at, full_traceback
+from verl.workers.rollout.tools.base_tool import BaseTool
+from verl.workers.rollout.tools.journal import ToolJournal
+from verl.workers.rollout.tools.schemas import ToolResponse, decode_arguments
 
 #: What may go wrong, as counted in `ToolRunner.counts`. The first five are answered to the model.
 FAILURES = (

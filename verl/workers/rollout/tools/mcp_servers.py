@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema
 
 _CONNECT_S = 60.0
 # JSON-RPC: unknown method, wrong parameters, internal error. The server refused this request and still runs.

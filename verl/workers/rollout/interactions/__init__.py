@@ -1,0 +1,1 @@
+"""Partners that answer a model in words."""

@@ -1,0 +1,1 @@
+"""Tools that a model calls in a conversation, and what runs them."""
