@@ -6,7 +6,6 @@ import re
 import pytest
 
 from verl.report.page import write_report
-from verl.trainer.run.run_log import JsonlLog
 from verl.trainer.run.samples import write_jsonl
 from verl.utils.visible_text import visible
 
@@ -53,9 +52,3 @@ def test_the_report_shows_every_number_and_text(tmp_path):
 def test_samples_are_kept_as_they_were(tmp_path, text):
     write_jsonl(tmp_path / "1.jsonl", [{"output": text}])
     assert json.loads((tmp_path / "1.jsonl").read_text(encoding="utf-8")) == {"output": text}
-
-
-def test_a_failed_write_of_metrics_names_file_and_step(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"step 7 could not be written to .*metrics.jsonl: No space left"):
-        JsonlLog(tmp_path / "metrics.jsonl").append([{"step": 7, "data": {}}])
