@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import ADD_EOS_LENGTH, GenerationSettings
@@ -20,6 +21,7 @@ from verl.data.rl_dataset import DatasetError, read_rows
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.utils.accelerator import default_dtype
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
+from verl.utils.visible_text import visible
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -114,14 +116,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rows = answer(args, read_prompts(args))
     except (ValueError, OSError, DatasetError) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{visible(str(error))}\n")
         return 1
     args.output_file.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     args.output_file.write_text("".join(lines), encoding="utf-8")
     console = Console()
     for row in rows[: args.max_display]:
-        console.print(f"[bold]{row['prompt']}[/bold]\n{row['response']}\n", highlight=False)
+        prompt, response = (escape(visible(row[key])) for key in ("prompt", "response"))
+        console.print(f"[bold]{prompt}[/bold]\n{response}\n", highlight=False)
     tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
     seconds = sum(row["batch_seconds"] for row in rows[:: args.batch_size])
     console.print(f"{len(rows)} answers, {tokens} tokens in {forwards} forwards: {tokens / forwards:.2f} tokens per "

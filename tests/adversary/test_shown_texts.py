@@ -2,13 +2,21 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from loguru import logger
+from omegaconf import OmegaConf
 
+from dllm_reasoning.inference import demo
+from tests.helpers.models import make_tokenizer
+from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.report.page import write_report
-from verl.trainer.run.run_log import JsonlLog
+from verl.trainer.run.failure import failure_message
 from verl.trainer.run.samples import write_jsonl
+from verl.utils.problems import one_line
 from verl.utils.visible_text import visible
+from verl.workers.reward_manager.reward_rows import log_examples
 
 UNSEEN = [
     "\x00", "\x07", "\x08", "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://h\x07", "\r", "\x0b", "\x0c", "\x7f",
@@ -55,7 +63,26 @@ def test_samples_are_kept_as_they_were(tmp_path, text):
     assert json.loads((tmp_path / "1.jsonl").read_text(encoding="utf-8")) == {"output": text}
 
 
-def test_a_failed_write_of_metrics_names_file_and_step(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"step 7 could not be written to .*metrics.jsonl: No space left"):
-        JsonlLog(tmp_path / "metrics.jsonl").append([{"step": 7, "data": {}}])
+@pytest.mark.parametrize("text", UNSEEN, ids=ascii)
+def test_no_place_prints_what_acts_on_a_terminal(text, tmp_path, monkeypatch, capsys):
+    text = f"a{text}b"
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
+    shown = [one_line(text), failure_message(ValueError(text), config)]
+    sink = logger.add(shown.append, format="{message}")
+    row = SimpleNamespace(data_source="d", prompt_ids=[text], response_ids=[text], ground_truth=text)
+    decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: ids[0])
+    log_examples(decoder, [row], [(1.0, {"note": text})], 1)
+    logger.remove(sink)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    with pytest.raises(ChatTemplateError) as caught:
+        render_chat(tokenizer, [{"role": "user", "content": text}])
+    answered = {"prompt": text, "response": f"[/bold]{text}", "tokens": 1, "forwards": 1, "batch_seconds": 1.0}
+    arguments = SimpleNamespace(output_file=tmp_path / "answers.jsonl", max_display=1, batch_size=1)
+    monkeypatch.setattr(demo, "parse", lambda argv: arguments)
+    monkeypatch.setattr(demo, "read_prompts", lambda args: [])
+    monkeypatch.setattr(demo, "answer", lambda args, prompts: [answered])
+    if not re.search("[\ud800-\udfff]", text):  # the file of answers is UTF-8
+        assert demo.main([]) == 0
+    shown += [str(caught.value), capsys.readouterr().out]
+    assert len(shown) == 5 and not [each for each in shown if ACTS.search(each)]

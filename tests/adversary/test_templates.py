@@ -1,6 +1,6 @@
-"""Chat templates that take memory or time without end: refused within the limits, the caller's memory unchanged.
+"""Chat templates that need memory or time without limit are refused, and the caller's memory does not grow.
 
-To add one, append it: it must be refused. What reads `messages` gets 200 of them.
+Add a template by appending it to the table. Templates that read `messages` get 200 of them.
 """
 
 import os
@@ -73,10 +73,9 @@ def with_template(template):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ready():
-    """The process of templates is there."""
-    recursive = "{% macro m(n) %}{% if n %}x{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(3) }}"
-    assert render_chat(with_template(recursive), CHAT) == "xxx"
+def started():
+    """Start the subprocess before the first test, whose time is measured."""
+    assert render_chat(with_template("{{ messages | length }}"), CHAT) == "2"
 
 
 @pytest.mark.parametrize("template", REFUSED.values(), ids=REFUSED)
@@ -110,19 +109,8 @@ def test_the_message_names_folder_and_limit(template, problem, short_limits):
     assert str(caught.value).startswith(f"models/evil: the chat template {problem}")
 
 
-def test_a_template_in_the_process_gives_what_it_gives_here():
-    recursive = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(2) }}"
-    body = "{{ messages | tojson }}{{ eos_token }}{{ tools }}{{ flag }}{% if add_generation_prompt %}\ud800{% endif %}"
-    tokenizer, settings = with_template(body), {"tools": [{"a": "é\u2028"}], "flag": 3, "add_generation_prompt": True}
-    here = tokenizer.apply_chat_template(CHAT, tokenize=False, **settings)
-    assert render_chat(tokenizer, CHAT, **settings) == here
-    assert render_chat(with_template(recursive + body), CHAT, **settings) == here
-    with pytest.raises(ChatTemplateError, match="raised TemplateError: not this one"):
-        render_chat(with_template(recursive + "{{ raise_exception('not\nthis one') }}"), CHAT)
-
-
-def test_threads_and_forked_processes_get_their_own_answers_and_one_process():
-    tokenizer = with_template("{% macro m() %}{{ m() if false }}{% endmacro %}{{ m() }}{{ messages[0].content }}")
+def test_threads_share_a_subprocess_and_a_forked_process_starts_another():
+    tokenizer = with_template("{{ messages[0].content }}")
     chats = [[{"role": "user", "content": str(i)}] for i in range(40)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda chat: render_chat(tokenizer, chat), chats)) == [str(i) for i in range(40)]
@@ -139,8 +127,8 @@ def test_threads_and_forked_processes_get_their_own_answers_and_one_process():
     assert mine[0].is_running() and threading.active_count() < 50
 
 
-def test_a_process_that_is_killed_is_replaced():
-    tokenizer = with_template("{% macro m() %}{{ m() if false }}{% endmacro %}{{ m() }}x")
+def test_a_subprocess_that_was_killed_is_replaced():
+    tokenizer = with_template("x")
     (process,) = [p for p in psutil.Process().children() if "template_process" in " ".join(p.cmdline())]
     process.terminate()
     process.wait(10)

@@ -1,9 +1,12 @@
-"""Chat templates: the same text as transformers', no code, no endless loop; bombs: tests/adversary."""
+"""Chat templates: the text is that of transformers, and no code runs. Limits: tests/adversary/test_templates.py."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.chat_templates import FORMATS
 from tests.helpers.models import make_tokenizer
 from verl.data import chat_template
 from verl.data.chat_template import ChatTemplateError, render_chat
@@ -14,6 +17,9 @@ PLAIN = [
     "{% if add_generation_prompt %}<|assistant|>{% endif %}",
     "{%- for m in messages if m.role != 'system' -%}{{ m | tojson }}{% if loop.first %}{% continue %}{% endif %}"
     "{% break %}{%- endfor -%} {{ thinking }}",
+    "{{ messages | tojson(indent=2, sort_keys=true) }}{{ eos_token }}{{ tools }}{{ documents }}{{ padding }}\ud800\n",
+    "{% for m in messages %}\n  {% generation %}{% set x = m.content %}<{{ x }}>{% endgeneration %}\n{% endfor %}",
+    "{{ tools | tojson }}{{ strftime_now('%Y') }}{{ namespace(a='<b>').a ~ ('&' | e) }}{{ range is defined }}",
 ]
 
 
@@ -23,10 +29,48 @@ def with_template(template):
     return tokenizer
 
 
-@pytest.mark.parametrize("template", PLAIN)
+def add(left: int, right: int) -> int:
+    """Add two numbers.
+
+    Args:
+        left: the first.
+        right: the second.
+    """
+    return left + right
+
+
+@pytest.mark.parametrize("template", [*PLAIN, *(format.template for format in FORMATS.values())])
 def test_a_template_gives_what_transformers_gives(template):
-    tokenizer, settings = with_template(template), {"add_generation_prompt": True, "thinking": "yes"}
-    assert render_chat(tokenizer, CHAT, **settings) == tokenizer.apply_chat_template(CHAT, tokenize=False, **settings)
+    tokenizer = with_template(template)
+    for settings in (
+        {},
+        {"add_generation_prompt": True, "thinking": "yes", "range": 3, "padding": True},
+        {"tools": [{"a": "é"}, add]},
+        {"documents": [{"title": "a", "text": "b"}], "bos_token": "<b>"},
+        {"chat_template": PLAIN[0]},
+    ):
+        expected = tokenizer.apply_chat_template(CHAT, tokenize=False, **settings)
+        assert render_chat(tokenizer, CHAT, **settings) == expected
+
+
+def test_messages_are_continued_as_by_transformers():
+    thought = [{"role": "assistant", "content": "4", "thought": "2 + 2 "}]
+    by_thought = "{% for m in messages %}{{ m.content }}<think>{{ m.thought }}</think>{% endfor %}"
+    for template, messages, field in ((PLAIN[0], CHAT, True), (by_thought, thought, "thought")):
+        tokenizer, settings = with_template(template), {"continue_final_message": field}
+        text = render_chat(tokenizer, messages, **settings)
+        assert text == tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        assert text.endswith("2" if field is True else "2 + 2 ")
+    with pytest.raises(ChatTemplateError, match="are not compatible"):
+        render_chat(tokenizer, CHAT, add_generation_prompt=True, continue_final_message=True)
+
+
+class WithRendering(PreTrainedTokenizerFast):
+    """A tokenizer with Python code of its own, as some models have."""
+
+    def apply_chat_template(self, messages, tokenize, pause):
+        time.sleep(pause)
+        return "rendered here"
 
 
 ESCAPES = [
@@ -56,20 +100,14 @@ def test_no_template_runs_code(template, tmp_path):
     assert not sentinel.exists()
 
 
-NESTED = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-    "{% endfor %}"
-)
-
-
-def test_a_template_is_stopped_outside_the_main_thread_too(monkeypatch):
-    plain = with_template(PLAIN[0])
+def test_a_tokenizer_that_renders_in_python_has_a_time_limit_in_every_thread(monkeypatch):
+    tokenizer = WithRendering(tokenizer_object=make_tokenizer().backend_tokenizer)
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
     with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(render_chat, plain, CHAT).result() == render_chat(plain, CHAT)
-        monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
-        for call in (render_chat, lambda *args: threads.submit(render_chat, *args).result()):
+        for call in (render_chat, lambda *args, **kwargs: threads.submit(render_chat, *args, **kwargs).result()):
+            assert call(tokenizer, CHAT, pause=0) == "rendered here"
             with pytest.raises(ChatTemplateError, match="did not end within 0.3 s"):
-                call(with_template(NESTED), CHAT)
+                call(tokenizer, CHAT, pause=0.5)
 
 
 @pytest.mark.process

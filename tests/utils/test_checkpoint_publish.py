@@ -3,12 +3,9 @@
 import errno
 import json
 import os
-import re
 
 import pytest
-import torch
 
-from tests.helpers.disks import leave_free, small_disk
 from verl.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,
@@ -18,7 +15,6 @@ from verl.checkpoint import (
     should_save_ckpt_esi,
     verify_manifest,
 )
-from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
 from verl.utils.checkpoint import find_latest_ckpt_path
 
 
@@ -140,29 +136,14 @@ def test_rotation_never_removes_the_step_just_written(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
-def test_a_full_disk_names_path_and_bytes_and_keeps_the_old_step(tmp_path):
+def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointWriteError, match=r"global_step_2.*1000 bytes") as e:
+    with pytest.raises(CheckpointWriteError, match="no room for the checkpoint in .*global_step_2") as e:
         with CheckpointWriter(tmp_path, 2) as w:
             (w.path / "half").write_bytes(b"0" * 1000)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert e.value.errno == errno.ENOSPC
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
-
-
-@pytest.mark.process
-def test_a_disk_that_fills_in_the_trainers_own_files_is_reported_as_full(tmp_path):
-    page, loader = 4096, {"order": torch.arange(10_000)}
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        for pages in range(20):  # data.pt alone takes 20
-            filler = leave_free(disk, page * pages)
-            with pytest.raises(CheckpointWriteError, match="no room for the checkpoint") as full:
-                with CheckpointWriter(disk, 1) as writer:
-                    write_trainer_state(writer.path, TrainerState(1, {}, {}, {}, {}), loader)
-            filler.unlink()
-            needed, free = map(int, re.findall(r"(\d+) (?:bytes are needed|are free)", str(full.value)))
-            assert needed >= free
-        assert list(disk.iterdir()) == []
 
 
 def test_a_tracker_file_with_rubbish_is_named(tmp_path):

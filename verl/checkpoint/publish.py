@@ -64,12 +64,13 @@ class CheckpointWriter:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove what was written; a full disk is reported with the bytes that were needed."""
-        needed = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
-        full = disk_full(self.path, needed)  # free bytes before those of this checkpoint are free again
+        """Remove what was written; report a full disk with the size of the room that the checkpoint had."""
+        written = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+        room = written + shutil.disk_usage(self.path).free
         shutil.rmtree(self.path, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise full from error
+        known = isinstance(error, CheckpointWriteError)  # has the number of bytes that are needed
+        if isinstance(error, OSError) and not known and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(self.path, room + 1, room) from error
 
     def _publish(self) -> None:
         write_manifest(self.path)
@@ -251,10 +252,10 @@ def write_tracker(root: str | os.PathLike, step: int) -> None:
     fsync_folder(root)
 
 
-def disk_full(path: Path, needed: int) -> CheckpointWriteError:
-    """The error of a full disk: path, bytes needed, bytes free."""
-    home = next(p for p in [path, *path.parents] if p.exists())
-    free = shutil.disk_usage(home).free
+def disk_full(path: Path, needed: int, free: int | None = None) -> CheckpointWriteError:
+    """The error of a full disk: path, bytes needed, bytes free (None: those that are free now)."""
+    if free is None:
+        free = shutil.disk_usage(next(p for p in [path, *path.parents] if p.exists())).free
     return CheckpointWriteError(
         errno.ENOSPC,
         f"no room for the checkpoint in {path}: at least {needed} bytes are needed, {free} are free. The checkpoint "

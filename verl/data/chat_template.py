@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl.data.template_growth import growth
-from verl.data.template_process import TEXT_LENGTH, LimitExceeded, RenderError, TemplateProcess
-from verl.data.template_sizes import NUMBER_LENGTH
+from jinja2 import pass_context
+from jinja2.runtime import Context
+
+from verl.data.template_process import LimitExceeded, RenderError, TemplateProcess
 from verl.utils.time_limit import call_interruptibly, call_with_alarm
 from verl.utils.visible_text import visible
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0  # seconds of one rendering, which usually takes a tenth of a millisecond
-_FUNCTION_LENGTH = 4096  # of the description of a tool that is a Python function
 _process = TemplateProcess()
 
 
@@ -30,12 +28,13 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     """The messages as text, by `tokenizer.apply_chat_template(messages, tokenize=False, **settings)`.
 
     transformers runs templates in Jinja's sandbox, which blocks attributes but neither endless loops nor large texts.
-    A rendering is stopped after LIMIT_S seconds; where the template's syntax does not show that its texts stay below
-    TEXT_LENGTH characters, it runs in a process with a limit on memory. Raises ChatTemplateError.
+    So the template is rendered in a subprocess with limits on time, memory and the length of the text. A tokenizer that
+    renders by Python code of its own does so here, for at most LIMIT_S seconds. Raises ChatTemplateError.
     """
     try:
-        if (template := _growing(tokenizer, messages, settings)) is not None:
-            return _process.render(LIMIT_S, template, tokenizer.special_tokens_map, messages, settings)
+        if not _has_own_rendering(type(tokenizer)):
+            settings |= _rendered_by_process(tokenizer, settings)
+            return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         in_main = threading.current_thread() is threading.main_thread()
         call = call_with_alarm if in_main else call_interruptibly
         return call(tokenizer.apply_chat_template, LIMIT_S, messages, tokenize=False, **settings)
@@ -55,28 +54,22 @@ def _refused(what: str) -> str:
     return f"the chat template {what}. Correct it, or set another ({keys})."
 
 
-def _growing(tokenizer: PreTrainedTokenizerBase, messages: list[dict], settings: dict[str, Any]) -> str | None:
-    """The template, if it may make more than TEXT_LENGTH characters of these messages; None for one that cannot.
+def _rendered_by_process(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `apply_chat_template` by which transformers prepares the variables and the subprocess renders.
 
-    Also None for a tokenizer that renders by Python code of its own.
+    They replace the template by one that only calls a function, which passes the variables to the subprocess.
     """
-    if _has_own_rendering(type(tokenizer)):
-        return None
     template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
-    size = _size(messages, settings, tokenizer.special_tokens_map)
-    return template if size > _largest_input(template) else None
 
+    @pass_context
+    def render(context: Context) -> str:
+        functions = [render, *context.environment.globals.values()]  # the subprocess has Jinja's functions
+        variables = {name: value for name, value in context.parent.items() if not any(value is f for f in functions)}
+        return _process.render(LIMIT_S, template, variables)
 
-@functools.lru_cache(maxsize=64)
-def _largest_input(template: str) -> int:
-    """The size of input up to which a rendering makes at most TEXT_LENGTH characters; -1 without a bound."""
-    if (bound := growth(template)) is None:
-        return -1
-
-    def exceeds(size: int) -> bool:
-        return not sum(factor * size**n for n, factor in enumerate(bound)) <= TEXT_LENGTH
-
-    return bisect.bisect_left(range(TEXT_LENGTH), True, key=exceeds) - 1
+    # transformers refuses to continue a message whose field, "content" if none is set, does not occur in the template.
+    fields = f"{{# content {settings.get('continue_final_message')} #}}"
+    return {"chat_template": "{{ render_by_process() }}" + fields, "render_by_process": render}
 
 
 @functools.cache
@@ -85,24 +78,3 @@ def _has_own_rendering(kind: type) -> bool:
 
     return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
-
-def _size(*values: Any) -> float:
-    """Characters of texts, entries of collections; infinite for what has no known size."""
-    size, found = 0.0, list(values)
-    for value in found:  # grows meanwhile
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, dict):
-            size += len(value)
-            found += value
-            found += value.values()
-        elif isinstance(value, list | tuple):
-            size += len(value)
-            found += value
-        elif isinstance(value, int):
-            size += max(NUMBER_LENGTH, value.bit_length())
-        elif value is None or isinstance(value, float):
-            size += NUMBER_LENGTH
-        else:
-            size += _FUNCTION_LENGTH if callable(value) else math.inf
-    return size

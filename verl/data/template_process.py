@@ -1,23 +1,30 @@
 """Renders chat templates in a subprocess with limits on memory, time and the length of the result.
 
-The subprocess runs this file as a script, so the file must not import other modules of the package. `multiprocessing`
-cannot be used: data loader and grading workers render templates too, are daemonic, and cannot fork safely.
+The subprocess runs this file as a script. To start quickly, it imports neither transformers nor other modules of this
+package. `multiprocessing` cannot be used: data loader and grading workers render templates too, are daemonic, and
+cannot fork safely.
 """
 
 import contextlib
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from datetime import datetime
+from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
-from types import SimpleNamespace
 from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30  # limit for a rendering, in addition to the memory of the idle subprocess
 TEXT_LENGTH = 1 << 26  # limit of the rendered text, in characters
-_START_S = 300.0  # limit for the start of the subprocess, which imports transformers
+_START_S = 60.0  # limit for the start of the subprocess, which takes about a tenth of a second
 _GRACE_S = 5.0  # in addition to the time limit of a request, which the subprocess enforces
 _TEXT, _ERROR, _MEMORY, _LONG = b"text", b"error", b"memory", b"long"
 
@@ -44,12 +51,12 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
 
-    def render(self, seconds: float, template: str, tokens: dict[str, str], messages: Any, settings: dict) -> str:
-        """`apply_chat_template(messages, **settings)` of a tokenizer with this template and these special tokens.
+    def render(self, seconds: float, template: str, variables: dict[str, Any]) -> str:
+        """The text of a template with these variables.
 
         Raises LimitExceeded after `seconds` or at another limit, and RenderError if the template raises an exception.
         """
-        request = (seconds, MEMORY_BYTES, TEXT_LENGTH, template, tokens, messages, settings)
+        request = (seconds, MEMORY_BYTES, TEXT_LENGTH, template, variables)
         with self._lock:
             try:
                 if self._process is None or self._process.poll() is not None:
@@ -82,9 +89,8 @@ class TemplateProcess:
             # -P: modules in this folder must not shadow those of the standard library.
             command = [sys.executable, "-P", __file__, str(child_connection.fileno())]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[child_connection.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[child_connection.fileno()]
+            )
         if not self._connection.poll(_START_S):
             raise TimeoutError
         self._connection.recv_bytes()
@@ -102,20 +108,17 @@ class TemplateProcess:
 
 def main(descriptor: int) -> None:
     """Run the subprocess: serve requests until the parent closes the connection."""
-    from transformers import PreTrainedTokenizerBase
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, also within C code
     connection = Connection(descriptor)
     connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
-            seconds, memory, length, template, tokens, messages, settings = connection.recv()
-            tokenizer = SimpleNamespace(special_tokens_map=tokens, get_chat_template=lambda *_, text=template: text)
+            seconds, memory, length, template, variables = connection.recv()
             previous_limits = _limit_memory(memory)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
-                text = PreTrainedTokenizerBase.apply_chat_template(tokenizer, messages, tokenize=False, **settings)
+                text = _compiled(template).render(variables)
                 answer = _LONG if len(text) > length else _TEXT + b" " + text.encode("utf-8", "surrogatepass")
             except MemoryError:
                 answer = _MEMORY
@@ -126,6 +129,37 @@ def main(descriptor: int) -> None:
             text = None  # frees its memory before the next request
             resource.setrlimit(resource.RLIMIT_AS, previous_limits)
             connection.send_bytes(answer)
+
+
+class _Generation(Extension):
+    """The block `generation`, which marks what the model writes: its content is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> Template:
+    """The template in an environment with the settings, filters and functions that transformers provides."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda f: datetime.now().strftime(f)}
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
 
 
 def _limit_memory(additional: int) -> tuple[int, int]:
