@@ -1,10 +1,28 @@
 """Turns a per-token loss into one number that does not depend on how a batch is cut into micro-batches."""
 
+from dataclasses import dataclass
+
 import torch
 
+from verl.config.actor import LOSS_AGG_MODES
 from verl.utils.torch_functional import masked_sum
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the losses of one mini-batch are divided by, named as `agg_loss` takes it: counts over all ranks.
+
+    Attributes:
+        dp_size: ranks whose gradients are averaged.
+        batch_num_tokens: counted tokens; None counts those of the tensors at hand.
+        global_batch_size: sequences with a counted token; None counts those of the tensors at hand.
+        loss_scale_factor: divisor of a sequence's sum in `seq-mean-token-sum-norm`; None is the number of columns.
+    """
+
+    dp_size: int = 1
+    batch_num_tokens: int | None = None
+    global_batch_size: int | None = None
+    loss_scale_factor: int | None = None
 
 
 def agg_loss(

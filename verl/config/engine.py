@@ -17,17 +17,13 @@ from verl.config.fields import setting
 from verl.config.optimizer import OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 
-MUTABLE = (
-    "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",
-    "infer_micro_batch_size_per_gpu", "use_fused_kernels", "use_remove_padding",
-)  # fmt: skip
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 STRATEGIES = ("fsdp", "fsdp2")
 STRATEGY_HINT = "Both mean FSDP2 here; Megatron is not supported."
 
 
 @dataclass
-class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
+class EngineConfig(BaseConfig, section="engine"):
     """What every engine needs; *_per_gpu are counts on one rank."""
 
     param_offload: bool = setting(False, "Keep weights on the CPU while they are not used.")

@@ -32,7 +32,7 @@ class SamplingConfig(BaseConfig, section="sampling"):
 
 
 @dataclass
-class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_assistant_turns", "max_user_turns")):
+class MultiTurnConfig(BaseConfig, section="rollout.multi_turn"):
     """Turns with tools and interactions."""
 
     enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
@@ -170,7 +170,7 @@ class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
 
 
 @dataclass
-class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
+class RolloutConfig(BaseConfig, section="rollout"):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
     name: str | None = setting(

@@ -1,5 +1,6 @@
 """The ranks of a rollout server that runs apart from a training (RolloutReplica.init_colocated, init_standalone)."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class RolloutReplicaWorker(Worker):
         if self.device_name == "cuda":
             torch.cuda.set_device(rank_device_index())
         initialize_global_process_group_ray()
-        self.config.load_format = "auto" if self.config.load_format == "dummy" else self.config.load_format
+        if self.config.load_format == "dummy":  # there is no actor that sends weights
+            self.config = replace(self.config, load_format="auto")
         self.model_config = omega_conf_to_dataclass(self.model_config, HFModelConfig).load()
         rollout_class = get_rollout_class(self.config.name, "async")
         mesh = init_device_mesh(self.device_name, (self.world_size,))
