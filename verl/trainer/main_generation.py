@@ -18,8 +18,8 @@ from loguru import logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.compose import hydra_main, omega_conf_to_dataclass
-from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.config.compose import hydra_main, to_settings
+from verl.config.offline import GenerationConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.data.rl_dataset import collate_fn
 from verl.planning.checks import Findings
@@ -62,11 +62,9 @@ def run_generation(config: DictConfig) -> None:
     generation_entry().refuse_problems(
         config, warn=first, inputs=lambda: check_inputs(config, Findings(to_start=True), None if first else 1)[1]
     )
-    trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
-    data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
-    rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)
-    model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
-    prompts, partial = GenerationPrompts(config, model.tokenizer), PartialAnswers(config)
+    settings = to_settings(config, GenerationConfig)
+    trainer, data, rollout_config, model = settings.trainer, settings.data, settings.rollout, settings.model.load()
+    prompts, partial = GenerationPrompts(settings, model.tokenizer), PartialAnswers(settings)
     rank, ranks = _join(trainer)
     if rank == 0:
         partial.open()

@@ -10,7 +10,8 @@ from verl.utils.registry import nearest
 from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from verl.config.algorithm import RolloutCorrectionConfig
+    from verl.config.ppo import PPOConfig
 
 WorkerType = type[Any]  # a Ray remote class made from a Worker
 
@@ -49,24 +50,24 @@ def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
     return Role.RewardModel in role_worker_mapping
 
 
-def serves_reward_model(config: DictConfig) -> bool:
+def serves_reward_model(config: PPOConfig) -> bool:
     """Whether the reward model runs in servers (reward_model.rollout.name), not in the ranks themselves."""
     return bool(config.reward_model.enable and config.reward_model.rollout.name)
 
 
-def need_critic(config: DictConfig) -> bool:
+def need_critic(config: PPOConfig) -> bool:
     """`critic.enable` where it is set, else whether the estimator learns a value function."""
     if config.critic.enable is not None:
         return bool(config.critic.enable)
     return config.algorithm.adv_estimator == "gae"
 
 
-def uses_kl(config: DictConfig) -> bool:
+def uses_kl(config: PPOConfig) -> bool:
     """True when the loss, the reward or the estimator holds a KL term, so that a reference policy is needed."""
     return reads_reference(config)
 
 
-def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:
+def version_notes(config: PPOConfig, tokenizer: Any) -> dict[str, str]:
     """What the run does differently from earlier versions, for `Starts`."""
     model, given = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.stop_token_ids
     ends = stop_ids(tokenizer, model, given)
@@ -76,7 +77,7 @@ def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:
     return {"stop_token_ids": f"stop tokens: eos_token -> {ends}, those of generation_config.json too (applied; {how})"}
 
 
-def rollout_correction(config: DictConfig) -> DictConfig | None:
+def rollout_correction(config: PPOConfig) -> RolloutCorrectionConfig | None:
     """algorithm.rollout_correction where any part of it is switched on, else None."""
     section = config.algorithm.rollout_correction
     if section is None:
