@@ -68,7 +68,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     sequence_parallel: bool = sequence_parallel()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    use_orig_params: bool = setting(False, "Keep the original parameters.", always="FSDP2 keeps them")
+    use_orig_params: bool = setting(False, "Keep the original parameters.")
     mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
     entropy_from_logits_with_chunking: bool = entropy_in_chunks()

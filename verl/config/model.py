@@ -64,9 +64,7 @@ class HFModelConfig(BaseConfig, section="model"):
     use_liger: bool = use_liger()
     use_fused_kernels: bool = fused_kernels()
     fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": "torch"},
-        "impl_backend of use_fused_kernels: torch or triton.",
-        unused="log-probs are always computed by PyTorch; there is no Triton kernel",
+        lambda: {"impl_backend": "torch"}, "impl_backend of use_fused_kernels: torch or triton."
     )
     architectures: list[str] | None = None
     untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says

@@ -7,8 +7,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
+from verl.config.base import BaseConfig
 from verl.config.compose import to_omegaconf, to_plain, to_settings, with_values
 from verl.config.data import DataConfig
+from verl.config.inert import ALWAYS, UNUSED
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, McoreActorConfig
@@ -81,3 +83,14 @@ def test_a_tree_is_frozen_and_a_copy_has_other_values():
     assert settings.trainer.seed == 42 and other.critic is settings.critic
     with pytest.raises(ValueError, match="trainer.seed=-1 is too small"):
         with_values(settings, {"trainer.seed": -1})
+
+
+def test_every_row_of_the_inert_keys_names_a_field():
+    classes = {kind.__name__: kind for kind in subclasses(BaseConfig)}
+    for row in (*UNUSED, *ALWAYS):
+        owner, name = row.split(".")
+        assert name in classes[owner].__annotations__, row
+
+
+def subclasses(kind):
+    return {below for own in kind.__subclasses__() for below in (own, *subclasses(own))}
