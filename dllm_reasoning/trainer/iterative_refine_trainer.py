@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
@@ -20,7 +19,7 @@ from dllm_reasoning.trainer.self_generate import KEY, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import to_omegaconf, to_settings, with_values
 from verl.data.rl_dataset import custom_dataset_class
 from verl.trainer.run.ranks import summed
 from verl.trainer.sft.data import cut
@@ -56,12 +55,13 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     config_type = IterativeRefineConfig
 
     def __init__(
-        self, config: DictConfig, device_mesh: Any, ulysses_device_mesh: Any, tokenizer: Any, train_dataset: Dataset,
-        val_dataset: Dataset | None = None,
+        self, config: IterativeRefineConfig, device_mesh: Any, ulysses_device_mesh: Any, tokenizer: Any,
+        train_dataset: Dataset, val_dataset: Dataset | None = None,
     ) -> None:
-        config.use_remove_padding = config.data.packing = False  # rounds keep their rows and padding
+        unpacked = {"use_remove_padding": False, "data.packing": False}  # rounds keep their rows and padding
+        config = with_values(to_settings(config, self.config_type), unpacked)
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
-        settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
+        settings = config.iterative
         self.iterative, self.val_noise = settings, replace(settings, noise_schedule="uniform")
         self.noise_token = noise_token_of(settings.noise_token, tokenizer)
         self.noise_generator = torch.Generator().manual_seed(settings.noise_seed)
@@ -77,7 +77,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             setattr(model.config, WINDOW_KEY, settings.block_length)
 
     @classmethod
-    def problems(cls, config: DictConfig, findings: Findings) -> Iterator[Problem]:
+    def problems(cls, config: IterativeRefineConfig, findings: Findings) -> Iterator[Problem]:
         """A noise token or pattern that the tokenizer or model rules out, a reward function that cannot be loaded."""
         settings = config.iterative
         if findings.tokenizer is not None:
@@ -96,17 +96,19 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
                 yield wrong(key, f"{key}: {error}")
 
     @classmethod
-    def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+    def build_dataset(cls, files: Any, config: IterativeRefineConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """Instruction and response pairs to train on; with iterative.self_generate, of the model's own answers."""
         dataset = cls.build_val_dataset(files, config, tokenizer, max_samples)
         settings = config.iterative.self_generate
         if not settings.enable or config.trainer.dry_run:
             return dataset
-        own = type(dataset)(str(own_answers(config, dataset)), tokenizer, config.data)
+        own = type(dataset)(str(own_answers(config, dataset)), tokenizer, dataset.config)
         return dataset.joined(own) if settings.keep_ground_truth else own
 
     @classmethod
-    def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+    def build_val_dataset(
+        cls, files: Any, config: IterativeRefineConfig, tokenizer: Any, max_samples: int = -1
+    ) -> Dataset:
         """Instruction and response pairs of the files themselves."""
         local = [copy_to_local(f, use_shm=config.data.use_shm) for f in ([files] if isinstance(files, str) else files)]
         dataset_class = custom_dataset_class(config.data) or IterativeSFTDataset
@@ -115,7 +117,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
                 f"data.custom_cls.name={config.data.custom_cls.name} is no subclass of IterativeSFTDataset, whose rows "
                 "are checked and numbered; derive it from that class of dllm_reasoning.trainer.sft_dataset."
             )
-        return dataset_class(local, tokenizer, config.data, max_samples)
+        return dataset_class(local, tokenizer, to_omegaconf(config.data), max_samples)
 
     def step_inputs(self, batch: TensorDict) -> StepInputs:
         """Draw the step's noise, the same on every rank; its seeds become a column [b] of `batch`."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loguru import logger
-from omegaconf import DictConfig
 
+from dllm_reasoning.config.iterative import IterativeRefineConfig, SelfGenerateConfig
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
@@ -35,7 +35,7 @@ Answer = tuple[int, str]
 """Number of a row of the data set, and the text of the model's answer to it."""
 
 
-def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
+def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> Path:
     """A parquet file with the kept answers of all ranks; a later start reuses it if its fingerprint is the same.
 
     If a rank's reward function raises, every rank raises the ValueError that names its row.
@@ -72,13 +72,13 @@ def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
     return file
 
 
-def _fingerprint(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[int]) -> str:
+def _fingerprint(config: IterativeRefineConfig, dataset: IterativeSFTDataset, items: Sequence[int]) -> str:
     """A hash of everything the file depends on: rows and their keys, the model, limits, the reward function's file."""
     settings, model = config.iterative.self_generate, copy_to_local(config.model.partial_pretrain)
     weights = model_dir_fingerprint(model) if Path(model).expanduser().is_dir() else model
     names = ("prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys", "max_length")
     facts = [
-        weights, config.model.fsdp_config.dtype, [dataset.setting(name) for name in names], settings.max_new_tokens,
+        weights, config.model.fsdp_config.dtype, [dataset.settings[name] for name in names], settings.max_new_tokens,
         settings.ground_truth_key, settings.reward_function.name, dataset.tokenizer.eos_token,
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts).encode())
@@ -91,7 +91,9 @@ def _fingerprint(config: DictConfig, dataset: IterativeSFTDataset, items: Sequen
     return digest.hexdigest()[:16]
 
 
-def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[int]) -> tuple[list[Answer], Counter]:
+def _answer(
+    config: IterativeRefineConfig, dataset: IterativeSFTDataset, items: Sequence[int]
+) -> tuple[list[Answer], Counter]:
     """The kept answers to these items, and the number of dropped ones by reason."""
     settings, tokenizer, limit = config.iterative.self_generate, dataset.tokenizer, dataset.max_length
     dtype = torch_dtype_of(config.model.fsdp_config.dtype, "model.fsdp_config.dtype")
@@ -131,7 +133,8 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
 
 
 def _filter(
-    settings: DictConfig, dataset: IterativeSFTDataset, pool: GradingPool, answers: list[Answer], counts: Counter
+    settings: SelfGenerateConfig, dataset: IterativeSFTDataset, pool: GradingPool, answers: list[Answer],
+    counts: Counter,
 ) -> list[Answer]:
     """Answers that the reward function scores above 0; others, and those that time out, are added to `counts`."""
     kept, arguments, key = [], [], settings.ground_truth_key
@@ -170,7 +173,7 @@ def _write(file: Path, dataset: IterativeSFTDataset, answers: list[Answer]) -> N
     for item, text in answers:
         row: dict[str, Any] = {}
         for kind, value in (("prompt", dataset.text_of(item, "prompt")), ("response", text)):
-            *path, last = [dataset.setting(f"{kind}_key"), *(dataset.setting(f"{kind}_dict_keys") or [])]
+            *path, last = [dataset.settings[f"{kind}_key"], *(dataset.settings[f"{kind}_dict_keys"] or [])]
             inner = row
             for key in path:
                 inner = inner.setdefault(key, {})

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 
 from dllm_reasoning.config.iterative import IterativeDataConfig
-from verl.data.rl_dataset import DatasetError, data_setting
+from verl.data.rl_dataset import DatasetError
 from verl.data.sft_dataset import Segment, SFTDataset, encode_segments, pad_sample
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
@@ -24,8 +23,10 @@ class IterativeSFTDataset(SFTDataset):
     Settings in addition to SFTDataset's: use_chat_template and bad_rows. `skipped` counts the rows left out.
     """
 
+    config_type = IterativeDataConfig
+
     def __init__(
-        self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
+        self, parquet_files: str | Sequence[str], tokenizer: Any, config: Mapping[str, Any], max_samples: int = -1
     ) -> None:
         super().__init__(parquet_files, tokenizer, config, max_samples)
         for kind, token in (("eos", self.tokenizer.eos_token_id), ("pad", self.tokenizer.pad_token_id)):
@@ -39,7 +40,7 @@ class IterativeSFTDataset(SFTDataset):
                 self.encoded.append(self.encode(item))
                 kept.append(item)
             except DatasetError as error:
-                if self.setting("bad_rows") == "stop":
+                if self.settings.bad_rows == "stop":
                     raise
                 self.skipped += 1
                 logger.debug("{}", error)
@@ -50,17 +51,14 @@ class IterativeSFTDataset(SFTDataset):
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no row can be trained on.")
         self._keep(kept)
 
-    def setting(self, name: str) -> Any:
-        return data_setting(self.config, name, IterativeDataConfig)
-
     def segments(self, item: int, response: str | None = None) -> list[Segment]:
         """The instruction as the model reads it, and the response (or this one in its place) followed by EOS."""
         text = self.text_of(item, "prompt")
         if response is None:
             response = self.text_of(item, "response")
             if not response.strip():
-                raise self.error(item, f"column '{self.setting('response_key')}' is empty; a response needs some text.")
-        if self.setting("use_chat_template"):
+                raise self.error(item, f"column '{self.settings.response_key}' is empty; a response needs some text.")
+        if self.settings.use_chat_template:
             text = self.render(item, [{"role": "user", "content": text}], add_generation_prompt=True)
         return [(text, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
@@ -71,7 +69,7 @@ class IterativeSFTDataset(SFTDataset):
         learned = encode_segments(self.tokenizer, self.segments(item))[1]  # before truncation
         prompt, response = learned.count(0), learned.count(1)
         if prompt == 0:
-            raise self.error(item, f"column '{self.setting('prompt_key')}' has no tokens; nothing predicts the "
+            raise self.error(item, f"column '{self.settings.prompt_key}' has no tokens; nothing predicts the "
                              "response's first token.")  # fmt: skip
         limit = self.max_length
         part, size = ("instruction", prompt) if prompt >= limit else ("response", response)

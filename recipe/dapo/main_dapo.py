@@ -17,7 +17,7 @@ def main(config: DictConfig) -> None:
 class DAPOTaskRunner(TaskRunner):
     """TaskRunner with RayDAPOTrainer."""
 
-    def make_trainer(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> Any:
+    def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
 
         return self.build(RayDAPOTrainer, config, stop_flag)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,10 +118,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     kept, compute = (torch_dtype_of(actor.fsdp_config[name], name) for name in ("model_dtype", "dtype"))
     scorer = get_model_loader("spd_scorer")(source, kept, **loader).to(device).train()
-    optim = omega_conf_to_dataclass(actor.optim)
-    optim.total_training_steps = count = (
-        steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
-    )
+    count = steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
+    optim = replace(omega_conf_to_dataclass(actor.optim), total_training_steps=count)
     optimizer = build_optimizer(scorer.named_parameters(), optim)
     schedule = build_lr_scheduler(optimizer, optim)
     sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")

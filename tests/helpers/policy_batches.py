@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.algo_batches import counted, junk_outside, masks, normal, seeds
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, get_policy_loss_fn
+from verl.algos.aggregation import LOSS_AGG_MODES, StepCounts
+from verl.algos.policy_loss import LossInputs, get_loss_fn
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 
@@ -23,6 +24,7 @@ class Batch:
     mask: Tensor
     weights: Tensor | None
     mode: str
+    counts: StepCounts
     config: ActorConfig
     positions: list[list[int]] = field(init=False)
     places: list[tuple[int, int]] = field(init=False)
@@ -37,14 +39,15 @@ class Batch:
         return self.loss_and_metrics(name, log_prob)[0]
 
     def loss_and_metrics(self, name: str, log_prob: Tensor) -> tuple[Tensor, dict]:
-        return get_policy_loss_fn(name)(
-            self.old, log_prob, self.advantages, self.mask, self.mode, self.config, self.weights
+        inputs = LossInputs(
+            log_prob, self.old, self.advantages, self.mask, self.counts, rollout_is_weights=self.weights
         )
+        return get_loss_fn(name)(inputs, replace(self.config, loss_agg_mode=self.mode))
 
     def aggregated(self, losses: dict, mode: str | None = None) -> Tensor:
         """One number from a loss a place: {(i, t): loss} -> scalar."""
         rows = [[losses[i, t] for t in ts] for i, ts in enumerate(self.positions)]
-        width = self.config.global_batch_info.get("loss_scale_factor") or self.mask.shape[1]
+        width = self.counts.loss_scale_factor or self.mask.shape[1]
         return aggregated(rows, mode or self.mode, width)
 
     def each(self, rule: Callable[[int, int], Tensor]) -> dict:
@@ -112,10 +115,10 @@ def batches(draw, row_advantages: bool | None = None, row_weights: bool = False)
     return Batch(
         old, old + junk_outside(log_ratio, mask), junk_outside(advantages, mask), mask, weights,
         draw(st.sampled_from(LOSS_AGG_MODES)),
+        StepCounts(loss_scale_factor=draw(st.sampled_from([None, 7]))),
         ActorConfig(
             strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_low=low, clip_ratio_high=high,
             clip_ratio_c=dual, tau_pos=draw(st.floats(0.5, 2.0)), tau_neg=draw(st.floats(0.5, 2.0)),
-            global_batch_info=draw(st.sampled_from([{}, {"loss_scale_factor": 7}])),
             policy_loss=PolicyLossConfig(
                 clip_cov_lb=draw(st.sampled_from([-0.5, 0.1])), clip_cov_ub=draw(st.sampled_from([0.8, 5.0])),
                 clip_cov_ratio=draw(shares), kl_cov_ratio=draw(shares), ppo_kl_coef=draw(st.floats(0.0, 1.0)),

@@ -7,6 +7,8 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from tests.helpers.configs import SOUND, compose_ppo
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import classes
@@ -55,9 +57,9 @@ def test_peaks_of_devices():
 
 def test_the_peak_of_the_config_reaches_the_ranks():
     workers = {Role.ActorRollout: ModelWorker, Role.Critic: ModelWorker}
-    parts = classes(compose_ppo(*SOUND, "trainer.peak_tflops=60"), workers, "cpu", steps=1)
+    parts = classes(to_settings(compose_ppo(*SOUND, "trainer.peak_tflops=60"), PPOConfig), workers, "cpu", steps=1)
     assert [part.kwargs["peak_tflops"] for part in parts.values()] == [60, 60]
-    parts = classes(compose_ppo(*SOUND), workers, "cpu", steps=1)
+    parts = classes(to_settings(compose_ppo(*SOUND), PPOConfig), workers, "cpu", steps=1)
     assert not any("peak_tflops" in part.kwargs for part in parts.values())
 
 

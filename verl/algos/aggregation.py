@@ -1,5 +1,7 @@
 """Masked statistics, and the aggregation of a per-token loss, independent of how a batch is cut into micro-batches."""
 
+from dataclasses import dataclass
+
 import torch
 
 from verl.config.actor import LOSS_AGG_MODES
@@ -32,6 +34,23 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     return whitened if shift_mean else whitened + mean
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the losses of one mini-batch are divided by, named as `agg_loss` takes it: counts over all ranks.
+
+    Attributes:
+        dp_size: ranks whose gradients are averaged.
+        batch_num_tokens: counted tokens; None counts those of the tensors at hand.
+        global_batch_size: sequences with a counted token; None counts those of the tensors at hand.
+        loss_scale_factor: divisor of a sequence's sum in `seq-mean-token-sum-norm`; None is the number of columns.
+    """
+
+    dp_size: int = 1
+    batch_num_tokens: int | None = None
+    global_batch_size: int | None = None
+    loss_scale_factor: int | None = None
 
 
 def agg_loss(

@@ -1,47 +1,72 @@
-"""Policy losses, one function per loss, in one registry; the value loss and the entropy loss."""
+"""Policy losses, one function per loss, in one registry; the value loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.algos.aggregation import agg_loss, masked_mean
+from verl.algos.aggregation import StepCounts, agg_loss, masked_mean
 from verl.algos.rollout_correction import compute_rollout_correction_and_rejection_mask, settings_of
+from verl.config.actor import ActorConfig
+from verl.config.critic import CriticConfig
 from verl.utils.registry import Registry
 
-LossAndMetrics = tuple[Tensor, dict[str, Any]]
-PolicyLossFn = Callable[..., LossAndMetrics]
 
-POLICY_LOSS_REGISTRY: Registry[str, PolicyLossFn] = Registry(
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss reads of a micro-batch besides the settings; tensors are [B, T].
+
+    Attributes:
+        log_prob: log-probs of the policy that is trained, with their graph.
+        old_log_prob: log-probs that the ratio is taken against.
+        advantages: advantage of each token.
+        response_mask: 1 = the token counts.
+        counts: what losses are divided by. The default counts the tokens of these tensors.
+        chosen: tokens that the loss treats differently (`choose_tokens`), chosen over the mini-batch, bool; None lets
+            the loss choose among these tensors.
+        rollout_is_weights: importance weights that correct for the rollout; None for none.
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    counts: StepCounts = field(default_factory=StepCounts)
+    chosen: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+
+    def log_ratio(self) -> Tensor:
+        """log(pi / pi_old) [B, T], within 20 so that its exponential stays finite."""
+        return (self.log_prob - self.old_log_prob).clamp(-20.0, 20.0)
+
+    def aggregate(self, losses: Tensor, loss_agg_mode: str) -> Tensor:
+        """One number from the losses of tokens [B, T], weighted by `rollout_is_weights`: see `agg_loss`."""
+        if self.rollout_is_weights is not None:
+            losses = losses * self.rollout_is_weights
+        return agg_loss(losses, self.response_mask, loss_agg_mode, **asdict(self.counts))
+
+
+LossAndMetrics = tuple[Tensor, dict[str, Any]]
+PolicyLoss = Callable[[LossInputs, ActorConfig], LossAndMetrics]
+
+LOSS_FUNCTIONS: Registry[str, PolicyLoss] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
-# Decorator: enter a loss `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-# rollout_is_weights) -> (scalar loss, metrics)`, tensors [B, T], under a name.
-register_policy_loss = POLICY_LOSS_REGISTRY.register
-get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
+# Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
+# A loss with verl's signature is registered with `verl.trainer.ppo.core_algos.register_policy_loss`.
+register_loss = LOSS_FUNCTIONS.register
+get_loss_fn = LOSS_FUNCTIONS.find
 
 
-def _clip_range(config) -> tuple[float, float]:
+def _clip_range(config: ActorConfig) -> tuple[float, float]:
     """(low, high) of the ratio's clip range; each falls back to `clip_ratio`."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     return low, high
-
-
-def _log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """log(pi / pi_old), within 20 so that its exponential stays finite. [B, T] -> [B, T]."""
-    return (log_prob - old_log_prob).clamp(-20.0, 20.0)
-
-
-def _aggregate(losses: Tensor, response_mask: Tensor, loss_agg_mode: str, config, weights: Tensor | None) -> Tensor:
-    """Weights the per-token losses by the rollout's importance weights, then aggregates. [B, T] -> scalar."""
-    if weights is not None:
-        losses = losses * weights
-    counts = {name: value for name, value in config.global_batch_info.items() if name != "chosen"}
-    return agg_loss(losses, response_mask, loss_agg_mode, **counts)
 
 
 def _free_and_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -76,114 +101,80 @@ def _dual_clip(
     return losses, clipped > free, (ppo > bound) & negative
 
 
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("vanilla")
+def vanilla_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """PPO's clipped loss with dual clip. All [B, T] -> scalar, metrics.
 
     r = pi / pi_old;  L = max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347), and for A < 0
     min(L, -A c) (arXiv 1912.09729), so that one very unlikely token cannot blow up the loss.
     """
-    log_ratio = _log_ratio(log_prob, old_log_prob)
-    losses, clipped, below = _dual_clip(log_ratio, advantages, *_clip_range(config), config.clip_ratio_c)
-    loss = _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, _metrics(log_ratio, response_mask, clipped, below)
+    log_ratio = inputs.log_ratio()
+    losses, clipped, below = _dual_clip(log_ratio, inputs.advantages, *_clip_range(config), config.clip_ratio_c)
+    loss = inputs.aggregate(losses, config.loss_agg_mode)
+    return loss, _metrics(log_ratio, inputs.response_mask, clipped, below)
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, cliprange: float | None = None,
-    cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The vanilla loss without a config: (loss, clipfrac, ppo_kl, clipfrac_lower), each a scalar tensor."""
-    low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
-    if low is None or high is None:
-        raise ValueError("compute_policy_loss needs `cliprange`, or both `cliprange_low` and `cliprange_high`.")
-    log_ratio = _log_ratio(log_prob, old_log_prob)
-    losses, *clipped = _dual_clip(log_ratio, advantages, low, high, clip_ratio_c)
-    above, below = (masked_mean(tokens.float(), response_mask) for tokens in clipped)
-    return agg_loss(losses, response_mask, loss_agg_mode), above, masked_mean(-log_ratio, response_mask), below
-
-
-@register_policy_loss("gspo")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("gspo")
+def gspo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Clipping of the sequence's ratio (GSPO-token, arXiv 2507.18071). All [B, T] -> scalar, metrics.
 
     s_i = (pi / pi_old of the sequence)^(1 / length); s_it = sg(s_i) * pi_t / sg(pi_t);
     L = mean over sequences of the token mean of max(-A s, -A clip(s)). The formula is a sequence mean, whatever
     `loss_agg_mode` says.
     """
-    log_ratio = log_prob - old_log_prob
-    sequence = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)  # [B, 1]
-    ratio = (log_prob - log_prob.detach() + sequence.detach()).clamp(max=10.0).exp()
-    free, clipped = _free_and_clipped(ratio, advantages, *_clip_range(config))
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    sequence = masked_mean(log_ratio, inputs.response_mask, axis=-1).unsqueeze(-1)  # [B, 1]
+    ratio = (inputs.log_prob - inputs.log_prob.detach() + sequence.detach()).clamp(max=10.0).exp()
+    free, clipped = _free_and_clipped(ratio, inputs.advantages, *_clip_range(config))
     losses = torch.maximum(free, clipped)
-    loss = _aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
-    return loss, _metrics(log_ratio, response_mask, clipped > free)
+    loss = inputs.aggregate(losses, "seq-mean-token-mean")
+    return loss, _metrics(log_ratio, inputs.response_mask, clipped > free)
 
 
-@register_policy_loss("sapo")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("sapo")
+def sapo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """A soft gate in place of the clip (SAPO, arXiv 2511.20347). All [B, T] -> scalar, metrics.
 
     f(r) = 4 / tau * sigmoid(tau * (r - 1)), tau = tau_pos for A > 0 and tau_neg otherwise; L = -f(r) A, a mean over
     sequences of token means, whatever `loss_agg_mode` says.
     """
-    log_ratio = _log_ratio(log_prob, old_log_prob)
-    tau = torch.full_like(advantages, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
+    log_ratio = inputs.log_ratio()
+    tau = torch.full_like(inputs.advantages, config.tau_neg).masked_fill(inputs.advantages > 0, config.tau_pos)
     gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
-    loss = _aggregate(-gate * advantages, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
-    return loss, _metrics(log_ratio, response_mask, torch.zeros_like(gate))
+    loss = inputs.aggregate(-gate * inputs.advantages, "seq-mean-token-mean")
+    return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(gate))
 
 
-@register_policy_loss("gpg")
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("gpg")
+def gpg_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Plain policy gradient L = -A log pi, no ratio (GPG, arXiv 2504.02546). All [B, T] -> scalar, metrics."""
-    return _aggregate(-log_prob * advantages, response_mask, loss_agg_mode, config, rollout_is_weights), {}
+    return inputs.aggregate(-inputs.log_prob * inputs.advantages, config.loss_agg_mode), {}
 
 
-@register_policy_loss("cispo")
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("cispo")
+def cispo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585). All [B, T] -> scalar, metrics.
 
     L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient.
     """
     low, high = _clip_range(config)
-    log_ratio = _log_ratio(log_prob, old_log_prob)
+    log_ratio = inputs.log_ratio()
     ratio = log_ratio.exp().detach()
     clipped = ratio.clamp(1 - low, 1 + high)
-    loss = _aggregate(-clipped * advantages * log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, _metrics(log_ratio, response_mask, ratio != clipped)
+    loss = inputs.aggregate(-clipped * inputs.advantages * inputs.log_prob, config.loss_agg_mode)
+    return loss, _metrics(log_ratio, inputs.response_mask, ratio != clipped)
 
 
-def _clip_cov_scores(
-    config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, cov: Tensor, keys: Tensor
-) -> tuple[Tensor, float]:
+def _clip_cov_scores(inputs: LossInputs, config: ActorConfig, cov: Tensor, keys: Tensor) -> tuple[Tensor, float]:
     """Random `keys` of the tokens whose covariance lies in the band and which PPO does not clip, else -inf."""
     settings = config.policy_loss
-    ratio = _log_ratio(log_prob, old_log_prob).exp()
-    free, clipped = _free_and_clipped(ratio, advantages, *_clip_range(config))
+    ratio = inputs.log_ratio().exp()
+    free, clipped = _free_and_clipped(ratio, inputs.advantages, *_clip_range(config))
     candidates = (cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub) & (clipped <= free)
     return keys.masked_fill(~candidates, -torch.inf), settings.clip_cov_ratio
 
 
-def _kl_cov_scores(
-    config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, cov: Tensor, keys: Tensor
-) -> tuple[Tensor, float]:
+def _kl_cov_scores(inputs: LossInputs, config: ActorConfig, cov: Tensor, keys: Tensor) -> tuple[Tensor, float]:
     return cov, config.policy_loss.kl_cov_ratio
 
 
@@ -193,8 +184,8 @@ TOKEN_SCORES: dict[str, Callable[..., tuple[Tensor, float]]] = {"clip_cov": _cli
 
 
 def choose_tokens(
-    name: str, config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    keys: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda x: x,
+    name: str, inputs: LossInputs, config: ActorConfig, keys: Tensor | None = None,
+    total: Callable[[Tensor], Tensor] = lambda x: x,
     gather: Callable[[Tensor], tuple[Tensor, int]] = lambda x: (x, 0),
 ) -> Tensor:
     """The tokens [B, T], True = chosen, that the loss of this name treats differently, of a batch shared by ranks.
@@ -203,14 +194,15 @@ def choose_tokens(
     `keys` [B, T] decide where the loss draws tokens; None draws them here. `total` sums a tensor over ranks, `gather`
     concatenates theirs [K] and gives the place of this rank's own; by default the batch is all there is.
     """
-    counted = response_mask != 0
-    log_prob, old_log_prob = log_prob.detach(), old_log_prob.detach()
+    counted = inputs.response_mask != 0
+    inputs = replace(inputs, log_prob=inputs.log_prob.detach(), old_log_prob=inputs.old_log_prob.detach())
+    advantages, log_prob = inputs.advantages, inputs.log_prob
     sums = torch.stack([counted.double().sum(), *((x.double() * counted).sum() for x in (advantages, log_prob))])
     tokens, *sums = total(sums)
     mean_advantage, mean_log_prob = (float(x / tokens.clamp(min=1)) for x in sums)
     cov = (advantages - mean_advantage) * (log_prob - mean_log_prob)
     keys = torch.rand_like(cov) if keys is None else keys
-    scores, share = TOKEN_SCORES[name](config, old_log_prob, log_prob, advantages, cov, keys)
+    scores, share = TOKEN_SCORES[name](inputs, config, cov, keys)
     scores = scores.masked_fill(~counted, -torch.inf).flatten()
     number = max(int(share * tokens), 1)
     best = F.pad(scores, (0, max(0, number - len(scores))), value=-torch.inf).topk(number)
@@ -221,75 +213,63 @@ def choose_tokens(
     return torch.zeros_like(counted).flatten().index_fill(0, mine, True).view_as(counted)
 
 
-def _chosen(name: str, config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def _chosen(name: str, inputs: LossInputs, config: ActorConfig) -> Tensor:
     """What the actor chose over its mini-batch, or else a choice within this batch, as 0 and 1 [B, T]."""
-    chosen = config.global_batch_info.get("chosen")
-    if chosen is None:
-        chosen = choose_tokens(name, config, old_log_prob, log_prob, advantages, mask)
-    return chosen.to(log_prob.dtype)
+    chosen = choose_tokens(name, inputs, config) if inputs.chosen is None else inputs.chosen
+    return chosen.to(inputs.log_prob.dtype)
 
 
-@register_policy_loss("clip_cov")
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("clip_cov")
+def clip_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """PPO's loss, without a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> [], metrics.
 
     Tokens with clip_cov_lb < cov(A, log pi) < clip_cov_ub drive the entropy down; max(1, clip_cov_ratio * tokens) of
     them, those that PPO clips already excepted, lose their gradient (`choose_tokens`).
     """
-    log_ratio = _log_ratio(log_prob, old_log_prob)
-    free, clipped = _free_and_clipped(log_ratio.exp(), advantages, *_clip_range(config))
-    chosen = _chosen("clip_cov", config, old_log_prob, log_prob, advantages, response_mask)
-    metrics = {"actor/pg_clipfrac": _mean(chosen, response_mask), "actor/ppo_kl": _mean(-log_ratio, response_mask)}
+    log_ratio = inputs.log_ratio()
+    free, clipped = _free_and_clipped(log_ratio.exp(), inputs.advantages, *_clip_range(config))
+    chosen = _chosen("clip_cov", inputs, config)
+    mask = inputs.response_mask
+    metrics = {"actor/pg_clipfrac": _mean(chosen, mask), "actor/ppo_kl": _mean(-log_ratio, mask)}
     losses = torch.maximum(free, clipped) * (1 - chosen)
-    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), metrics
+    return inputs.aggregate(losses, config.loss_agg_mode), metrics
 
 
-@register_policy_loss("kl_cov")
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("kl_cov")
+def kl_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Unclipped ratio loss; the tokens of highest covariance also pay |log r| (KL-Cov, arXiv 2505.22617).
 
     L = -A r, plus ppo_kl_coef * |log pi - log pi_old| on the max(1, kl_cov_ratio * tokens) counted tokens whose
     cov(A, log pi) is highest (`choose_tokens`). All [B, T] -> scalar, metrics.
     """
-    log_ratio = _log_ratio(log_prob, old_log_prob)
-    pays = _chosen("kl_cov", config, old_log_prob, log_prob, advantages, response_mask)
-    losses = -advantages * log_ratio.exp() + config.policy_loss.ppo_kl_coef * pays * log_ratio.abs()
-    loss = _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
-    return loss, {"actor/ppo_kl": _mean(log_ratio.abs(), response_mask)}
+    log_ratio = inputs.log_ratio()
+    pays = _chosen("kl_cov", inputs, config)
+    losses = -inputs.advantages * log_ratio.exp() + config.policy_loss.ppo_kl_coef * pays * log_ratio.abs()
+    loss = inputs.aggregate(losses, config.loss_agg_mode)
+    return loss, {"actor/ppo_kl": _mean(log_ratio.abs(), inputs.response_mask)}
 
 
-@register_policy_loss("geo_mean")
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("geo_mean")
+def geo_mean_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The geometric mean of the clipped token ratios (GMPO, arXiv 2507.20673). All [B, T] -> scalar, metrics.
 
     log r_t is clipped to [-low, high], the pessimistic of clipped and free is taken by the sign of A_t;
     L = mean over sequences of -mean(A) * exp(mean_t log r_t), whatever `loss_agg_mode` says.
     """
     low, high = _clip_range(config)
-    log_ratio = log_prob - old_log_prob
+    advantages, mask = inputs.advantages, inputs.response_mask
+    log_ratio = inputs.log_prob - inputs.old_log_prob
     sign = advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
-    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()  # [B]
-    losses = (-masked_mean(advantages, response_mask, axis=-1) * ratio).unsqueeze(-1).expand_as(log_prob)
+    ratio = masked_mean(pessimistic, mask, axis=-1).exp()  # [B]
+    losses = (-masked_mean(advantages, mask, axis=-1) * ratio).unsqueeze(-1).expand_as(log_ratio)
     clipped = pessimistic != log_ratio
-    loss = _aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
-    return loss, _metrics(log_ratio, response_mask, clipped & (advantages > 0), clipped & (advantages < 0))
+    loss = inputs.aggregate(losses, "seq-mean-token-mean")
+    return loss, _metrics(log_ratio, mask, clipped & (advantages > 0), clipped & (advantages < 0))
 
 
-@register_policy_loss("bypass_mode")
-def compute_policy_loss_bypass_mode(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+@register_loss("bypass_mode")
+def bypass_mode_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).
 
     ppo_clip: the vanilla loss, whose ratio corrects for the rollout; reinforce: -A w log pi with the truncated weight
@@ -298,53 +278,39 @@ def compute_policy_loss_bypass_mode(
     """
     settings = config.policy_loss.rollout_correction
     weights, kept, correction_metrics = compute_rollout_correction_and_rejection_mask(
-        log_prob.detach(), old_log_prob, response_mask, **settings_of(settings)
+        inputs.log_prob.detach(), inputs.old_log_prob, inputs.response_mask, **settings_of(settings)
     )
-    weight = kept.to(log_prob.dtype)  # no mask of its own: what is rejected stays in every divisor
+    weight = kept.to(inputs.log_prob.dtype)  # no mask of its own: what is rejected stays in every divisor
     if settings.loss_type == "ppo_clip":
-        loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
-        )
+        loss, metrics = vanilla_loss(replace(inputs, rollout_is_weights=weight), config)
         return loss, {**metrics, **correction_metrics}
     if weights is not None:
         weight = weight * weights.batch["rollout_is_weights"]
-    loss, _ = compute_policy_loss_reinforce(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
-    )
-    log_ratio = _log_ratio(log_prob, old_log_prob)
+    loss, _ = reinforce_loss(replace(inputs, rollout_is_weights=weight), config)
+    log_ratio = inputs.log_ratio()
     return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **correction_metrics}
 
 
-def compute_policy_loss_reinforce(
-    rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-sum", config=None, rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+def reinforce_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """REINFORCE: -A w log pi, without a ratio to clip (Williams 1992). All [B, T] -> scalar, metrics.
 
     The weights w (default 1) correct for the policy that sampled, whose log-probs only enter the metrics.
     """
-    loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
-    log_ratio = _log_ratio(log_prob, rollout_log_prob)
-    return loss, _metrics(log_ratio, response_mask, torch.zeros_like(log_ratio))
+    loss = inputs.aggregate(-inputs.advantages * inputs.log_prob, config.loss_agg_mode)
+    log_ratio = inputs.log_ratio()
+    return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(log_ratio))
 
 
-def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """Aggregated entropy of the next-token distribution: logits [B, T, V], response_mask [B, T] -> scalar."""
-    log_probs = logits.log_softmax(-1)
-    return agg_loss(-(log_probs.exp() * log_probs).sum(-1), response_mask, loss_agg_mode)
-
-
-def compute_value_loss(
-    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float,
-    loss_agg_mode: str = "token-mean", global_batch_info: Mapping[str, Any] | None = None,
+def value_loss(
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, counts: StepCounts, config: CriticConfig
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped value loss (arXiv 2005.12729). All [B, T] -> (loss, share clipped), scalars.
 
-    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2. `global_batch_info` are the counts of the full
-    mini-batch that `agg_loss` takes.
+    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 with c = `cliprange_value`.
     """
-    near = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
+    cliprange = config.cliprange_value
+    near = torch.minimum(torch.maximum(vpreds, values - cliprange), values + cliprange)
     free = (vpreds - returns).square()
     clipped = (near - returns).square()
-    loss = 0.5 * agg_loss(torch.maximum(free, clipped), response_mask, loss_agg_mode, **(global_batch_info or {}))
+    loss = 0.5 * agg_loss(torch.maximum(free, clipped), response_mask, config.loss_agg_mode, **asdict(counts))
     return loss, masked_mean((clipped > free).float(), response_mask)

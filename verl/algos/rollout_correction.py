@@ -216,7 +216,7 @@ def compute_rollout_correction_and_add_to_batch(batch: DataProto, rollout_corr_c
     return (batch if weights is None else batch.union(weights)), metrics
 
 
-def apply_bypass_mode(batch: DataProto, rollout_corr_config=None, policy_loss_config=None) -> None:
+def apply_bypass_mode(batch: DataProto) -> None:
     """old_log_probs become the rollout's: no forward for them, and the ratio of the update is pi / pi_rollout."""
     if "rollout_log_probs" not in batch.batch:
         raise ValueError(
@@ -224,11 +224,3 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config=None, policy_loss_co
             "actor_rollout_ref.rollout.calculate_log_probs=true."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-    if policy_loss_config is not None and rollout_corr_config is not None:
-        use_bypass_loss(policy_loss_config, rollout_corr_config)
-
-
-def use_bypass_loss(policy_loss_config, rollout_corr_config) -> None:
-    """Let the actor's loss (actor.policy_loss) correct for the rollout, as bypass_mode asks; in place."""
-    policy_loss_config.loss_mode = "bypass_mode"
-    policy_loss_config.rollout_correction = rollout_corr_config

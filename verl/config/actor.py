@@ -22,15 +22,11 @@ from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.utils.problems import raise_if_any
 
-MUTABLE = (
-    "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu",
-    "engine", "model_config",
-)  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass
-class PolicyLossConfig(BaseConfig, section="actor.policy_loss", mutable=("loss_mode", "rollout_correction")):
+class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
     """Policy loss by registered name, and the numbers that some of them read."""
 
     loss_mode: str = setting("vanilla", "Policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo.")
@@ -55,7 +51,7 @@ class RefineLossConfig(BaseConfig, section="actor.refine_loss"):
 
 
 @dataclass
-class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_info")):
+class ActorConfig(BaseConfig, section="actor"):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
     strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
@@ -93,7 +89,6 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     engine: Any = setting(BaseConfig)
     rollout_n: int = setting(MISSING, "Samples of each prompt, as rollout.n.", low=1)
     model_config: HFModelConfig | None = None
-    global_batch_info: dict[str, Any] = setting(dict)
     refine_loss_coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
     refine_loss: RefineLossConfig = setting(RefineLossConfig, "That loss.")
     share_prompt_forward: bool = setting(False, "Compute a prompt once for its samples, in one micro-batch.")

@@ -12,21 +12,19 @@ from verl.config.fields import check_settings
 class BaseConfig(Mapping):
     """Settings as a dataclass that can also be read as a mapping over its fields; values are checked when it is made.
 
-    A field is written once, by the constructor or by `__post_init__` through `object.__setattr__`. Afterwards only the
-    names in `_mutable_fields` may change; anything else raises FrozenInstanceError. Class arguments: `section`, the
-    start of the keys in messages, and `mutable`, those names.
+    A field is written once, by the constructor or by `__post_init__` through `object.__setattr__`; afterwards a change
+    raises FrozenInstanceError. `_mutable_fields` of a user's subclass are exempt. The class argument `section` is the
+    start of the keys in messages.
     """
 
     section: ClassVar[str] = "config"
     _mutable_fields: ClassVar[Iterable[str]] = ()
     _target_: str = ""
 
-    def __init_subclass__(cls, section: str | None = None, mutable: Iterable[str] | None = None) -> None:
+    def __init_subclass__(cls, section: str | None = None) -> None:
         super().__init_subclass__()
         if section is not None:
             cls.section = section
-        if mutable is not None:
-            cls._mutable_fields = frozenset(mutable)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -28,13 +28,12 @@ def sequence_parallel() -> Any:
 
 def entropy_in_chunks() -> Any:
     """The setting entropy_from_logits_with_chunking."""
-    return setting(False, "Compute the entropy in chunks.", always="logits are computed in chunks")
+    return setting(False, "Compute the entropy in chunks.")
 
 
 def entropy_recomputed() -> Any:
     """The setting entropy_checkpointing."""
-    always = "chunks of logits are recomputed in the backward"
-    return setting(False, "Recompute the entropy's activations in the backward.", always=always)
+    return setting(False, "Recompute the entropy's activations in the backward.")
 
 
 def torch_compile() -> Any:
@@ -44,8 +43,7 @@ def torch_compile() -> Any:
 
 def fused_kernels() -> Any:
     """The setting use_fused_kernels."""
-    always = "log-probs come from hidden states, a chunk of logits at a time"
-    return setting(False, "Compute log-probs without holding all logits.", always=always)
+    return setting(False, "Compute log-probs without holding all logits.")
 
 
 def gradient_checkpointing() -> Any:
@@ -181,9 +179,8 @@ class RunConfig(BaseConfig, section="trainer"):
         None, "Peak dense bfloat16 TFLOP/s of one device, for perf/mfu/*; null looks it up by device name.", above=0
     )
     use_legacy_worker_impl: str = setting(
-        "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable"),
-        always="there is only one implementation",
-    )  # fmt: skip
+        "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable")
+    )
 
 
 @dataclass

@@ -5,12 +5,86 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl.config.base import BaseConfig
+from verl.config.fields import default_of, field_metadata, field_types, section_type
 from verl.utils.import_utils import load_class_from_fqn
+
+Settings = TypeVar("Settings", bound=BaseConfig)
+
+
+def to_settings(config: Any, config_type: type[Settings], checked: bool = True) -> Settings:
+    """The typed tree of a composed config or a dictionary; a typed one is returned as it is.
+
+    Keys that `config` lacks have their defaults. A `_target_` may name a subclass for its section. Keys that the type
+    does not have, such as the section of a recipe, become further attributes. Raises ValueError for a wrong value,
+    unless `checked` is false: for a part that reads a few values of a section that is checked elsewhere.
+    """
+    if isinstance(config, BaseConfig):
+        return config
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True)
+    return _typed(config or {}, config_type, checked)
+
+
+def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool) -> Settings:
+    if isinstance(target := values.get("_target_"), str) and target:
+        named = load_class_from_fqn(target, "config dataclass")
+        config_type = named if issubclass(named, config_type) else config_type
+    hints, known = field_types(config_type), {}
+    for name in hints.keys() & values.keys():
+        section = section_type(hints[name])
+        nested = section is not None and isinstance(values[name], dict)
+        known[name] = _typed(values[name], section, checked) if nested else values[name]
+    if checked:
+        settings = config_type(**known)
+    else:
+        settings = object.__new__(config_type)
+        settings.__dict__.update({f.name: default_of(f) for f in fields(config_type)} | known)
+    for name in values.keys() - hints.keys():
+        value = values[name]
+        object.__setattr__(settings, name, OmegaConf.create(value) if isinstance(value, dict | list) else value)
+    return settings
+
+
+def to_plain(settings: Any) -> Any:
+    """A typed tree as nested dictionaries with the keys of the yaml files, further attributes included."""
+    if OmegaConf.is_config(settings):
+        return OmegaConf.to_container(settings, resolve=True)
+    if isinstance(settings, BaseConfig):
+        hints = field_types(type(settings))
+        public = {name for name in hints if field_metadata(type(settings), name)["help"] or name == "_target_"}
+        return {
+            name: to_plain(value)
+            for name, value in vars(settings).items()
+            if name not in hints or name in public and (name != "_target_" or value)
+        }
+    if isinstance(settings, Mapping):
+        return {name: to_plain(value) for name, value in settings.items()}
+    return [to_plain(value) for value in settings] if isinstance(settings, list | tuple) else settings
+
+
+def to_omegaconf(settings: Mapping[str, Any]) -> DictConfig:
+    """A typed tree as the DictConfig that plug-ins written for verl get."""
+    return settings if isinstance(settings, DictConfig) else OmegaConf.create(to_plain(settings))
+
+
+def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """A copy of a typed tree with other values, by dotted key. Raises ValueError for a wrong one."""
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        section = changes.get(name, getattr(settings, name))
+        changes[name] = with_values(section, {rest: value}) if rest else value
+    changed = replace(settings, **changes)
+    for name in vars(settings).keys() - vars(changed).keys():
+        object.__setattr__(changed, name, getattr(settings, name))
+    return changed
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.actor import LOSS_AGG_MODES, MUTABLE
+from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
@@ -30,7 +30,7 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
 
 
 @dataclass
-class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
+class CriticConfig(BaseConfig, section="critic"):
     """The update of the value model; enable null means: on where the advantage estimator needs values."""
 
     strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)

@@ -14,17 +14,13 @@ from verl.config.common import (
 )
 from verl.config.fields import setting
 
-MUTABLE = (
-    "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",
-    "infer_micro_batch_size_per_gpu", "use_fused_kernels", "use_remove_padding",
-)  # fmt: skip
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 STRATEGIES = ("fsdp", "fsdp2")
 STRATEGY_HINT = "Both mean FSDP2 here; Megatron is not supported."
 
 
 @dataclass
-class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
+class EngineConfig(BaseConfig, section="engine"):
     """What every engine needs; *_per_gpu are counts on one rank."""
 
     param_offload: bool = setting(False, "Keep weights on the CPU while they are not used.")
@@ -69,7 +65,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     sequence_parallel: bool = sequence_parallel()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    use_orig_params: bool = setting(False, "Keep the original parameters.", always="FSDP2 keeps them")
+    use_orig_params: bool = setting(False, "Keep the original parameters.")
     mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
     entropy_from_logits_with_chunking: bool = entropy_in_chunks()

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from verl.config.inert import ALWAYS, UNUSED
 from verl.utils.registry import nearest
 
 BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
@@ -19,16 +20,11 @@ BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
 )
 
 
-def setting(
-    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | None = None,
-    always: str = "", **rule: Any
-) -> Any:
+def setting(default: Any = dataclasses.MISSING, help: str = "", **rule: Any) -> Any:
     """A dataclass field of a config. `default` is a value, or a callable that makes one.
 
     `help` is one sentence for the yaml files and docs/config.md; a field without it is internal and in neither.
-    `unused` says what happens instead of reading the value, for a key that is accepted for scripts that set it, with
-    all keys below it; a mapping from `rollout.name` restricts this to those rollouts. `always` says why what the key
-    asks for holds whether it is set or not.
+    Keys without effect are listed in `verl.config.inert`.
 
     Permitted values: `low` and `high` are inclusive, `above` is exclusive; `choices` lists the values, `each_of` those
     of a list's items; `fixed` is the reason why only the default works. None is permitted where the annotation permits
@@ -36,7 +32,7 @@ def setting(
     """
     if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "fixed", "hint"}:
         raise TypeError(f"setting() has no rule {', '.join(sorted(unknown))}.")
-    metadata = {"help": help, "unused": unused, "always": always, "rule": rule}
+    metadata = {"help": help, "rule": rule}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -50,10 +46,18 @@ def field_types(dataclass_type: type) -> dict[str, Any]:
 
 @functools.cache
 def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
-    """Description, rules and use of a field; each from the nearest base class where a subclass changes the default."""
+    """Description (help), rules (rule) and use (unused, always) of a field.
+
+    Each is that of the nearest base class where a subclass changes the default.
+    """
     fields = [f for c in owner.__mro__ if dataclasses.is_dataclass(c) and (f := c.__dataclass_fields__.get(name))]
-    parts = {"help": "", "unused": None, "always": "", "rule": {}}
-    return {part: next((v for f in fields if (v := f.metadata.get(part))), none) for part, none in parts.items()}
+    rows = [f"{c.__name__}.{name}" for c in owner.__mro__]
+    return {
+        "help": next((f.metadata["help"] for f in fields if f.metadata.get("help")), ""),
+        "rule": next((f.metadata["rule"] for f in fields if f.metadata.get("rule")), {}),
+        "unused": next((UNUSED[row] for row in rows if row in UNUSED), None),
+        "always": next((ALWAYS[row] for row in rows if row in ALWAYS), ""),
+    }
 
 
 def default_of(field: dataclasses.Field) -> Any:

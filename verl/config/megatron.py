@@ -68,9 +68,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     """Megatron's settings of a role, as far as FSDP2 has them."""
 
     strategy: str | None = setting("megatron", choices=("megatron",))
-    grad_offload: bool = setting(
-        False, "Free the GPU of gradients between updates.", always="gradients are freed after each optimizer step"
-    )
+    grad_offload: bool = setting(False, "Free the GPU of gradients between updates.")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     tensor_model_parallel_size: int = tensor_parallel_size()
     expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
@@ -79,17 +77,15 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
     context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
     sequence_parallel: bool = setting(True, "Split activations between layers among tensor parallel ranks.")
-    use_distributed_optimizer: bool = setting(
-        True, "Shard the optimizer's state.", always="FSDP2 shards it"
-    )
+    use_distributed_optimizer: bool = setting(True, "Shard the optimizer's state.")
     use_dist_checkpointing: bool = setting(False, "Load weights from Megatron's checkpoint format.", fixed=WEIGHTS)
     dist_checkpointing_path: str | None = setting(None, "Folder of such a checkpoint.", fixed=WEIGHTS)
     dist_checkpointing_prefix: str = setting("", "Prefix of its keys.", fixed=WEIGHTS)
     override_ddp_config: dict[str, Any] = setting(dict, "Megatron's DDP settings; any key.", fixed="there is no DDP")
     override_transformer_config: TransformerOverrides = setting(TransformerOverrides, "Megatron's layer settings.")
     override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
-    use_mbridge: bool = setting(True, "Convert weights by mbridge.", always=WEIGHTS)
-    vanilla_mbridge: bool = setting(True, "Take the version of mbridge of its own repository.", always=WEIGHTS)
+    use_mbridge: bool = setting(True, "Convert weights by mbridge.")
+    vanilla_mbridge: bool = setting(True, "Take the version of mbridge of its own repository.")
 
 
 @dataclass
@@ -107,9 +103,7 @@ class McoreOptimizerConfig(FSDPOptimizerConfig):
     weight_decay_incr_style: str = setting("constant", "Schedule of weight decay.", fixed="weight decay is constant")
     lr_wsd_decay_style: str = setting("exponential", "Decay of WSD.")
     lr_wsd_decay_steps: int | None = setting(None, "Steps of WSD's decay; null: a tenth of those after the warm-up.")
-    use_checkpoint_opt_param_scheduler: bool = setting(
-        False, "Take the learning rate from the checkpoint.", always="a resumed run continues with the checkpoint's"
-    )
+    use_checkpoint_opt_param_scheduler: bool = setting(False, "Take the learning rate from the checkpoint.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -14,11 +14,6 @@ from verl.config.common import fused_kernels, gradient_checkpointing, use_liger
 from verl.config.fields import setting
 
 LOGITS_CHUNK = 896  # tokens whose logits the token policy computes at once, unless policy.kwargs.chunk_tokens is set
-FILLED = (
-    "local_path", "local_hf_config_path", "local_tokenizer_path", "hf_config", "generation_config", "tokenizer",
-    "processor", "architectures", "untied",
-)  # fmt: skip
-
 
 @dataclass
 class PluginConfig(BaseConfig, section="model.plugin"):
@@ -32,10 +27,10 @@ class PluginConfig(BaseConfig, section="model.plugin"):
 
 
 @dataclass
-class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
+class HFModelConfig(BaseConfig, section="model"):
     """A model directory or hub name and how the model is built from it.
 
-    The fields hf_config, generation_config, tokenizer and processor are empty until `load()` fills them.
+    The fields hf_config, generation_config, tokenizer and processor are those of what `load()` returns.
     """
 
     path: str = setting(MISSING, "Folder or hub name of the model.")
@@ -70,9 +65,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     use_liger: bool = use_liger()
     use_fused_kernels: bool = fused_kernels()
     fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": "torch"},
-        "impl_backend of use_fused_kernels: torch or triton.",
-        unused="log-probs are always computed by PyTorch; there is no Triton kernel",
+        lambda: {"impl_backend": "torch"}, "impl_backend of use_fused_kernels: torch or triton."
     )
     architectures: list[str] | None = None
     untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says
@@ -86,39 +79,54 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
         super().__post_init__()
         if self.path == MISSING:
             return
-        self.local_path = self.local_path or os.path.expanduser(self.path)
-        self.local_hf_config_path = self.local_hf_config_path or _expand(self.hf_config_path) or self.local_path
-        self.local_tokenizer_path = self.local_tokenizer_path or _expand(self.tokenizer_path) or self.local_path
+        model = self.local_path or os.path.expanduser(self.path)
+        paths = {
+            "local_path": model,
+            "local_hf_config_path": self.local_hf_config_path or _expand(self.hf_config_path) or model,
+            "local_tokenizer_path": self.local_tokenizer_path or _expand(self.tokenizer_path) or model,
+        }
+        for name, path in paths.items():
+            object.__setattr__(self, name, path)
 
     def load(self) -> HFModelConfig:
-        """Import external_lib; fill hf_config, generation_config, architectures, and tokenizer if load_tokenizer."""
+        """A copy with hf_config, generation_config, architectures, and with load_tokenizer the tokenizer.
+
+        Imports `external_lib` first.
+        """
         from transformers import AutoConfig, GenerationConfig
 
         from verl.utils.weight_files import untie_by_weights
 
         if self.external_lib:
             importlib.import_module(self.external_lib)
-        if self.use_shm and os.path.isdir(self.local_path):
+        local_path, tokenizer = self.local_path, self.tokenizer
+        if self.use_shm and os.path.isdir(local_path):
             from verl.utils.fs import copy_to_shm
 
-            self.local_path = copy_to_shm(self.local_path)
-        self.hf_config = AutoConfig.from_pretrained(
+            local_path = copy_to_shm(local_path)
+        hf_config = AutoConfig.from_pretrained(
             self.local_hf_config_path, trust_remote_code=self.trust_remote_code, **self.override_config
         )
-        forced = self.override_config.get("tie_word_embeddings") is False
-        self.untied = untie_by_weights(self.hf_config, self.local_path) or forced
-        self.architectures = self.hf_config.architectures
+        untied = untie_by_weights(hf_config, local_path) or self.override_config.get("tie_word_embeddings") is False
         try:
-            self.generation_config = GenerationConfig.from_pretrained(self.local_path)
+            generation_config = GenerationConfig.from_pretrained(local_path)
         except OSError:  # without generation_config.json
-            self.generation_config = GenerationConfig.from_model_config(self.hf_config)
+            generation_config = GenerationConfig.from_model_config(hf_config)
         if self.load_tokenizer:
             from verl.utils.tokenizer import hf_tokenizer
 
-            self.tokenizer = hf_tokenizer(self.local_tokenizer_path, trust_remote_code=self.trust_remote_code)
+            tokenizer = hf_tokenizer(self.local_tokenizer_path, trust_remote_code=self.trust_remote_code)
             if self.custom_chat_template is not None:
-                self.tokenizer.chat_template = self.custom_chat_template
-        return self
+                tokenizer.chat_template = self.custom_chat_template
+        return replace(
+            self,
+            local_path=local_path,
+            hf_config=hf_config,
+            generation_config=generation_config,
+            architectures=hf_config.architectures,
+            untied=untied,
+            tokenizer=tokenizer,
+        )
 
     def get_processor(self) -> Any:
         """The processor where there is one, else the tokenizer."""

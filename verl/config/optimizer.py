@@ -22,7 +22,7 @@ SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
 
 @dataclass
-class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_steps", "lr_warmup_steps")):
+class OptimizerConfig(BaseConfig, section="optim"):
     """Learning rate, its warm-up and decay, weight decay, clipping of the gradient's norm."""
 
     lr: float = setting(0.001, "Learning rate after warm-up.", low=0)

@@ -29,7 +29,7 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.")
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
-    use_fused_kernels: bool = setting(False, "Compute scores without logits.", always="a value head has none")
+    use_fused_kernels: bool = setting(False, "Compute scores without logits.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
 
@@ -51,10 +51,7 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
         False, "Free the KV cache between scorings.",
         fixed="a reward model's server stays loaded; gpu_memory_utilization sets its share of the GPU",
     )  # fmt: skip
-    data_parallel_size: int = setting(
-        1, "Servers that split the requests.", low=1,
-        always="each tensor_model_parallel_size ranks have a server, and all servers split the requests",
-    )  # fmt: skip
+    data_parallel_size: int = setting(1, "Servers that split the requests.", low=1)
     expert_parallel_size: int = setting(1, "Ranks of one server that split the experts; above 1: all of them.", low=1)
     tensor_model_parallel_size: int = setting(1, "Ranks of one server that split each layer.", low=1)
     max_num_batched_tokens: int = setting(8192, "Tokens that a server processes at a time.", low=1)

@@ -8,16 +8,11 @@ from omegaconf import MISSING
 from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
+from verl.config.inert import NO_ENGINE
+from verl.config.inert import ROLLOUTS_OF_THE_ACTOR as ROLLOUTS_OF_THE_ACTOR
 from verl.config.profiler import ProfilerConfig
 
-# These generate with the actor's own module: no second engine, no second weights.
-ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
-# What these rollouts do instead of reading the settings of an engine.
-NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
 CPU_CACHE_BYTES = 1 << 30  # an engine's keys and values on a CPU rank, unless engine_kwargs says otherwise
-_BATCHES = "agent loops and servers need rollout.mode=async"
-_NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
-NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
 
 
 @dataclass
@@ -32,7 +27,7 @@ class SamplingConfig(BaseConfig, section="sampling"):
 
 
 @dataclass
-class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_assistant_turns", "max_user_turns")):
+class MultiTurnConfig(BaseConfig, section="rollout.multi_turn"):
     """Turns with tools and interactions."""
 
     enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
@@ -118,10 +113,10 @@ class TraceConfig(BaseConfig, section="rollout.trace"):
 class ServerConfig(BaseConfig, section="rollout.server"):
     """Time limits and retries with a server: seconds, attempts, connections."""
 
-    timeout: float = setting(60.0, "Seconds to wait for a response.", above=0, unused=_NO_CLIENT)
-    max_attempts: int = setting(3, "Attempts of one request.", low=1, unused=_NO_CLIENT)
-    retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0, unused=_NO_CLIENT)
-    max_connections: int = setting(1000, "Maximum number of connections.", low=1, unused=_NO_CLIENT)
+    timeout: float = setting(60.0, "Seconds to wait for a response.", above=0)
+    max_attempts: int = setting(3, "Attempts of one request.", low=1)
+    retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0)
+    max_connections: int = setting(1000, "Maximum number of connections.", low=1)
     max_start_wait_time: float = setting(
         300.0, "Seconds until a server of SGLang, of a reward model or of a replica's own ranks must be ready.", above=0
     )
@@ -170,7 +165,7 @@ class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
 
 
 @dataclass
-class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
+class RolloutConfig(BaseConfig, section="rollout"):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
     name: str | None = setting(
@@ -180,7 +175,6 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         "sync",
         "sync: the ranks answer batches of prompts; async: agent loops hold conversations against the ranks' servers.",
         choices=("sync", "async"),
-        unused=NO_ENGINE,
     )
     temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
     top_k: int = setting(-1, "Number of most likely tokens to draw from; -1 for all.", low=-1)
@@ -188,9 +182,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
     seed: int = setting(42, "Seed of the samples, in validation too.", low=0)
     n: int = setting(1, "Samples of each prompt.", low=1)
-    repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0, unused=NO_ENGINE)
+    repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0)
     over_sample_rate: float = setting(
-        0.0, "Share of a step's samples that are cancelled once the others have ended.", low=0, high=1, unused=NO_SERVER
+        0.0, "Share of a step's samples that are cancelled once the others have ended.", low=0, high=1
     )
     prompt_length: int = setting(512, "Tokens of a prompt.", low=1)
     response_length: int = setting(512, "Tokens of a response.", low=1)
@@ -198,50 +192,40 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         "bfloat16",
         "Type of weights and computation.",
         choices=("bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "auto"),
-        unused=NO_ENGINE,
     )
     gpu_memory_utilization: float = setting(
-        0.5, "Share of the GPU's memory for vLLM's weights and KV cache.", above=0, high=1, unused=NO_ENGINE
+        0.5, "Share of the GPU's memory for vLLM's weights and KV cache.", above=0, high=1
     )
     ignore_eos: bool = setting(False, "Continue after the end-of-sequence token.")
     stop_token_ids: list[int] | None = setting(
         None,
         "Ids that end an answer; null: the tokenizer's eos_token and every eos_token_id of generation_config.json.",
     )
-    enforce_eager: bool = setting(False, "Run without CUDA graphs, as vLLM on a CPU always does.", unused=NO_ENGINE)
+    enforce_eager: bool = setting(False, "Run without CUDA graphs, as vLLM on a CPU always does.")
     cudagraph_capture_sizes: list[int] | None = setting(
-        None,
-        "Batch sizes with CUDA graphs; null lets the engine choose.",
-        unused=NO_ENGINE,
+        None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
-    free_cache_engine: bool = setting(True, "Free the KV cache during training.", unused=NO_ENGINE)
-    data_parallel_size: int = setting(
-        1, "Engines that split the requests.", low=1, unused=NO_ENGINE,
-        always="each tensor_model_parallel_size ranks are an engine, and all engines split the requests",
-    )  # fmt: skip
+    free_cache_engine: bool = setting(True, "Free the KV cache during training.")
+    data_parallel_size: int = setting(1, "Engines that split the requests.", low=1)
     expert_parallel_size: int = setting(
-        1, "Ranks of one engine that split the experts: 1, or tensor_model_parallel_size.", low=1, unused=NO_ENGINE
+        1, "Ranks of one engine that split the experts: 1, or tensor_model_parallel_size.", low=1
     )
-    tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1, unused=NO_ENGINE)
+    tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1)
     pipeline_model_parallel_size: int = setting(
         1, "Stages of a pipeline.", low=1, fixed="the ranks of an engine split each layer (tensor_model_parallel_size)"
     )
-    max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
+    max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1)
     logprobs_mode: str | None = setting(
         "processed_logprobs",
         "Which log-probs the engine returns; SGLang's are those after temperature, before top-k and top-p.",
-        unused=NO_ENGINE,
     )
     val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")
-    max_model_len: int | None = setting(
-        None, "Maximum sequence length; null: prompt plus response.", low=1, unused=NO_ENGINE
-    )
+    max_model_len: int | None = setting(None, "Maximum sequence length; null: prompt plus response.", low=1)
     max_num_seqs: int = setting(1024, "Sequences that the engine processes at a time.", low=1)
     prompt_queue: bool = setting(
         False,
         "Engines take prompts from one queue as they have room (max_num_seqs) instead of an equal share each; offline "
         "generation always does.",
-        unused=NO_ENGINE,
     )
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(
@@ -251,72 +235,41 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         False, "Cut micro-batches of old log-probs by tokens (log_prob_max_token_len_per_gpu), not by samples."
     )
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
-    disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.", unused=NO_ENGINE)
-    multi_stage_wake_up: bool = setting(
-        False,
-        "Wake weights and KV cache one after the other.",
-        unused=NO_ENGINE,
-        always="weights wake before the cache",
-    )
+    disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.")
+    multi_stage_wake_up: bool = setting(False, "Wake weights and KV cache one after the other.")
     engine_kwargs: dict[str, Any] = setting(
-        lambda: {"vllm": {}, "sglang": {}},
-        "Engine arguments without a key of their own, by engine; any key.",
-        unused=NO_ENGINE,
+        lambda: {"vllm": {}, "sglang": {}}, "Engine arguments without a key of their own, by engine; any key."
     )
-    speculative: SpeculativeConfig = setting(
-        SpeculativeConfig,
-        "Speculative decoding.",
-        unused=NO_ENGINE,
-    )
+    speculative: SpeculativeConfig = setting(SpeculativeConfig, "Speculative decoding.")
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
-    agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
-    trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused=NO_SERVER)
-    multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused=NO_SERVER)
+    agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.")
+    trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.")
+    multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.")
     server: ServerConfig = setting(ServerConfig, "Server time limits and retries.")
-    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused=NO_SERVER)
+    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.")
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(
-        512,
-        "MiB of weights that the ranks gather at a time for the engine.",
-        low=1,
-        unused=NO_ENGINE,
+        512, "MiB of weights that the ranks gather at a time for the engine.", low=1
     )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of the generations that skip_rollout reuses.")
     profiler: ProfilerConfig | None = setting(ProfilerConfig, "Profiling of this role.")
-    enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.", unused=NO_ENGINE)
-    enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.", unused=NO_ENGINE)
-    load_format: str = setting(
-        "dummy", "The engine's first weights: dummy (replaced by the actor's) or auto.", unused=NO_ENGINE
-    )
+    enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.")
+    enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.")
+    load_format: str = setting("dummy", "The engine's first weights: dummy (replaced by the actor's) or auto.")
     lora_as_adapter: bool = setting(
         False,
         "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights. In bfloat16 its "
         "log-probs are then closer to the trainer's.",
-        unused=NO_ENGINE,
     )
-    layered_summon: bool = setting(
-        False,
-        "Gather LoRA weights layer by layer.",
-        unused=NO_ENGINE,
-        always="weights are gathered update_weights_bucket_megabytes at a time",
-    )
+    layered_summon: bool = setting(False, "Gather LoRA weights layer by layer.")
     layer_name_map: dict[str, Any] = setting(dict)
     sglang_engine_mode: str = "local"
     limit_images: int | None = setting(None, low=0)
-    skip_tokenizer_init: bool = setting(
-        False,
-        "Start the engine without a tokenizer.",
-        unused=NO_ENGINE,
-        always="engines take and give token ids",
-    )
-    quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.", unused=NO_ENGINE)
-    quantization_config_file: str | None = setting(
-        None,
-        "JSON file with settings of `quantization`.",
-        unused=NO_ENGINE,
-    )
-    enable_sleep_mode: bool = setting(True, "Let the engine sleep.", unused=NO_ENGINE)
+    skip_tokenizer_init: bool = setting(False, "Start the engine without a tokenizer.")
+    quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.")
+    quantization_config_file: str | None = setting(None, "JSON file with settings of `quantization`.")
+    enable_sleep_mode: bool = setting(True, "Let the engine sleep.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

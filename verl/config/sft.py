@@ -64,11 +64,7 @@ class SFTDataConfig(BaseConfig, section="data"):
         "What happens to a longer sample: an error, or the side that is cut.",
         choices=("error", "left", "right"),
     )
-    balance_dp_token: bool = setting(
-        False,
-        "Divide the loss by the tokens of all ranks, not of each rank.",
-        always="the loss is divided by the learned tokens of the global batch",
-    )
+    balance_dp_token: bool = setting(False, "Divide the loss by the tokens of all ranks, not of each rank.")
     chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of torch.utils.data.Dataset.")
     use_shm: bool = setting(False, "Copy data files to shared memory first.")

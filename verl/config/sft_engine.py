@@ -4,21 +4,20 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl.config.common import CheckpointConfig
+from verl.config.compose import to_plain
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.config.sft import SFTOptimConfig
+from verl.config.sft import SFTConfig, SFTOptimConfig
 from verl.utils.fs import copy_to_local
 
 EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig]
 
 
-def model_settings(config: DictConfig, tokenizer: Any = None) -> HFModelConfig:
+def model_settings(config: SFTConfig, tokenizer: Any = None) -> HFModelConfig:
     """The `model` section as the engine's own."""
-    model = OmegaConf.to_container(config.model, resolve=True)
+    model = to_plain(config.model)
     same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha",
             "use_liger")  # fmt: skip
     return HFModelConfig(
@@ -46,11 +45,11 @@ def samples_per_forward(data: Mapping[str, Any], groups: int) -> int:
     return together // groups
 
 
-def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> EngineParts:
+def engine_parts(config: SFTConfig, tokenizer: Any, total_steps: int) -> EngineParts:
     """Model, engine, optimizer and checkpoint settings of a run of `total_steps`."""
-    fsdp = OmegaConf.to_container(config.model.fsdp_config, resolve=True)
-    optim = OmegaConf.to_container(config.optim, resolve=True)
-    checkpoint = OmegaConf.to_container(config.trainer.checkpoint, resolve=True)
+    fsdp = to_plain(config.model.fsdp_config)
+    optim = to_plain(config.optim)
+    checkpoint = to_plain(config.trainer.checkpoint)
     checkpoint.pop("_target_", None)
     engine = FSDPEngineConfig(
         model_dtype=fsdp["model_dtype"],

@@ -2,13 +2,14 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
-from verl.data.rl_dataset import RLHFDataset, data_setting
+from verl.config.compose import to_omegaconf
+from verl.data.rl_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
@@ -31,18 +32,18 @@ class DynamicGenDataset(RLHFDataset):
     """
 
     def __init__(
-        self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
+        self, data_files: str | list[str], tokenizer: Any, config: Mapping[str, Any], processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
-        datagen = data_setting(config, "datagen")
-        generator_class = load_extern_object(datagen["path"], datagen["name"])
+        datagen = self.settings.datagen
+        generator_class = load_extern_object(datagen.path, datagen.name)
         if not (isinstance(generator_class, type) and issubclass(generator_class, AbstractDataGenerator)):
             raise TypeError(
-                f"data.datagen.name={datagen['name']!r} in {datagen['path']} is {generator_class!r}; a subclass of "
+                f"data.datagen.name={datagen.name!r} in {datagen.path} is {generator_class!r}; a subclass of "
                 "verl.data.dynamicgen_dataset.AbstractDataGenerator is needed."
             )
-        self.generator = generator_class(config.datagen)
+        self.generator = generator_class(to_omegaconf(datagen))
         self.generated: list[dict[str, Any]] = []  # in `rows` too
         self.waiting: list[dict[str, Any]] = []  # for the next epoch
 
@@ -61,7 +62,7 @@ class DynamicGenDataset(RLHFDataset):
         first = len(self.generated)
         self.columns |= dict.fromkeys(name for row in rows for name in row)
         self.rows, self.generated = [*self.rows, *rows], self.generated + rows
-        self.origins += [(f"data.datagen.name={self.config.datagen.name}", first + i) for i in range(len(rows))]
+        self.origins += [(f"data.datagen.name={self.settings.datagen.name}", first + i) for i in range(len(rows))]
         if rows:
             self.maybe_filter_out_long_prompts()
 

@@ -13,8 +13,9 @@ from typing import Any
 from uuid import uuid4
 
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
 
+from verl.config.compose import to_plain
+from verl.config.offline import GenerationConfig
 from verl.data.rl_dataset import DatasetError, RLHFDataset, no_chat_template
 from verl.utils.fingerprint import data_fingerprint, model_dir_fingerprint, model_folder
 from verl.utils.jsonl import read_objects
@@ -46,12 +47,12 @@ class GenerationPrompts(RLHFDataset):
     length_key = "rollout.prompt_length"
     overlong_remedy = "Raise it, or set data.truncation to left, right or middle."
 
-    def __init__(self, config: DictConfig, tokenizer: Any) -> None:
+    def __init__(self, config: GenerationConfig, tokenizer: Any) -> None:
         import pyarrow as pa
 
-        settings = {name: config.data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
-        settings |= {"filter_overlong_prompts": False, "max_prompt_length": config.rollout.prompt_length}
-        super().__init__(config.data.path, tokenizer, OmegaConf.create(settings))
+        settings = {name: config.data[name] for name in ("prompt_key", "truncation")}
+        settings |= {"apply_chat_template_kwargs": to_plain(config.data.apply_chat_template_kwargs)}
+        super().__init__(config.data.path, tokenizer, settings | {"max_prompt_length": config.rollout.prompt_length})
         self.lengths: dict[int, int] = {}
         if not tokenizer.chat_template:
             raise DatasetError(no_chat_template(tokenizer))
@@ -87,12 +88,12 @@ class PartialAnswers:
     Each process writes a file of its own, with a line for each prompt.
     """
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: GenerationConfig) -> None:
         self.output = Path(config.data.output_path).expanduser()
         self.folder = self.output.with_name(f"{self.output.name}.partial")
         self.settings_file = self.folder / "settings.json"
         self.file = self.folder / f"{uuid4().hex[:12]}.jsonl"
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain = to_plain(config)
         keys = {f"{section}.{name}": value for section in ("data", "model", "rollout")
                 for name, value in plain[section].items()}  # fmt: skip
         folder = model_folder(config.model.path)

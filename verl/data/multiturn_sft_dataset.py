@@ -3,10 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from omegaconf import DictConfig
 
 from verl.data.sft_dataset import Segment, SFTDataset
 
@@ -22,12 +20,12 @@ class MultiTurnSFTDataset(SFTDataset):
     """
 
     def __init__(
-        self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, processor: Any = None,
+        self, parquet_files: str | Sequence[str], tokenizer: Any, config: Mapping[str, Any], processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         super().__init__(parquet_files, tokenizer, config, max_samples)
         self.processor = processor
-        self.keys = self.setting("multiturn")
+        self.keys = self.settings.multiturn
         if self.keys["row_per_turn"]:
             turns = [self._turns(row) for row in self.rows]
             self.origins = [origin for origin, own in zip(self.origins, turns, strict=True) for _ in own]

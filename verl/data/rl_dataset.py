@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
+from verl.config.compose import to_settings
 from verl.config.data import DataConfig
 from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.data.parquet import open_parquet
@@ -44,18 +43,6 @@ def no_chat_template(tokenizer: Any) -> str:
         "actor_rollout_ref.model.custom_chat_template, or name a tokenizer that has one in "
         "actor_rollout_ref.model.tokenizer_path."
     )
-
-
-def data_setting(config: Mapping[str, Any], name: str, section: type = DataConfig) -> Any:
-    """A setting of the `data` section as plain Python; the dataclass's default for what the section lacks."""
-    if name not in config:
-        return getattr(section(), name)
-    value = config[name]
-    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    if not isinstance(value, Mapping):
-        return value
-    default = getattr(section(), name, None)
-    return {**asdict(default), **value} if is_dataclass(default) else value
 
 
 def collate_fn(data_list: list[dict]) -> dict:
@@ -163,12 +150,13 @@ class FileRows(Dataset):
         self.rows = [self.rows[i] for i in numbers]
         self.origins = [self.origins[i] for i in numbers]
 
-    def draw(self, max_samples: int, config: DictConfig) -> None:
+    def draw(self, max_samples: int, config: Mapping[str, Any]) -> None:
         """Keep `max_samples` rows: drawn by data.seed with data.shuffle, else the first ones; -1 keeps all."""
         if 0 <= max_samples < len(self.rows):
             order = range(len(self.rows))
-            if data_setting(config, "shuffle"):
-                order = np.random.default_rng(data_setting(config, "seed")).permutation(len(self.rows)).tolist()
+            settings = to_settings(config, DataConfig, checked=False)
+            if settings.shuffle:
+                order = np.random.default_rng(settings.seed).permutation(len(self.rows)).tolist()
             self._keep(order[:max_samples])
 
     def column(self, item: int, name: str, setting: str, also: Mapping[str, str] | None = None) -> Any:
@@ -243,9 +231,9 @@ class RLHFDataset(FileRows):
     raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column of the
     files, None where a row lacks it.
 
-    Settings are those of the `data` section: prompt_key, max_prompt_length, truncation, filter_overlong_prompts,
-    apply_chat_template_kwargs, shuffle, seed. `max_samples` keeps that many rows, drawn by data.seed with data.shuffle,
-    else the first ones; -1 keeps all.
+    `config` is the `data` section, or the part of it that differs from the defaults: prompt_key, max_prompt_length,
+    truncation, filter_overlong_prompts, apply_chat_template_kwargs, shuffle, seed. `max_samples` keeps that many rows,
+    drawn by data.seed with data.shuffle, else the first ones; -1 keeps all.
     """
 
     #: the key of max_prompt_length, and what to do about a longer prompt, in messages
@@ -253,32 +241,32 @@ class RLHFDataset(FileRows):
     overlong_remedy = "Raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
 
     def __init__(
-        self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
+        self, data_files: str | list[str], tokenizer: Any, config: Mapping[str, Any], processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        super().__init__(data_files, data_setting(config, "use_shm"))
+        self.config, self.settings = config, to_settings(config, DataConfig, checked=False)
+        super().__init__(data_files, self.settings.use_shm)
         self.tokenizer = tokenizer
-        self.config = config
         self.processor = processor
-        self.prompt_key = data_setting(config, "prompt_key")
-        self.max_prompt_length = data_setting(config, "max_prompt_length")
-        self.truncation = data_setting(config, "truncation")
-        self.return_full_prompt = data_setting(config, "return_full_prompt")
+        self.prompt_key = self.settings.prompt_key
+        self.max_prompt_length = self.settings.max_prompt_length
+        self.truncation = self.settings.truncation
+        self.return_full_prompt = self.settings.return_full_prompt
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
-        self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
-        files = [data_setting(config, name) for name in ("tool_config_path", "function_tool_path")]
+        self.template_kwargs = dict(self.settings.apply_chat_template_kwargs or {})
+        files = [self.settings.tool_config_path, self.settings.function_tool_path]
         if any(files):
             self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_files")(*files)
         self.dropped_overlong = 0
-        self.draw(max_samples, config)
+        self.draw(max_samples, self.settings)
         self.maybe_filter_out_long_prompts()
 
     def maybe_filter_out_long_prompts(self) -> None:
         """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
-        if not data_setting(self.config, "filter_overlong_prompts"):
+        if not self.settings.filter_overlong_prompts:
             return
-        before, workers = len(self.rows), data_setting(self.config, "filter_overlong_prompts_workers")
+        before, workers = len(self.rows), self.settings.filter_overlong_prompts_workers
         if workers > 1:  # forked, so that rows and tokenizer are not copied
             with ProcessPoolExecutor(workers, get_context("fork"), _share, (self,)) as pool:
                 lengths = list(pool.map(_prompt_length, range(before), chunksize=math.ceil(before / workers)))
@@ -354,19 +342,19 @@ def _prompt_length(item: int) -> int:
     return len(_shared.prompt_ids(item))
 
 
-def get_dataset_class(data_config: DictConfig) -> type[Dataset]:
+def get_dataset_class(data_config: Mapping[str, Any]) -> type[Dataset]:
     """RLHFDataset, or the class that `data.custom_cls.{path,name}` names (a torch Dataset)."""
     return custom_dataset_class(data_config) or RLHFDataset
 
 
-def custom_dataset_class(data_config: DictConfig) -> type[Dataset] | None:
+def custom_dataset_class(data_config: Mapping[str, Any]) -> type[Dataset] | None:
     """The class that `data.custom_cls.{path,name}` names; None where it names none."""
-    custom = data_setting(data_config, "custom_cls")
-    if custom["path"] is None:
+    custom = to_settings(data_config, DataConfig, checked=False).custom_cls
+    if custom.path is None:
         return None
-    loaded = load_extern_object(custom["path"], custom["name"])
+    loaded = load_extern_object(custom.path, custom.name)
     if not (isinstance(loaded, type) and issubclass(loaded, Dataset)):
-        what = f"data.custom_cls.name={custom['name']!r} in {custom['path']} is {loaded!r}"
+        what = f"data.custom_cls.name={custom.name!r} in {custom.path} is {loaded!r}"
         raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
     return loaded
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
+from verl.config.compose import to_settings
 from verl.config.sft import SFTDataConfig
 from verl.data.chat_template import ChatTemplateError, render_chat
-from verl.data.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
+from verl.data.rl_dataset import FileRows, custom_dataset_class, truncate_ids
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 Segment = tuple[str, bool]
@@ -50,37 +50,35 @@ class SFTDataset(FileRows):
     """One sample per row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
 
     loss_mask is 1 on the tokens that are learned (targets): the answer and its EOS. The question is a user's
-    turn in the chat template. Settings are those of the `data` section: prompt_key, prompt_dict_keys, response_key,
-    response_dict_keys, max_length, truncation, chat_template, apply_chat_template_kwargs. `max_samples` keeps the
-    first rows; -1 keeps all.
+    turn in the chat template. `config` is the `data` section, or the part of it that differs from the defaults:
+    prompt_key, prompt_dict_keys, response_key, response_dict_keys, max_length, truncation, chat_template,
+    apply_chat_template_kwargs. `max_samples` keeps the first rows; -1 keeps all.
     """
 
+    #: dataclass of the section
+    config_type: type[SFTDataConfig] = SFTDataConfig
     for_conversations = "Set data.multiturn.enable=true."
 
     def __init__(
-        self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
+        self, parquet_files: str | Sequence[str], tokenizer: Any, config: Mapping[str, Any], max_samples: int = -1
     ) -> None:
         super().__init__(parquet_files)
         self.tokenizer = hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.config = config
-        if (template := self.setting("chat_template")) is not None:
-            self.tokenizer.chat_template = template
-        self.max_length = self.setting("max_length")
-        self.truncation = self.setting("truncation")
-        self.template_kwargs = dict(self.setting("apply_chat_template_kwargs") or {})
+        self.config, self.settings = config, to_settings(config, self.config_type, checked=False)
+        if self.settings.chat_template is not None:
+            self.tokenizer.chat_template = self.settings.chat_template
+        self.max_length = self.settings.max_length
+        self.truncation = self.settings.truncation
+        self.template_kwargs = dict(self.settings.apply_chat_template_kwargs or {})
         if max_samples >= 0:
             self._keep(list(range(min(max_samples, len(self)))))
 
-    def setting(self, name: str) -> Any:
-        """A value of the `data` section."""
-        return data_setting(self.config, name, SFTDataConfig)
-
     def text_of(self, item: int, kind: str) -> str:
         """The text of a row's `prompt` or `response`, through the keys that lead to it."""
-        names = {f"data.{each}_key": self.setting(f"{each}_key") for each in ("prompt", "response")}
+        names = {f"data.{each}_key": self.settings[f"{each}_key"] for each in ("prompt", "response")}
         name = names[f"data.{kind}_key"]
         value, path = self.column(item, name, f"data.{kind}_key", names), f"column '{name}'"
-        for key in self.setting(f"{kind}_dict_keys") or []:
+        for key in self.settings[f"{kind}_dict_keys"] or []:
             if not isinstance(value, Mapping) or key not in value:
                 have = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise self.error(item, f"{path} has no key '{key}' (it holds: {have}). Set data.{kind}_dict_keys.")
@@ -138,9 +136,9 @@ def pad_sample(ids: list[int], learned: list[int], length: int, pad_id: int) -> 
     return {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
 
 
-def get_sft_dataset_class(data_config: DictConfig) -> type[Dataset]:
+def get_sft_dataset_class(data_config: Mapping[str, Any]) -> type[Dataset]:
     """The class of `data.custom_cls`, else MultiTurnSFTDataset with data.multiturn.enable, else SFTDataset."""
     from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
 
-    several_turns = data_setting(data_config, "multiturn", SFTDataConfig)["enable"]
+    several_turns = to_settings(data_config, SFTDataConfig, checked=False).multiturn.enable
     return custom_dataset_class(data_config) or (MultiTurnSFTDataset if several_turns else SFTDataset)

@@ -211,9 +211,9 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     others = {key: name for key, known in built_in.items() if (name := select(plain, key, MISSING)) not in known}
     if others:
         from verl.algos.advantage import get_adv_estimator_fn  # takes seconds
-        from verl.algos.policy_loss import get_policy_loss_fn
+        from verl.algos.policy_loss import get_loss_fn
 
-        look_up = dict(zip(built_in, (get_adv_estimator_fn, get_policy_loss_fn), strict=True))
+        look_up = dict(zip(built_in, (get_adv_estimator_fn, get_loss_fn), strict=True))
         for key, name in others.items():
             try:
                 look_up[key](name)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl.config.compose import hydra_main
+from verl.config.compose import hydra_main, to_settings
+from verl.config.sft import SFTConfig
 from verl.planning.sft import refuse_bad_rows, sft_entry
 from verl.trainer.run.failure import failure_message
 from verl.trainer.sft.data import create_sft_dataset
@@ -45,18 +46,18 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     try:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
-        OmegaConf.resolve(config)
-        tokenizer = trainer_class.build_tokenizer(config)
-        datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
+        settings = to_settings(config, trainer_class.config_type)
+        tokenizer = trainer_class.build_tokenizer(settings)
+        datasets = [_dataset(settings, trainer_class, tokenizer, split) for split in ("train", "val")]
     except (ValueError, OSError) as e:  # as a rule every rank has the same one
         _fail(str(e), shown=first)
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()
-        code = trainer_class(config, None, None, tokenizer, *datasets).fit()
+        code = trainer_class(settings, None, None, tokenizer, *datasets).fit()
         destroy_global_process_group()
     except Exception as e:
-        _fail(failure_message(e, config))
+        _fail(failure_message(e, settings))
     if code and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun reports the signal itself
         sys.exit(code)
 
@@ -69,7 +70,7 @@ def _fail(message: str, shown: bool = True) -> NoReturn:
     sys.exit(message if shown else 1)
 
 
-def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:
+def _dataset(config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:
     """The data set of a split, its first rows tried; None without validation files."""
     files = config.data[f"{split}_files"]
     if not files:

@@ -10,9 +10,8 @@ from typing import Any
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.compose import hydra_main, omega_conf_to_dataclass
-from verl.config.offline import EvaluationDataConfig
-from verl.config.reward_model import RewardModelConfig
+from verl.config.compose import hydra_main, to_settings
+from verl.config.offline import EvaluationConfig, EvaluationDataConfig
 from verl.data.rl_dataset import DatasetError, read_rows
 from verl.planning.offline import evaluation_entry
 from verl.reward.pool import Failure, GradingPool
@@ -34,13 +33,14 @@ def main(config: DictConfig) -> None:
     sys.stdout.write(json.dumps(scores, indent=1) + "\n")
 
 
-def evaluate(config: DictConfig) -> dict[str, float]:
+def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     """{"test_score/<data_source>": mean over rows of the mean over a row's answers}.
 
     Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded raises a
     RewardError that names its row, or is left out (reward_model.error=drop).
     """
-    settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
+    config = to_settings(config, EvaluationConfig)
+    settings = config.reward_model
     rows, texts = read_answers(config)
     items = [
         {"data_source": r.data_source, "solution_str": text, "ground_truth": r.ground_truth, "extra_info": r.extra_info}
@@ -62,9 +62,10 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 
-def read_answers(config: DictConfig) -> tuple[list[Row], list[str]]:
+def read_answers(config: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
     """The row of each answer of data.path, and its text."""
-    data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
+    config = to_settings(config, EvaluationConfig, checked=False)
+    data = config.data
     by_rule = config.custom_reward_function.path is None
     rows: list[Row] = []
     texts: list[str] = []

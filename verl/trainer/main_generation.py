@@ -19,10 +19,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.common import CheckpointConfig
-from verl.config.compose import hydra_main, omega_conf_to_dataclass
+from verl.config.compose import hydra_main, to_settings
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
-from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.config.offline import GenerationConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
@@ -61,11 +61,9 @@ def run_generation(config: DictConfig) -> None:
     """
     first = os.environ.get("RANK", "0") == "0"  # checks all prompts for all ranks
     generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
-    trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
-    data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
-    rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)
-    model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
-    prompts, partial = GenerationPrompts(config, model.tokenizer), PartialAnswers(config)
+    settings = to_settings(config, GenerationConfig)
+    trainer, data, rollout_config, model = settings.trainer, settings.data, settings.rollout, settings.model.load()
+    prompts, partial = GenerationPrompts(settings, model.tokenizer), PartialAnswers(settings)
     rank, ranks = _join(trainer)
     if rank == 0:
         partial.open()

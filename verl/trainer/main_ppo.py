@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl.config.compose import hydra_main
+from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
+from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
 from verl.planning.dry_run import Entry
 from verl.trainer.ppo.utils import Role
@@ -88,29 +89,33 @@ def run_ppo(
     from verl.trainer.ppo.worker_groups import nsight_options
 
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
-    plain = isinstance(runner_class, type)
-    with services(config), nullcontext(True) if config.trainer.local else started_session(config) as our_own:
-        nsight = nsight_options(config, of_driver=True)
-        if config.trainer.local or (plain and our_own and nsight is None):
+    plain, settings = isinstance(runner_class, type), to_settings(config, PPOConfig)
+    local = settings.trainer.local
+    with services(config), nullcontext(True) if local else started_session(settings) as our_own:
+        nsight = nsight_options(settings, of_driver=True)
+        if local or (plain and our_own and nsight is None):
             code = run_here(runner_class(), config)  # what the checks imported and a process less to start
         else:
             actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
             profiled = {} if nsight is None else {"runtime_env": {"nsight": nsight}}
             code = run_until_done(actor_class.options(**profiled).remote(), config)
-        if config.ray_kwargs.timeline_json_file and not config.trainer.local:
-            ray.timeline(filename=config.ray_kwargs.timeline_json_file)
+        if settings.ray_kwargs.timeline_json_file and not local:
+            ray.timeline(filename=settings.ray_kwargs.timeline_json_file)
     if code:
         sys.exit(code)
 
 
 class TaskRunner:
-    """Builds the trainer and runs it; as an actor inside the cluster, so that a job can be submitted from anywhere."""
+    """Builds the trainer and runs it; as an actor inside the cluster, so that a job can be submitted from anywhere.
+
+    `run` and `make_trainer` take the composed config; the methods that they call get the typed tree.
+    """
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, Any] = {}
         self.mapping: dict[Role, str] = {}
 
-    def add_actor_rollout_worker(self, config: DictConfig) -> tuple[Any, Any]:
+    def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
         """The worker class that holds actor and rollout, with the class of its group."""
         from verl.single_controller.ray import RayWorkerGroup
         from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
@@ -119,7 +124,7 @@ class TaskRunner:
         self.mapping[Role.ActorRollout] = POOL
         return ActorRolloutRefWorker, RayWorkerGroup
 
-    def add_critic_worker(self, config: DictConfig) -> None:
+    def add_critic_worker(self, config: PPOConfig) -> None:
         """The value model, where the estimator or critic.enable requests one; in the actor's processes."""
         from verl.workers.roles.critic import CriticWorker
 
@@ -127,7 +132,7 @@ class TaskRunner:
             self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
             self.mapping[Role.Critic] = POOL
 
-    def add_reward_model_worker(self, config: DictConfig) -> None:
+    def add_reward_model_worker(self, config: PPOConfig) -> None:
         """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own.
 
         With reward_model.rollout.name, those ranks run servers.
@@ -140,13 +145,13 @@ class TaskRunner:
             self.role_worker_mapping[Role.RewardModel] = ray.remote(cls)
             self.mapping[Role.RewardModel] = REWARD_POOL if config.reward_model.enable_resource_pool else POOL
 
-    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
+    def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
         if reads_reference(config):
             self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
             self.mapping[Role.RefPolicy] = POOL
 
-    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+    def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
         """One pool that every role shares, and one for the reward model where it requests ranks of its own."""
         from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 
@@ -156,20 +161,21 @@ class TaskRunner:
         use_gpu, local = config.trainer.device != "cpu", config.trainer.local
         return ResourcePoolManager(spec, self.mapping, use_gpu=use_gpu, local=local)
 
-    def make_trainer(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> Any:
+    def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         return self.build(RayPPOTrainer, config, stop_flag)
 
-    def build(self, trainer_class: type, config: DictConfig, stop_flag: Callable[[], bool] | None) -> Any:
+    def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.utils.import_utils import import_external_libs
         from verl.utils.tokenizer import policy_tokenizer
 
-        OmegaConf.resolve(config)
-        config.trainer.default_local_dir = os.path.expanduser(config.trainer.default_local_dir)
+        config = to_settings(config, PPOConfig)
+        folder = os.path.expanduser(config.trainer.default_local_dir)
+        config = with_values(config, {"trainer.default_local_dir": folder})
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
         worker_class, group_class = self.add_actor_rollout_worker(config)
         if config.trainer.local:
@@ -181,7 +187,7 @@ class TaskRunner:
         self.add_ref_policy_worker(config, worker_class)
 
         tokenizer, processor = policy_tokenizer(config)
-        manager_kwargs = OmegaConf.to_container(config.reward_model).get("reward_kwargs") or {}
+        manager_kwargs, composed = config.reward_model.reward_kwargs, to_omegaconf(config)
         trainer = trainer_class(
             config=config,
             tokenizer=tokenizer,
@@ -189,14 +195,14 @@ class TaskRunner:
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
             ray_worker_group_cls=group_class,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **manager_kwargs),
-            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **manager_kwargs),
+            reward_fn=load_reward_manager(composed, tokenizer, num_examine=0, **manager_kwargs),
+            val_reward_fn=load_reward_manager(composed, tokenizer, num_examine=1, **manager_kwargs),
         )
         if stop_flag is not None:
             trainer.stop_requested = stop_flag
         return trainer
 
-    def run(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> bool:
+    def run(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> bool:
         """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached.
 
         The ranks always end with the run.
@@ -205,7 +211,7 @@ class TaskRunner:
         try:
             trainer.init_workers()
             trainer.fit()
-            if config.ray_kwargs.timeline_json_file:
+            if trainer.config.ray_kwargs.timeline_json_file:
                 time.sleep(EVENTS_S)
         except Exception:
             trainer.shutdown()

@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.rl_run import compose_run, metrics_rows
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import omega_conf_to_dataclass, to_settings
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
 from verl.planning.config_effect import unused_settings
@@ -58,7 +58,7 @@ def test_schedules_and_optimizers_have_other_names():
 ])  # fmt: skip
 def test_the_larger_timeout_of_the_roles_of_a_process_is_that_of_its_group(overrides, seconds):
     workers = {Role.ActorRollout: object, Role.Critic: object}
-    parts = classes(composed(*overrides), workers, "cpu", steps=1)
+    parts = classes(to_settings(composed(*overrides), PPOConfig), workers, "cpu", steps=1)
     assert parts[Role.ActorRollout].kwargs["config"].nccl_timeout == seconds
     assert parts[Role.Critic].kwargs["nccl_timeout"] == seconds
 

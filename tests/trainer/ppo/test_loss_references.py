@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.helpers.algo_batches import counted, junk_outside, masks, normal, numeric_gradient, seeds
 from tests.helpers.policy_batches import Batch, aggregated, away_from, batches, clip, value_and_gradient
+from verl.algos.aggregation import StepCounts
 from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, compute_value_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -240,7 +241,7 @@ def test_clip_cov_draws_every_token_of_the_band_alike():
         strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_low=0.2, clip_ratio_high=0.2,
         policy_loss=PolicyLossConfig(clip_cov_ratio=0.0002, clip_cov_lb=0.5, clip_cov_ub=5.0),
     )  # fmt: skip
-    batch = Batch(log_prob, log_prob, advantages, torch.ones(1, 8), None, "token-mean", config)
+    batch = Batch(log_prob, log_prob, advantages, torch.ones(1, 8), None, "token-mean", StepCounts(), config)
     hits = dict.fromkeys(band(batch), 0)
     for seed in range(200):
         (place,) = run_clip_cov(batch, seed)[2]
@@ -329,6 +330,6 @@ def test_geo_mean_of_unlike_advantages_by_hand():
     old = torch.full((1, 2), -1.0, dtype=torch.float64)
     config = ActorConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio=0.2)
     advantages, log_ratio = torch.tensor([[3.0, -1.0]]), torch.tensor([[2.0, 0.5]]).double().log()
-    batch = Batch(old, old + log_ratio, advantages.double(), torch.ones(1, 2), None, "token-mean", config)
+    batch = Batch(old, old + log_ratio, advantages.double(), torch.ones(1, 2), None, "token-mean", StepCounts(), config)
     # log r: ln 2 -> 0.2 (A > 0), -ln 2 -> -0.2 (A < 0); mean 0; mean A 1
     assert batch.loss("geo_mean", batch.log_prob).item() == pytest.approx(-1.0)

@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.algos.aggregation import StepCounts
 from verl.algos.names import POLICY_LOSSES
-from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
+from verl.algos.policy_loss import LOSS_FUNCTIONS, LossInputs, get_loss_fn
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, kl_penalty_forward
+from verl.workers.config import FSDPActorConfig
 
 
 def config(**changes):
@@ -137,15 +139,50 @@ def test_clip_cov_drops_the_gradient_of_a_token_in_the_band():
 
 
 def test_every_named_loss_is_registered_and_the_other_way_round():
-    ours = [name for name, loss in POLICY_LOSS_REGISTRY.items() if loss.__module__.startswith("verl.")]
+    ours = [name for name, loss in LOSS_FUNCTIONS.items() if loss.__module__.startswith("verl.")]
     assert sorted(ours) == sorted(POLICY_LOSSES)
-    with pytest.raises(ValueError, match=f"Known: {', '.join(sorted(POLICY_LOSS_REGISTRY))}[.]"):
-        get_policy_loss_fn("none such")
+    for find in (get_loss_fn, get_policy_loss_fn):
+        with pytest.raises(ValueError, match=f"Known: {', '.join(sorted(LOSS_FUNCTIONS))}[.]"):
+            find("none such")
 
 
 def test_unknown_loss_names_the_nearest():
     with pytest.raises(ValueError, match=r"loss_mode='vanila' is unknown; did you mean 'vanilla'\?"):
         get_policy_loss_fn("vanila")
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES[:-1])
+def test_verls_signature_gives_the_same_loss(name):
+    log_prob = torch.tensor([[-0.5, -3.0, -1.0]], requires_grad=True)
+    old, advantages = torch.full((1, 3), -1.0), torch.tensor([[1.0, -1.0, 2.0]])
+    mask, weights = torch.tensor([[1, 1, 0]]), torch.tensor([[0.5, 2.0, 1.0]])
+    counts = StepCounts(dp_size=2, batch_num_tokens=5, global_batch_size=3)
+    inputs = LossInputs(log_prob, old, advantages, mask, counts, rollout_is_weights=weights)
+    torch.manual_seed(0)
+    want = get_loss_fn(name)(inputs, config(loss_agg_mode="seq-mean-token-sum"))
+    verl = config(global_batch_info={"dp_size": 2, "batch_num_tokens": 5, "global_batch_size": 3})
+    torch.manual_seed(0)
+    got = get_policy_loss_fn(name)(old, log_prob, advantages, mask, "seq-mean-token-sum", verl, weights)
+    assert got == want and vars(verl).get("loss_agg_mode") is None
+    assert get_policy_loss_fn(name) is getattr(core_algos, f"compute_policy_loss_{name}")
+
+
+def test_a_loss_with_verls_signature_gets_the_counts_in_its_config():
+    actor = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, loss_agg_mode="seq-mean-token-sum")
+    row = torch.ones(1, 2)
+
+    def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+        assert isinstance(config, FSDPActorConfig) and config.clip_ratio_c == 3.0 and rollout_is_weights is None
+        return agg_loss(log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+    try:
+        core_algos.register_policy_loss("sum")(loss)
+        assert core_algos.get_policy_loss_fn("sum") is loss is core_algos.POLICY_LOSS_REGISTRY["sum"]
+        inputs = LossInputs(3 * row, row, row, row, StepCounts(dp_size=1, batch_num_tokens=8, global_batch_size=4))
+        assert get_loss_fn("sum")(inputs, actor) == (6 / 4, {})
+    finally:
+        del core_algos.POLICY_LOSS_REGISTRY["sum"]
+    assert "sum" not in LOSS_FUNCTIONS and not hasattr(actor, "global_batch_info")
 
 
 def test_plain_compute_policy_loss_agrees_with_vanilla():

@@ -36,7 +36,7 @@ def test_broken_inner_line_is_named(tmp_path):
 
 
 def make_log(directory, total_steps):
-    trainer = {"default_local_dir": str(directory), "report": False, "rollout_data_dir": None}
+    trainer = {"default_local_dir": str(directory), "report": False, "rollout_data_dir": None, "seed": 1}
     return RunLog(OmegaConf.create({"trainer": trainer}), total_steps)
 
 

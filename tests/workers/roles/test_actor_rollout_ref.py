@@ -3,13 +3,14 @@
 import pytest
 from omegaconf import OmegaConf
 
+from verl.workers.config import FSDPActorConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.roles.ranks import per_rank_sizes
 
 
 def actor(**keys):
     base = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size": None, "ppo_micro_batch_size_per_gpu": 3}
-    return OmegaConf.create({**base, **keys})
+    return FSDPActorConfig(**(base | keys))
 
 
 def test_mini_batch_counts_samples_of_one_rank():

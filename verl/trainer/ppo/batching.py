@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 
 from verl.algos import advantage, kl
 from verl.algos.advantage import as_torch_index
@@ -23,6 +22,7 @@ from verl.algos.rollout_correction import (
 )
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.batch_sizes import prompts_a_step
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.reward_manager.reward_rows import EXTRAS, LOST, reward_extras
@@ -36,7 +36,7 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
 
 
-def needs_old_log_probs(config: DictConfig) -> bool:
+def needs_old_log_probs(config: PPOConfig) -> bool:
     """Whether a step computes old log-probs by a forward of their own.
 
     One update on the full batch sees ratio 1: its own detached log-probs are the old ones.

@@ -1,17 +1,20 @@
 """Data of an RL run: loaders of both data sets, the stream of prompts, the number of steps."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.config.batch_sizes import steps_in_all
+from verl.config.compose import to_omegaconf, to_settings
+from verl.config.data import DataConfig
+from verl.config.ppo import PPOConfig
 from verl.data.dynamicgen_dataset import DynamicGenDataset
-from verl.data.rl_dataset import RLHFDataset, data_setting, get_dataset_class
+from verl.data.rl_dataset import RLHFDataset, get_dataset_class
 from verl.data.rl_dataset import collate_fn as default_collate_fn
 from verl.data.sampler import AbstractSampler
 from verl.protocol import DataProto
@@ -39,7 +42,7 @@ class RLData:
     """Data sets and their loaders. `fingerprint` identifies the training data at a resume."""
 
     def __init__(
-        self, config: DictConfig, tokenizer: Any, processor: Any, train_dataset: Dataset | None = None,
+        self, config: PPOConfig, tokenizer: Any, processor: Any, train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None, collate_fn: Any = None, train_sampler: Sampler | None = None,
     ) -> None:
         """What is not given is built from the configuration. Raises ValueError for too few training prompts."""
@@ -88,43 +91,46 @@ class RLData:
 
 def create_rl_dataset(
     data_paths: Any,
-    data_config: DictConfig,
+    data_config: Mapping[str, Any],
     tokenizer: Any,
     processor: Any,
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
     """The data set of these files: data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset."""
-    dataset_class = get_dataset_class(data_config)
-    if is_train and dataset_class is RLHFDataset and data_setting(data_config, "datagen")["path"] is not None:
+    settings = to_settings(data_config, DataConfig, checked=False)
+    dataset_class = get_dataset_class(settings)
+    if is_train and dataset_class is RLHFDataset and settings.datagen.path is not None:
         dataset_class = DynamicGenDataset
     logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}")
     return dataset_class(
-        data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
-    )
+        data_files=data_paths, tokenizer=tokenizer, config=to_omegaconf(data_config), processor=processor,
+        max_samples=max_samples,
+    )  # fmt: skip
 
 
-def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:
+def create_rl_sampler(data_config: Mapping[str, Any], dataset: Dataset) -> Sampler:
     """The sampler of `data.sampler`, else random order from `data.seed` (`data.shuffle`), else the data's order.
 
     Keys that `data_config` lacks have their defaults. AssertionError for a sampler that is no AbstractSampler.
     """
-    custom, seed = data_setting(data_config, "sampler"), data_setting(data_config, "seed")
-    if custom.get("class_path") is not None:
-        if workers := data_setting(data_config, "dataloader_num_workers"):
+    settings = to_settings(data_config, DataConfig, checked=False)
+    custom, seed = settings.sampler, settings.seed
+    if custom.class_path is not None:
+        if workers := settings.dataloader_num_workers:
             raise ValueError(
                 f"data.dataloader_num_workers={workers} with data.sampler.class_path: its processes draw samples "
                 "before the sampler is updated. Set data.dataloader_num_workers=0."
             )
-        sampler_class = load_extern_object(custom["class_path"], custom["class_name"])
-        sampler = sampler_class(data_source=dataset, data_config=data_config)
+        sampler_class = load_extern_object(custom.class_path, custom.class_name)
+        sampler = sampler_class(data_source=dataset, data_config=to_omegaconf(data_config))
         if not isinstance(sampler, AbstractSampler):
             raise AssertionError(
                 f"data.sampler: {sampler_class.__name__} must be a subclass of "
                 "verl.data.sampler.AbstractSampler"
             )
         return sampler
-    if not data_setting(data_config, "shuffle"):
+    if not settings.shuffle:
         return SequentialSampler(dataset)
     generator = torch.Generator()
     if seed is None:

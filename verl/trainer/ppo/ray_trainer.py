@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from verl.algos import advantage, aggregation, kl
 from verl.algos.rollout_correction import apply_bypass_mode
+from verl.config.compose import to_omegaconf, to_settings
+from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
@@ -45,7 +47,8 @@ class RayPPOTrainer:
     """Trains a policy by RL. The driver holds batches and advantages; models live in worker groups.
 
     Each step of `fit` changes the batch in place and returns its metrics. Variants override a step: `_gather_batch` to
-    draw prompts differently, `variant_state` and `load_variant_state` to save more.
+    draw prompts differently, `variant_state` and `load_variant_state` to save more. `config` is a PPOConfig, or a
+    composed config, of which `self.config` is the typed tree.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class RayPPOTrainer:
         train_sampler: Sampler | None = None,
         device_name: str | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = to_settings(config, PPOConfig)
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_worker_mapping = role_worker_mapping
@@ -118,7 +121,8 @@ class RayPPOTrainer:
             if group is not None:
                 group.init_model()
         if serves_reward_model(self.config):
-            self.reward_fn = self.val_reward_fn = load_served_reward(self.config, self.tokenizer, self.rm_wg)
+            served = load_served_reward(to_omegaconf(self.config), self.tokenizer, self.rm_wg)
+            self.reward_fn = self.val_reward_fn = served
         self.ranks = self.actor_rollout_wg.world_size
         trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}
         if self.use_critic:

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 
+from verl.config.ppo import PPOConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.protocol import DataProto
 
@@ -29,7 +29,7 @@ class RolloutCheck:
     the differences may be LIMIT_OF_HALF.
     """
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: PPOConfig) -> None:
         roles = config.actor_rollout_ref
         self.rollout, types = roles.rollout, (roles.rollout.dtype, roles.actor.fsdp_config.dtype)
         self.exact = all(dtype in ("fp32", "float32") for dtype in types)

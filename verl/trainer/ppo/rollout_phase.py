@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
+from verl.config.compose import to_omegaconf
+from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
@@ -30,10 +31,10 @@ class RolloutPhase:
     model_path: str | None = None  # whose stop tokens end an answer; None for that of the tokenizer
 
     def __init__(
-        self, config: DictConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
+        self, config: PPOConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
     ) -> None:
         serves = RolloutReplicaRegistry.serves(config.actor_rollout_ref.rollout)
-        self.agent_loops = manager_class(config)(config, actor_group) if serves else None
+        self.agent_loops = manager_class(config)(to_omegaconf(config), actor_group) if serves else None
         if config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout

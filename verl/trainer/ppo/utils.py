@@ -10,7 +10,8 @@ from verl.utils.registry import nearest
 from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from verl.config.algorithm import RolloutCorrectionConfig
+    from verl.config.ppo import PPOConfig
 
 WorkerType = type[Any]  # a Ray remote class made from a Worker
 
@@ -49,7 +50,7 @@ def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
     return Role.RewardModel in role_worker_mapping
 
 
-def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:
+def version_notes(config: PPOConfig, tokenizer: Any) -> dict[str, str]:
     """What the run does differently from earlier versions, for `Starts`."""
     model, given = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.stop_token_ids
     ends = stop_ids(tokenizer, model, given)
@@ -59,7 +60,7 @@ def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:
     return {"stop_token_ids": f"stop tokens: eos_token -> {ends}, those of generation_config.json too (applied; {how})"}
 
 
-def rollout_correction(config: DictConfig) -> DictConfig | None:
+def rollout_correction(config: PPOConfig) -> RolloutCorrectionConfig | None:
     """algorithm.rollout_correction where any part of it is switched on, else None."""
     section = config.algorithm.rollout_correction
     if section is None:

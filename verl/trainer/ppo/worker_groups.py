@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
 
-from verl.algos.rollout_correction import use_bypass_loss
+from verl.config.compose import with_values
+from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import (
@@ -84,26 +84,24 @@ def actor_role(mapping: Mapping[Role, WorkerType]) -> Role:
 
 
 def classes(
-    config: DictConfig, mapping: Mapping[Role, WorkerType], device_name: str, steps: int
+    config: PPOConfig, mapping: Mapping[Role, WorkerType], device_name: str, steps: int
 ) -> dict[Role, RayClassWithInitArgs]:
     """The class of each role with its config section; `steps`: training steps, the end of learning-rate schedules."""
-    # Resolved here: a section sent to a rank has no root that its interpolations could refer to.
-    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    actor_section = resolved.actor_rollout_ref
-    actor_section.actor.optim.total_training_steps = steps
-    resolved.critic.optim.total_training_steps = steps
-    correction = rollout_correction(resolved)
+    changes: dict[str, Any] = {"actor.optim.total_training_steps": steps}
+    correction = rollout_correction(config)
     if correction is not None and correction.bypass_mode:
-        use_bypass_loss(actor_section.actor.policy_loss, correction)
-    if Role.Critic in mapping:  # it shares the actor's processes and their group
-        critics = resolved.critic.get("nccl_timeout", 0)
-        actor_section.nccl_timeout = max(actor_section.nccl_timeout, critics)
+        changes |= {"actor.policy_loss.loss_mode": "bypass_mode"}
+        changes |= {"actor.policy_loss.rollout_correction": correction}
+    if Role.Critic in mapping and "nccl_timeout" in config.critic:  # it shares the actor's processes and their group
+        changes |= {"nccl_timeout": max(config.actor_rollout_ref.nccl_timeout, config.critic.nccl_timeout)}
+    actor_section = with_values(config.actor_rollout_ref, changes)
+    critic_section = with_values(config.critic, {"optim.total_training_steps": steps})
     role = actor_role(mapping)
     actor_class = mapping[Role.ActorRollout]
-    peak = {} if resolved.trainer.peak_tflops is None else {"peak_tflops": resolved.trainer.peak_tflops}
+    peak = {} if config.trainer.peak_tflops is None else {"peak_tflops": config.trainer.peak_tflops}
     options = {"device_name": device_name, **peak}
     parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), **options)}
-    for other, section in ((Role.Critic, resolved.critic), (Role.RewardModel, resolved.reward_model)):
+    for other, section in ((Role.Critic, critic_section), (Role.RewardModel, config.reward_model)):
         if other in mapping:
             settings = {}
             if other is Role.RewardModel and serves_reward_model(config):
@@ -116,7 +114,7 @@ def classes(
     return parts
 
 
-def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str] | None:
+def nsight_options(config: PPOConfig, of_driver: bool = False) -> dict[str, str] | None:
     """Options of `nsys profile` around the ranks or the driver (global_profiler.tool=nsys), else None.
 
     Reports go to global_profiler.save_path, which is made here; on a cluster it must be shared.
@@ -124,8 +122,8 @@ def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str
     profiler = config.global_profiler
     if profiler.tool != "nsys" or not profiler.steps:
         return None
-    settings = OmegaConf.to_container(profiler.global_tool_config.nsys, resolve=True)
-    options = settings["controller_nsight_options" if of_driver else "worker_nsight_options"]
+    tool = profiler.global_tool_config.nsys
+    options = dict(tool.controller_nsight_options if of_driver else tool.worker_nsight_options)
     parts = [config.actor_rollout_ref[part] for part in ("actor", "rollout", "ref")] + [config.critic]
     if not of_driver and options.get("capture-range-end") is None:
         starts = [s for s in profiler.steps if not profiler.profile_continuous_steps or s - 1 not in profiler.steps]

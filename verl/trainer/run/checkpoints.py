@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 
 from verl.checkpoint import rng, should_save_ckpt_esi
 from verl.checkpoint.publish import (
@@ -27,6 +26,7 @@ from verl.checkpoint.publish import (
     find_valid_checkpoint,
     verify_manifest,
 )
+from verl.config.common import RunConfig
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import from_first_rank, is_first_rank
 from verl.utils.distributed import host_barrier
@@ -73,7 +73,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, trainer: DictConfig, parts: Mapping[str, Saveable], stream: PromptStream, fingerprint: dict[str, Any],
+        self, trainer: RunConfig, parts: Mapping[str, Saveable], stream: PromptStream, fingerprint: dict[str, Any],
         max_to_keep: int | None, restores_rng: bool = True, delete_after_load: bool = False,
     ) -> None:
         self.trainer = trainer
@@ -113,7 +113,8 @@ class Checkpoints:
 
     def is_due(self, step: int, last: bool, step_seconds: float = 0.0) -> bool:
         """By trainer.save_freq, or because a rented instance expires before another step of that length is done."""
-        every, spare = self.trainer.save_freq, self.trainer.get("esi_redundant_time", 0)
+        every = self.trainer.save_freq
+        spare = self.trainer.esi_redundant_time if "esi_redundant_time" in self.trainer else 0
         by_number = every > 0 and step % every == 0
         return by_number or (last and every != 0) or should_save_ckpt_esi(step_seconds, redundant_time=spare)
 
@@ -154,7 +155,7 @@ class Checkpoints:
     def _publish(self, step: int, writer: ExitStack) -> None:
         """Publish a checkpoint, and copy it with the tracker file to trainer.default_hdfs_dir, if that is set."""
         writer.close()
-        root, remote = Path(self.trainer.default_local_dir), self.trainer.get("default_hdfs_dir")
+        root, remote = Path(self.trainer.default_local_dir), self.trainer.default_hdfs_dir
         if remote is None or not is_first_rank():
             return
         try:
@@ -247,7 +248,7 @@ def _load_plain(file: Path) -> Any:
         raise CheckpointCorruptError(f"{file} cannot be loaded: {one_line(error)}") from error
 
 
-def checkpoint_to_resume(trainer_config: DictConfig) -> Path | None:
+def checkpoint_to_resume(trainer_config: RunConfig) -> Path | None:
     """The folder that `trainer.resume_mode` points to, its manifest checked; None: start from step 0."""
     mode = trainer_config.resume_mode
     if mode == "disable":

@@ -2,8 +2,8 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 
 from verl.trainer.run.timing import StepFailed, root_cause
@@ -12,7 +12,7 @@ from verl.utils.user_code import full_traceback, user_frame
 from verl.utils.visible_text import visible
 
 
-def failure_message(error: Exception, config: DictConfig) -> str:
+def failure_message(error: Exception, config: Any) -> str:
     """Why a run ended; writes traceback.txt (other ranks: traceback_rankN.txt) into trainer.default_local_dir."""
     cause = root_cause(error)
     if isinstance(cause, StepFailed):

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import ray
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.config.ppo import PPOConfig
 from verl.trainer.run.failure import failure_message
 from verl.utils import supervisor
 from verl.utils.stop_signals import StopSignals
@@ -51,7 +51,7 @@ class StopFlag:
 
 
 @contextmanager
-def started_session(config: DictConfig) -> Iterator[bool]:
+def started_session(config: PPOConfig) -> Iterator[bool]:
     """A Ray session for the block: the current one, the cluster of RAY_ADDRESS, or else a new local one.
 
     Yields whether it is a new one. Only what was started here is stopped at the end.
@@ -59,7 +59,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    settings = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    settings = dict(config.ray_kwargs.ray_init)
     settings["runtime_env"] = with_worker_env(settings.get("runtime_env") or {})
     if os.environ.get("RAY_ADDRESS") or settings.get("address"):
         settings.pop("num_cpus", None)  # the CPUs of a running cluster are fixed
@@ -156,7 +156,7 @@ def stop_left_session(run_dir: Path) -> None:
     record.unlink()
 
 
-def logical_cpus(config: DictConfig) -> int:
+def logical_cpus(config: PPOConfig) -> int:
     """CPUs of a local Ray session: at least one for the task runner, one per CPU rank, one for a reward task."""
     return max(os.cpu_count() or 1, config.trainer.nnodes * config.trainer.n_gpus_per_node + 2)
 
@@ -177,7 +177,7 @@ def remove_dead_sessions() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_here(runner: Any, config: DictConfig) -> int:
+def run_here(runner: Any, config: Any) -> int:
     """Run the task runner in this process, on its own Ray session; the exit code. Signals as in run_until_done."""
     for name, value in WORKER_ENV.items():
         os.environ.setdefault(name, value)
@@ -196,7 +196,7 @@ def run_here(runner: Any, config: DictConfig) -> int:
         os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
 
-def run_until_done(runner: Any, config: DictConfig) -> int:
+def run_until_done(runner: Any, config: Any) -> int:
     """Run the task runner, an actor; the exit code.
 
     The first signal requests a stop after the current step, a second one ends the process.

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 from loguru import logger
-from omegaconf import DictConfig
 
+from verl.config.compose import to_plain
 from verl.protocol import DataProto
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
 from verl.trainer.run.starts import Starts, leaves, set_aside
@@ -72,13 +72,14 @@ class RunLog:
 
     Files in `trainer.default_local_dir`: metrics.jsonl, samples.jsonl, run_config.yaml, versions.json, report.html.
     Used as a context manager, it opens the trackers (`trainer.logger`), closes them however the run ends, and makes
-    the report. With `writes=False` (ranks other than the first) nothing is written. `notes`: see Starts.
+    the report. `config` is a typed tree with a section `trainer`. With `writes=False` (ranks other than the first)
+    nothing is written. `notes`: see Starts.
     """
 
     def __init__(
-        self, config: DictConfig, total_steps: int, writes: bool = True, notes: Mapping[str, str] | None = None
+        self, config: Any, total_steps: int, writes: bool = True, notes: Mapping[str, str] | None = None
     ) -> None:
-        self.config = config
+        self.config, self.plain_config = config, to_plain(config)
         self.writes = writes
         self.total_steps, self.last_step = total_steps, 0
         self.run_dir = Path(config.trainer.default_local_dir)
@@ -94,7 +95,7 @@ class RunLog:
         if self.writes:
             run = self.config.trainer
             backends = [run.logger] if isinstance(run.logger, str) else list(run.logger)
-            self.tracking = Tracking(run.project_name, run.experiment_name, backends, redact(self.config))
+            self.tracking = Tracking(run.project_name, run.experiment_name, backends, redact(self.plain_config))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -114,15 +115,15 @@ class RunLog:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
-        for line in self.starts.begin(self.config, resumed_step, self.total_steps):
+        for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps):
             logger.warning("changed since the checkpoint: {}", line)
         for log in (self.metrics_log, self.samples_log):
             if resumed_step:
                 log.cut_after(resumed_step)
             elif kept := set_aside(log.path):
                 logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
-        seed = self.config.trainer.get("seed")
-        own = [f"{k}={v}" for k, v in leaves(self.config) if k.endswith("seed") and v not in (None, seed)]
+        seed = self.config.trainer.seed
+        own = [f"{k}={v}" for k, v in leaves(self.plain_config) if k.endswith("seed") and v not in (None, seed)]
         seeds = ", ".join([f"trainer.seed={seed}", *own])
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl.utils.jsonl import read_objects
 from verl.utils.redact import redact_command, redacted_yaml
@@ -36,7 +36,7 @@ class Starts:
         self.path = run_dir / STARTS_FILE
         self.number = 0  # of this start; 0 until `begin`
 
-    def begin(self, config: DictConfig, step: int, total_steps: int) -> list[str]:
+    def begin(self, config: Mapping[str, Any], step: int, total_steps: int) -> list[str]:
         """Enter a start from a checkpoint of `step` (0: from the beginning).
 
         Returns a line for each setting that differs from the start which wrote that checkpoint, and each note that is
@@ -77,7 +77,7 @@ class Starts:
 
 
 def changed_settings(
-    old: DictConfig, new: DictConfig, in_force: Mapping[str, Any]
+    old: Mapping[str, Any], new: Mapping[str, Any], in_force: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead; and the
     values in use that are not those of `new`. `in_force`: those that are not those of `old`.

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.run.samples import sample_rows, write_jsonl
 from verl.utils.metric import reduce_metrics
@@ -25,7 +25,7 @@ class Validator:
     """
 
     def __init__(
-        self, config: DictConfig, loader: Iterable[dict[str, Any]], tokenizer: Any, *,
+        self, config: PPOConfig, loader: Iterable[dict[str, Any]], tokenizer: Any, *,
         generate: Callable[[DataProto, int], tuple[DataProto, Mapping[str, float]]],
         score: Callable[[DataProto], tuple[DataProto, torch.Tensor, Mapping[str, list[Any]], Any]],
     ) -> None:

@@ -1,13 +1,15 @@
 """From data files to each rank's share of a batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import ListConfig
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.config.compose import to_omegaconf
+from verl.config.sft import SFTDataConfig
 from verl.data.rl_dataset import collate_fn
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.protocol import DataProto
@@ -17,14 +19,15 @@ from verl.workers.actor.batch_cuts import micro_batches
 
 
 def create_sft_dataset(
-    data_paths: str | Sequence[str], data_config: DictConfig, tokenizer: Any, max_samples: int = -1
+    data_paths: str | Sequence[str], data_config: Mapping[str, Any], tokenizer: Any, max_samples: int = -1
 ) -> Dataset:
     """The data set of `data.custom_cls`, of conversations (data.multiturn.enable), or of pairs, over these files."""
     files = list(data_paths) if isinstance(data_paths, list | tuple | ListConfig) else [data_paths]
     local = [copy_to_local(file, use_shm=data_config.use_shm) for file in files]
     dataset_class = get_sft_dataset_class(data_config)
-    named = {"parquet_files": local, "tokenizer": tokenizer, "config": data_config, "max_samples": max_samples}
-    return dataset_class(**named)
+    return dataset_class(
+        parquet_files=local, tokenizer=tokenizer, config=to_omegaconf(data_config), max_samples=max_samples
+    )
 
 
 class RankShares:
@@ -71,7 +74,7 @@ def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> StatefulD
     )  # fmt: skip
 
 
-def cut(batch: Any, data: DictConfig) -> list[Any]:
+def cut(batch: Any, data: SFTDataConfig) -> list[Any]:
     """Micro-batches [b, T] of a rank's TensorDict [B, L], equally many on every rank, T its longest sample.
 
     micro_batch_size_per_gpu rows each, or, with data.packing, as many as fit into that many full-length rows.

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, samples_per_forward
 from verl.data.sft_dataset import SFTDataset
@@ -49,6 +49,7 @@ class FSDPSFTTrainer:
     So neither the cut into micro-batches, nor packing, nor the number of ranks changes it. A variant overrides
     `step_inputs` and `backward` (what a micro-batch adds to the gradient), `validation_step` and `validation_means`,
     `build_dataset`, `problems`, or `config_type`. All methods are called on all ranks.
+    `config` is a tree of `config_type`, or a composed one, of which `self.config` is the typed tree.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
     `ulysses_device_mesh` is taken for verl's callers: ulysses_sequence_parallel_size makes the groups.
     """
@@ -58,14 +59,17 @@ class FSDPSFTTrainer:
 
     def __init__(
         self,
-        config: DictConfig,
+        config: SFTConfig,
         device_mesh: DeviceMesh | None,
         ulysses_device_mesh: DeviceMesh | None,
         tokenizer: Any,
         train_dataset: Dataset,
         val_dataset: Dataset | None = None,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        config = to_settings(config, self.config_type)
+        folder = Path(config.trainer.default_local_dir).expanduser().absolute()  # also where a resume looks
+        config = with_values(config, {"trainer.default_local_dir": str(folder)})
+        self.tokenizer = tokenizer
         run, size = config.trainer, config.data.train_batch_size
         if len(train_dataset) < size:
             raise ValueError(
@@ -85,7 +89,8 @@ class FSDPSFTTrainer:
             raise ValueError(
                 "data.packing=true: this model cannot compute batches without padding (see above). Set it to false."
             )
-        config.data.micro_batch_size_per_gpu = samples_per_forward(config.data, self.engine.get_data_parallel_size())
+        rows = samples_per_forward(config.data, self.engine.get_data_parallel_size())
+        self.config = config = with_values(config, {"data.micro_batch_size_per_gpu": rows})
         ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
         if size % ranks:
             raise ValueError(
@@ -100,7 +105,6 @@ class FSDPSFTTrainer:
         self.global_steps = 0
         self.counters = {"nonfinite_in_row": 0, "skipped": 0}
         self.best: dict[str, Any] = {}
-        run.default_local_dir = str(Path(run.default_local_dir).expanduser().absolute())  # also where a resume looks
         files = [config.data.train_files] if isinstance(config.data.train_files, str) else list(config.data.train_files)
         fingerprint = data_fingerprint(files, len(train_dataset)) | {"train_batch_size": size, "seed": run.seed}
         self.checkpoints = Checkpoints(
@@ -114,7 +118,7 @@ class FSDPSFTTrainer:
         )  # fmt: skip
 
     @classmethod
-    def problems(cls, config: DictConfig, findings: Findings) -> Iterable[Problem]:
+    def problems(cls, config: SFTConfig, findings: Findings) -> Iterable[Problem]:
         """Further problems of a run, at a start and in a dry run. `findings` has its model's tokenizer and hf_config,
         None if they could not be loaded."""
         return ()
@@ -125,7 +129,7 @@ class FSDPSFTTrainer:
         return cls.backward is FSDPSFTTrainer.backward
 
     @classmethod
-    def build_tokenizer(cls, config: DictConfig) -> Any:
+    def build_tokenizer(cls, config: SFTConfig) -> Any:
         """The tokenizer of model.partial_pretrain, with data.chat_template where that is set."""
         path = copy_to_local(config.model.partial_pretrain)
         tokenizer = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
@@ -134,12 +138,12 @@ class FSDPSFTTrainer:
         return tokenizer
 
     @classmethod
-    def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+    def build_dataset(cls, files: Any, config: SFTConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """The data set of these files; rows are dicts of tensors, input_ids, attention_mask, loss_mask among them."""
         return create_sft_dataset(files, config.data, tokenizer, max_samples)
 
     @classmethod
-    def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+    def build_val_dataset(cls, files: Any, config: SFTConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """The same for validation."""
         return cls.build_dataset(files, config, tokenizer, max_samples)
 

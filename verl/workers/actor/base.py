@@ -66,9 +66,10 @@ def register_auxiliary_loss(name: str) -> Callable[[type[AuxiliaryLoss]], type[A
 
 def auxiliary_losses(config: ActorConfig, engine: Any) -> list[AuxiliaryLoss]:
     """The losses that the actor's settings turn on; ValueError if several of them need the policy's cache."""
-    used = {name: entry for name, entry in _AUXILIARY_LOSSES.items() if config.get(f"{name}_coef", 1.0)}
     losses = {}
-    for name, entry in used.items():
+    for name, entry in _AUXILIARY_LOSSES.items():
+        if (key := f"{name}_coef") in config and not config[key]:
+            continue
         made = load_class_from_fqn(entry, "auxiliary loss") if isinstance(entry, str) else entry
         losses[name] = made(config, engine)
     if len(caching := [name for name, loss in losses.items() if loss.needs_cache]) > 1:

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl.algos.aggregation import agg_loss
+from verl.algos.aggregation import StepCounts, agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens, get_policy_loss_fn
+from verl.algos.policy_loss import TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
 from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
-from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
+from verl.workers.actor.optimizer_step import forward_in_order, update_by_mini_batches
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import Policy
 
@@ -35,7 +35,7 @@ class DataParallelPPOActor(BasePPOActor):
         super().__init__(config)
         self.engine = engine
         self.policy = policy
-        self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self.loss_fn = get_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         with engine.eval_mode():  # there it is known whether ranks share sequences
@@ -116,20 +116,16 @@ class DataParallelPPOActor(BasePPOActor):
             return everyone.cpu(), self.engine.rank * len(values)
 
         keys = _token_keys(columns["input_ids"], log_prob.shape[1], config.data_loader_seed + number)
-        columns["chosen"] = choose_tokens(
-            config.policy_loss.loss_mode, config, columns["old_log_probs"] if "old_log_probs" in columns else log_prob,
-            log_prob, columns["advantages"], columns["response_mask"], keys, total, gather,
-        )  # fmt: skip
+        old = columns["old_log_probs"] if "old_log_probs" in columns else log_prob
+        inputs = LossInputs(log_prob, old, columns["advantages"], columns["response_mask"])
+        columns["chosen"] = choose_tokens(config.policy_loss.loss_mode, inputs, config, keys, total, gather)
 
     def _loss(
         self, batch: TensorDict, counts: StepCounts, temperature: float
     ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
         """`LossOf` a micro-batch with columns [b, R] and [b, P+R]; response_mask: 1 = counted."""
-        # Losses take the counts from their config, as in verl.
-        info = {**asdict(counts), "loss_scale_factor": self.config.loss_scale_factor}
-        chosen = {"chosen": batch["chosen"]} if "chosen" in batch.keys() else {}
-        config = replace(self.config, global_batch_info=info | chosen)
-        mask = batch["response_mask"]
+        config, mask = self.config, batch["response_mask"]
+        counts = replace(counts, loss_scale_factor=config.loss_scale_factor)
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         caching = next((loss for loss in self.auxiliary_losses if loss.needs_cache), None)
         additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
@@ -143,15 +139,16 @@ class DataParallelPPOActor(BasePPOActor):
         if caching is not None:
             additive |= caching.backward(batch)
         old = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_prob.detach()
-        result = self.loss_fn(
-            old_log_prob=old,
+        inputs = LossInputs(
             log_prob=log_prob,
+            old_log_prob=old,
             advantages=batch["advantages"],
             response_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            config=config,
-            rollout_is_weights=batch["rollout_is_weights"] if "rollout_is_weights" in batch.keys() else None,
+            counts=counts,
+            chosen=batch.get("chosen", None),
+            rollout_is_weights=batch.get("rollout_is_weights", None),
         )
+        result = self.loss_fn(inputs, config)
         loss, means = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(means, dict):
             raise TypeError(
@@ -160,13 +157,13 @@ class DataParallelPPOActor(BasePPOActor):
             )
         additive["actor/pg_loss"] = loss.item()
         if wants_entropy:
-            entropy_agg = agg_loss(entropy, mask, config.loss_agg_mode, **info)
+            entropy_agg = agg_loss(entropy, mask, config.loss_agg_mode, **asdict(counts))
             additive["actor/entropy"] = entropy_agg.item()
             if config.entropy_coeff != 0:
                 loss = loss - config.entropy_coeff * entropy_agg
         if config.use_kl_loss:
             kl = kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type)
-            kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **info)
+            kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **asdict(counts))
             additive["actor/kl_loss"] = kl_loss.item()
             loss = loss + config.kl_loss_coef * kl_loss
         counted = mask.bool()

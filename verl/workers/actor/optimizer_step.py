@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
+from verl.algos.aggregation import StepCounts
 from verl.config.actor import ActorConfig
 from verl.config.critic import CriticConfig
 from verl.profiling.profile import finished_update
@@ -18,16 +19,6 @@ from verl.protocol import DataProto
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.packing import moved
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Counts over all ranks that the losses of one mini-batch are divided by, named as `agg_loss` takes them."""
-
-    dp_size: int
-    batch_num_tokens: int
-    global_batch_size: int  # sequences with a counted token
-
 
 #: (micro-batch, counts) -> (loss to differentiate, parts that add up over micro-batches, means over its counted tokens)
 LossOf = Callable[[TensorDict, StepCounts], tuple[torch.Tensor, dict[str, float], dict[str, float]]]

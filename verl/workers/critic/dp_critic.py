@@ -1,19 +1,18 @@
 """Values of response tokens and their clipped regression to the returns (Schulman et al. 2017, PPO)."""
 
 from contextlib import nullcontext
-from dataclasses import asdict
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from verl.algos.aggregation import masked_mean
-from verl.algos.policy_loss import compute_value_loss
+from verl.algos.aggregation import StepCounts, masked_mean
+from verl.algos.policy_loss import value_loss
 from verl.config.critic import FSDPCriticConfig
 from verl.protocol import DataProto
 from verl.utils.peft_weights import without_adapters
 from verl.workers.actor.batch_cuts import micro_batches
-from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
+from verl.workers.actor.optimizer_step import forward_in_order, update_by_mini_batches
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import make_packable
@@ -49,10 +48,7 @@ class DataParallelPPOCritic(BasePPOCritic):
 
     def _loss(self, batch: TensorDict, counts: StepCounts) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
         mask, values = batch["response_mask"], self._values(batch)
-        loss, clipped = compute_value_loss(
-            values, batch["returns"], batch["values"], mask, self.config.cliprange_value, self.config.loss_agg_mode,
-            global_batch_info=asdict(counts),
-        )  # fmt: skip
+        loss, clipped = value_loss(values, batch["returns"], batch["values"], mask, counts, self.config)
         means = {
             "critic/vf_clipfrac": clipped.item(),
             "critic/vpred_mean": masked_mean(values.detach(), mask).item(),

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig
 
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.common import CheckpointConfig
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import to_settings
 from verl.config.model import HFModelConfig
+from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.rollout import RolloutConfig
 from verl.models.loading import torch_dtype_of
@@ -46,9 +46,12 @@ class ActorRolloutRefWorker(ModelWorker):
     update in them (0: as loaded); every generated row carries it, and a rollout that holds another version is refused.
     """
 
+    config_type = ActorRolloutRefConfig
+
     def __init__(
-        self, config: DictConfig, role: str, device_name: str | None = None, peak_tflops: float | None = None, **kwargs
+        self, config: Any, role: str, device_name: str | None = None, peak_tflops: float | None = None, **kwargs
     ) -> None:
+        config = to_settings(config, ActorRolloutRefConfig)
         super().__init__(config, device_name, config.nccl_timeout, peak_tflops)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
@@ -61,9 +64,9 @@ class ActorRolloutRefWorker(ModelWorker):
         self.rollout_is_awake = False
 
     @staticmethod
-    def profiler_config(section: DictConfig) -> ProfilerConfig:
+    def profiler_config(section: ActorRolloutRefConfig) -> ProfilerConfig:
         """The joined settings of the parts with profiler.enable=true, which share this process."""
-        parts = [ModelWorker.profiler_config(section[part]) for part in ("actor", "rollout", "ref") if part in section]
+        parts = [ModelWorker.profiler_config(part) for part in (section.actor, section.rollout, section.ref)]
         enabled = [part for part in parts if part.enable]
         return functools.reduce(ProfilerConfig.union, enabled) if enabled else ProfilerConfig()
 
@@ -71,9 +74,10 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self) -> None:
         """Join the process group, then build what the role asks for."""
         self.join_ranks("actor", "rollout", "ref")
-        self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
-        section = per_rank_sizes(self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size)
-        self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(section, FSDPActorConfig)
+        self.model_config = self.config.model.load()
+        self.actor_config = per_rank_sizes(
+            self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
+        )
         if self._is_actor:
             self.policy = self._make_policy(self.actor_config)
             self.engine = self._make_engine(
@@ -83,12 +87,12 @@ class ActorRolloutRefWorker(ModelWorker):
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
         if self._is_rollout:
-            rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
+            rollout_config = self.config.rollout
             rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
             self.rollout = rollout_class(rollout_config, self.model_config, self.engine.mesh)
             self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
-            ref_config: FSDPRefConfig = omega_conf_to_dataclass(self.config.ref, FSDPRefConfig)
+            ref_config = self.config.ref
             self.ref_engine = self._make_engine(
                 ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
             )
@@ -107,12 +111,14 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         if config.model_path is None:
             return self.model_config
-        settings = {"path": config.model_path, "tokenizer_path": None, "hf_config_path": None, "lora_rank": 0}
-        model = HFModelConfig(**{
-            name: settings.get(name, self.config.model[name])
-            for name in ("path", "tokenizer_path", "hf_config_path", "lora_rank", "use_shm", "trust_remote_code",
-                         "override_config", "use_remove_padding")
-        }).load()  # fmt: skip
+        policy = self.config.model
+        model = HFModelConfig(
+            path=config.model_path,
+            use_shm=policy.use_shm,
+            trust_remote_code=policy.trust_remote_code,
+            override_config=policy.override_config,
+            use_remove_padding=policy.use_remove_padding,
+        ).load()
         own, other = self.model_config.tokenizer.get_vocab(), model.tokenizer.get_vocab()
         if own != other:
             token = next(iter(sorted(set(own.items()) ^ set(other.items()))))[0]
@@ -231,7 +237,7 @@ class ActorRolloutRefWorker(ModelWorker):
             log_probs, _ = model.compute_log_prob(data)
         return DataProto.from_dict({"ref_log_prob": log_probs})
 
-    def _set_forward_sizes(self, data: DataProto, section: DictConfig) -> None:
+    def _set_forward_sizes(self, data: DataProto, section: FSDPRefConfig | RolloutConfig) -> None:
         """Micro-batch sizes of a forward-only pass: the section's own, else the update's."""
         size = section.log_prob_micro_batch_size_per_gpu
         if size is None and section.log_prob_micro_batch_size is not None:

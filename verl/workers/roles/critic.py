@@ -2,7 +2,6 @@
 
 import time
 
-from verl.config.compose import omega_conf_to_dataclass
 from verl.config.critic import FSDPCriticConfig
 from verl.config.model import HFModelConfig, PluginConfig
 from verl.profiling.profile import DistProfiler
@@ -16,13 +15,14 @@ from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 class CriticWorker(ModelWorker):
     """A value model over the ranks: one number per token, trained by clipped regression to the returns."""
 
+    config_type = FSDPCriticConfig
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, load the value model."""
         self.join_ranks("critic")
         config = per_rank_sizes(self.config, "critic", self.config.rollout_n, self.world_size)
-        self.critic_config: FSDPCriticConfig = omega_conf_to_dataclass(config, FSDPCriticConfig)
-        config = self.critic_config
+        self.critic_config: FSDPCriticConfig = config
         self.engine = FSDPEngine(
             value_model(config.model), config.model.fsdp_config, config.optim, config.checkpoint,
             device=self.device_name,

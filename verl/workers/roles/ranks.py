@@ -1,10 +1,12 @@
 """What every role does on a rank: joining the others, sharing batch sizes out, checkpoints."""
 
+from typing import Any, TypeVar
+
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
 from transformers import PretrainedConfig
 
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.base import BaseConfig
+from verl.config.compose import to_settings, with_values
 from verl.config.profiler import ProfilerConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
@@ -14,29 +16,36 @@ from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.utils.accelerator import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine.fsdp import FSDPEngine
+
+Role = TypeVar("Role", ActorConfig, CriticConfig)
 
 
 class ModelWorker(Worker, DistProfilerExtension):
-    """A rank that holds one model in `engine`, which a subclass's init_model builds."""
+    """A rank that holds one model in `engine`, which a subclass's init_model builds.
 
+    `config` is the role's section, a composed one or of the class `config_type`.
+    """
+
+    config_type: type[BaseConfig]
     engine: FSDPEngine
 
     def __init__(
-        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None,
+        self, config: Any, device_name: str | None = None, nccl_timeout: float | None = None,
         peak_tflops: float | None = None, **kwargs,
     ) -> None:  # fmt: skip
         Worker.__init__(self)
-        DistProfilerExtension.__init__(self, DistProfiler(self.rank, self.profiler_config(config)))
-        self.config = config
+        self.config = to_settings(config, self.config_type)
+        DistProfilerExtension.__init__(self, DistProfiler(self.rank, self.profiler_config(self.config)))
         self.nccl_timeout = nccl_timeout
         self.peak_tflops = peak_tflops
         self.device_name = get_device_name() if device_name is None else device_name
 
     @staticmethod
-    def profiler_config(section: DictConfig) -> ProfilerConfig:
+    def profiler_config(section: Any) -> ProfilerConfig:
         """The profiler settings of a role's section."""
-        return omega_conf_to_dataclass(section.get("profiler") or {}, ProfilerConfig)
+        return ProfilerConfig() if section.profiler is None else section.profiler
 
     def join_ranks(self, *meshes: str) -> None:
         """Choose this rank's GPU, join the process group, and take a share of every batch sent to `meshes`."""
@@ -79,22 +88,19 @@ class ModelWorker(Worker, DistProfilerExtension):
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
 
-def per_rank_sizes(section: DictConfig, key: str, n: int, ranks: int) -> DictConfig:
-    """A copy of `actor` or `critic` whose batch sizes count one rank's samples (prompts * n / ranks).
+def per_rank_sizes(section: Role, key: str, n: int, ranks: int) -> Role:
+    """The settings of `actor` or `critic` with batch sizes that count one rank's samples (prompts * n / ranks).
 
     Micro-batches are set per rank. Raises ValueError, naming `key`, where ranks cannot share a mini-batch evenly.
     """
-    section = OmegaConf.create(OmegaConf.to_container(section, resolve=True))
     samples = section.ppo_mini_batch_size * n
     if samples % ranks:
         raise ValueError(
             f"{key}.ppo_mini_batch_size={section.ppo_mini_batch_size} x rollout.n={n} gives {samples} samples, which "
             f"{ranks} ranks cannot share evenly. Use a multiple of {ranks}."
         )
-    with open_dict(section):
-        section.ppo_mini_batch_size = samples // ranks
-        for name in ("ppo_micro_batch_size", "forward_micro_batch_size"):
-            if section.get(name) is not None:
-                section[f"{name}_per_gpu"] = max(1, section[name] // ranks)
-                section[name] = None
-    return section
+    sizes: dict[str, int | None] = {"ppo_mini_batch_size": samples // ranks}
+    for name in ("ppo_micro_batch_size", "forward_micro_batch_size"):
+        if name in section and section[name] is not None:
+            sizes |= {f"{name}_per_gpu": max(1, section[name] // ranks), name: None}
+    return with_values(section, sizes)

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 
 from verl.config.common import CheckpointConfig
-from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
 from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
@@ -30,11 +29,13 @@ class RewardModelWorker(ModelWorker):
     reward model's own tokenizer.
     """
 
+    config_type = RewardModelConfig
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, load the reward model."""
         self.join_ranks("reward")
-        self.settings: RewardModelConfig = omega_conf_to_dataclass(self.config, RewardModelConfig)
+        self.settings: RewardModelConfig = self.config
         model = self.settings.model
         self.engine = FSDPEngine(
             value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 
-from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.accelerator import visible_device
@@ -57,10 +55,11 @@ class RewardModelServer(LocalVllmServer):
 class RewardServerWorker(ModelWorker):
     """Serves the reward model on `rollout.tensor_model_parallel_size` neighbouring ranks each, by the first of them."""
 
+    config_type = RewardModelConfig
     server: RewardModelServer | None = None
 
     def __init__(
-        self, config: DictConfig, *args: Any, discriminative: bool = True, log_dir: str = ".",
+        self, config: Any, *args: Any, discriminative: bool = True, log_dir: str = ".",
         start_timeout: float = 600.0, **kwargs: Any,
     ) -> None:  # fmt: skip
         """`start_timeout`: seconds (rollout.server.max_start_wait_time)."""
@@ -71,7 +70,7 @@ class RewardServerWorker(ModelWorker):
     def init_model(self) -> None:
         """Start the server and wait until it answers. Raises LocalServerError with the end of its log."""
         self.join_ranks("reward")
-        config = omega_conf_to_dataclass(self.config, RewardModelConfig)
+        config: RewardModelConfig = self.config
         size = config.rollout.tensor_model_parallel_size
         if self.world_size % size:
             raise ValueError(
