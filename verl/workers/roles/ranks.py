@@ -5,8 +5,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from verl.config.actor import ActorConfig
 from verl.config.base import BaseConfig
 from verl.config.compose import to_settings, with_values
+from verl.config.critic import CriticConfig
 from verl.config.profiler import ProfilerConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
@@ -16,7 +18,6 @@ from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.utils.accelerator import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine.fsdp import FSDPEngine
 
 Role = TypeVar("Role", ActorConfig, CriticConfig)
