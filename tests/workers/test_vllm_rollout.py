@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
+from tests.models.families import model_of
 from verl.config.rollout import SamplingConfig, SpeculativeConfig
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
@@ -92,6 +93,20 @@ def test_a_tied_head_computes_with_every_update_and_with_weights_from_disk(tmp_p
             logits = AutoModelForCausalLM.from_pretrained(other)(**inputs).logits[:, P - 1 : -1]
         read = logits.log_softmax(-1).gather(-1, output.batch["responses"].unsqueeze(-1)).squeeze(-1)
         assert difference(output, read) < 1e-5
+    finally:
+        made.rollout.close()
+        leave_group()
+
+
+@pytest.mark.process
+def test_experts_compute_with_every_update(tmp_path):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    made = Hybrid(str(tmp_path), {"max_model_len": 64, "max_num_batched_tokens": 64})
+    try:
+        for step in range(2):
+            made.actor.update_policy(rl_batch(seed=step))
+            output = made.generate(prompts(global_steps=step))
+            assert difference(output, made.log_probs(output, 1.0)) < 1e-4
     finally:
         made.rollout.close()
         leave_group()
@@ -408,6 +423,21 @@ def test_experts_and_quantization_reach_the_engine(wide_llama, monkeypatch):
         assert given["enable_expert_parallel"] == (experts == 2)
     assert given["hf_overrides"] == {"quantization_config_file": "q.json"}
     leave_group()
+
+
+@pytest.mark.process  # vLLM reads the model's class in a process of its own
+def test_a_model_that_vllm_runs_with_its_transformers_backend_is_refused_next_to_an_actor(tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    rollouts = {}
+    for name in ("Llama", "OLMo 2"):
+        model_of(name).save_pretrained(tmp_path / name)
+        model = EngineArgs(model=str(tmp_path / name), skip_tokenizer_init=True).create_model_config()
+        rollouts[name] = object.__new__(vLLMRollout)
+        rollouts[name].llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=model))
+    rollouts["Llama"].bind_actor(None, None)
+    with pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*Transformers backend.*rollout\.name=hf"):
+        rollouts["OLMo 2"].bind_actor(None, None)
 
 
 def test_an_unknown_engine_option_is_named(wide_llama):

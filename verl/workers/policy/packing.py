@@ -1,6 +1,7 @@
 """The layout of a batch without padding, optionally with a shared prompt computed once: one flat row of tokens.
 
 Only attention mixes tokens, so everything else runs on the flat row [1, T] directly; attention.py runs attention on it.
+Convolutions, recurrences and linear attention get the segments' boundaries, which transformers' kernels for them take.
 The layout is computed on the host by a few operations on the whole batch, so that no kernel of a device is waited for.
 """
 
@@ -152,6 +153,12 @@ class Packing:
         return Segments.of(self.lengths[:, [0, 0]], self.tokens.device)
 
     @cached_property
+    def segment_index(self) -> torch.Tensor:
+        """int32 [1, T]: the segment of each token of a flat row that ranks do not share."""
+        index = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), self.lengths[:, 0])
+        return index.unsqueeze(0).to(self.tokens.device, non_blocking=True)
+
+    @cached_property
     def shared_segments(self) -> tuple[Segments, torch.Tensor, torch.Tensor]:
         """The answers of each group as queries and its prompt as keys, for groups with answers; then the flat positions
         of these queries, int64 [A], and of these keys, int64 [P].
@@ -192,6 +199,8 @@ class Packing:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         inputs = {"input_ids": self.flat(input_ids), "position_ids": self.flat(position_ids), "attention_mask": mask,
                   "packing": self, "use_cache": cache is not None}  # fmt: skip
+        if self.group is None:  # a rank's part of a flat row does not begin where a segment does
+            inputs |= {"seq_idx": self.segment_index, "cu_seq_lens_q": self.own_segments.query_ends}
         return inputs if cache is None else inputs | {"past_key_values": cache}
 
 

@@ -24,7 +24,8 @@ EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 class PlatformWorker(VllmWorker):
-    """On a CPU with tied heads that follow every reload, and drafts verified at the requests' own temperatures."""
+    """On a CPU with tied heads and experts that follow every reload, and drafts verified at the requests' own
+    temperatures."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and vllm_config.speculative_config is not None:
@@ -35,9 +36,9 @@ class PlatformWorker(VllmWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's `reload_weights`; a tied head computes with the new weights too."""
+        """vLLM's `reload_weights`; tied heads and experts compute with the new weights too."""
         super().reload_weights(*args, **kwargs)
-        self._renew_tied_heads(self.model_runner.get_model())
+        self._pack_again(self.model_runner.get_model())
 
     def reload_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the draft model's weights in place, as `reload_weights` replaces the model's."""
@@ -47,14 +48,15 @@ class PlatformWorker(VllmWorker):
             initialize_layerwise_reload(model)
             model.load_weights(weights)
             finalize_layerwise_reload(model, self.vllm_config.speculative_config.draft_model_config)
-        self._renew_tied_heads(model)
+        self._pack_again(model)
 
     @staticmethod
-    def _renew_tied_heads(model: nn.Module) -> None:
-        """Pack the weights of output heads again that are an embedding's.
+    def _pack_again(model: nn.Module) -> None:
+        """Pack the weights of experts, and of output heads that are an embedding's.
 
-        On a CPU vLLM multiplies by a packed copy of the weights. A reload renews the copies of layers that the files
-        name; a tied head is none of them and would keep its first weights.
+        On a CPU vLLM multiplies by packed weights. A reload packs those of linear layers that the files name. A tied
+        head is none of them and would keep its first weights; experts are only packed when they are loaded first (vLLM
+        0.32), and their kernel would read weights that are not.
         """
         layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
         embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
@@ -63,6 +65,14 @@ class PlatformWorker(VllmWorker):
             tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings
             if tied and isinstance(method, UnquantizedEmbeddingMethod):
                 method.process_weights_after_loading(layer)
+        if not current_platform.is_cpu():
+            return
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+        for layer in model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if isinstance(kernel and kernel.fused_experts, CPUUnquantizedExperts):
+                kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def repair_expand_kernel() -> None:

@@ -185,6 +185,16 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         return counts["draft_tokens"], counts["accepted_tokens"]
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
+        """ValueError for a model that vLLM runs with its Transformers backend: that changes the model's class in this
+        process, and the actor's forward fails.
+        """
+        model = self.llm.llm_engine.model_config
+        if model.using_transformers_backend():
+            raise ValueError(
+                f"{KEY}.name=vllm cannot generate for an actor of {model.architecture}: vLLM runs this model with its "
+                "Transformers backend, which changes the class that the actor in the same process uses. Set "
+                f"{KEY}.name=hf, or sglang, whose engine has a process of its own."
+            )
         self.has_weights = False  # the actor's are what counts from now on
 
     def update_weights(
@@ -404,7 +414,7 @@ def _silence(name: str, text: str) -> None:
 
 
 def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
-    """vLLM's `LLM(**arguments)` within this process."""
+    """vLLM's `LLM(**arguments)` within this process; without prefix caching where vLLM would refuse it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are sent inside this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_cuda:
@@ -414,5 +424,11 @@ def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
         _silence(name, text)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
+    if arguments.get("enable_prefix_caching") and not arguments.get("enable_chunked_prefill", True):
+        if EngineArgs(**arguments).create_model_config().has_inner_state:
+            logger.info("rollout.enable_prefix_caching=true has no effect: vLLM caches states of recurrent layers only "
+                        "with chunked prefill")  # fmt: skip
+            arguments = arguments | {"enable_prefix_caching": False}
     return LLM(**arguments)
