@@ -9,6 +9,7 @@ import aiohttp
 import tenacity
 
 from verl.reward.rules.code_cases import Case, cases_of
+from verl.utils.http_json import ServiceBusy, ServiceError, request_json
 
 DEFAULT_TIMEOUT = 10  # seconds of one program
 MAX_RETRIES = 5  # requests for one verdict
@@ -19,15 +20,11 @@ SUPPORTED_LANGUAGES = [
     "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
     "python_gpu", "lean", "swift", "racket",
 ]  # fmt: skip
-_BUSY = (429, 500, 502, 503, 504)
+_MAX_REPLY_BYTES = 64 << 20  # a reply has the program's outputs
 
 
 class SandboxServiceError(RuntimeError):
     """The service gave no verdict after several attempts, or refused the request."""
-
-
-class _TryAgain(SandboxServiceError):
-    pass
 
 
 def call_sandbox_api(
@@ -145,26 +142,24 @@ def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @tenacity.retry(
-    retry=tenacity.retry_if_exception_type((_TryAgain, aiohttp.ClientError, TimeoutError)),
+    retry=tenacity.retry_if_exception_type((ServiceBusy, aiohttp.ClientError, TimeoutError)),
     stop=tenacity.stop_after_attempt(MAX_RETRIES),
     wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5), reraise=True,
 )  # fmt: skip
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with session.post(url, json=body) as response:
-        if response.status != 200:
-            kind = _TryAgain if response.status in _BUSY else SandboxServiceError
-            raise kind(f"{url} answered {response.status}: {(await response.text())[:200]}")
-        reply = await response.json()
+    reply = await request_json(session, url, body, _MAX_REPLY_BYTES)
     if not isinstance(reply, dict) or "status" not in reply:
-        raise SandboxServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
+        raise ServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
     if reply["status"] == "SandboxError":
-        raise _TryAgain(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
+        raise ServiceBusy(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
     return reply
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
         return await _post(session, url, body)
+    except ServiceError as error:
+        raise SandboxServiceError(str(error)) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise SandboxServiceError(
             f"the sandbox service {url} gave no answer in {MAX_RETRIES} attempts: {type(error).__name__}: {error}. "
