@@ -27,13 +27,13 @@ from examples.demo_runner import ROOT
 from tests.helpers.models import save_markov_llama
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.tool_parser import HermesToolParser
-from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.protocol import DataProto
+from verl.reward.managers import NaiveRewardManager
+from verl.reward.stream import RewardStream
 from verl.tools.base_tool import BaseTool
 from verl.tools.runner import ToolRunner
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
-from verl.trainer.ppo.reward_stream import RewardStream
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
@@ -208,7 +208,9 @@ def conversations(manager: AgentLoopManager, rollout: Any, tokenizer: Any, folde
         seen.append(tokens_of(output))
 
     def graded() -> None:
-        stream = RewardStream(NaiveRewardManager(manager.config, tokenizer, judge))
+        rewards = NaiveRewardManager(tokenizer, 0, judge)
+        rewards.concurrent = True
+        stream = RewardStream(rewards)
 
         def put(index: int, sample: DataProto) -> None:
             truth = {"data_source": "plan", "reward_model": {"ground_truth": f"{index}"}}

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.utils.import_utils import load_extern_object
+from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import full_traceback, user_frame
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
@@ -85,7 +86,7 @@ class Slots(threading.Semaphore):
         return Slots, (self.number,)
 
 
-class Together:
+class BatchedCalls:
     """Calls a function for several items at once; coroutines are awaited, each for at most `seconds` (None: no limit).
 
     An item whose call raises has a Failure as its result.
@@ -109,7 +110,7 @@ class Together:
 
 def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
     """The result of one call for a batch, as a list; it has one score per row."""
-    return list(finished(function(**arguments)))
+    return list(run_if_coroutine(function(**arguments)))
 
 
 def call_by_position(function: Any, /, arguments: Sequence[Any]) -> Any:
@@ -218,8 +219,8 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     if not busy:
         return []
     left = min(worker.deadline for worker in busy) - time.monotonic()
-    answered = wait([worker.connection for worker in busy], timeout=max(0.0, left))
-    return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
+    readable = wait([worker.connection for worker in busy], timeout=max(0.0, left))
+    return [w for w in busy if w.connection in readable or w.deadline <= time.monotonic()]
 
 
 def _work(connection: Connection, life: Connection, function: Any) -> None:
@@ -239,15 +240,6 @@ def _work(connection: Connection, life: Connection, function: Any) -> None:
         except (EOFError, OSError):
             return  # the owner is gone
         try:
-            connection.send(finished(function(**item)))
+            connection.send(run_if_coroutine(function(**item)))
         except Exception as error:
             connection.send(replace(Failure.of(error), cause=None))  # the exception itself may not be picklable
-
-
-def finished(result: Any) -> Any:
-    """The result of a call; a coroutine is run to its end."""
-
-    async def run() -> Any:
-        return await result
-
-    return asyncio.run(run()) if inspect.isawaitable(result) else result

@@ -18,7 +18,7 @@ class BaseTool(ABC):
     `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`, each for the method of its name.
 
     The methods share one event loop with all conversations of the process: code that blocks belongs into
-    `verl.tools.utils.threads.in_thread`.
+    `verl.utils.threads.in_thread`.
     """
 
     #: Whether several calls of one conversation may run at the same time; false makes them wait for each other.

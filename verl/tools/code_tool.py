@@ -6,7 +6,7 @@ from verl.reward.rules.code_cases import extract_code
 from verl.reward.sandbox import Outcome, SandboxConfig, run_python
 from verl.tools.base_tool import EXAMPLES, BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.tools.utils.threads import in_thread
+from verl.utils.threads import in_thread
 
 CODE_PARAMETERS = {
     "properties": {"code": {"type": "string", "description": "The program. Only what it prints is returned."}},

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, validate_call
 
 from verl.tools.base_tool import EXAMPLES, BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.tools.utils.threads import in_thread
 from verl.utils.import_utils import load_module
+from verl.utils.threads import in_thread
 from verl.utils.user_code import defined_at
 
 # "name: text" or "name (type): text" under Args:, with continuation lines that are indented further.

@@ -163,7 +163,7 @@ class TaskRunner:
 
     def build(self, trainer_class: type, config: DictConfig, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
-        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.reward.loading import load_reward_manager
         from verl.utils.import_utils import import_external_libs
         from verl.utils.tokenizer import policy_tokenizer
 

@@ -16,7 +16,7 @@ from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
-from tests.workers.test_reward_managers import TOKENIZER
+from tests.reward.test_managers import TOKENIZER
 from verl.experimental.agent_loop.agent_loop import (
     LOST,
     AgentLoopBase,
@@ -30,10 +30,10 @@ from verl.experimental.agent_loop.base import AsyncLLMServerManager, Conversatio
 from verl.experimental.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
+from verl.reward.managers import NaiveRewardManager
+from verl.reward.rows import place_scores
 from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
-from verl.workers.reward_manager import NaiveRewardManager
-from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput, token_output
 
 EOS, PROMPT, RESPONSE = 2, 8, 20

@@ -40,6 +40,7 @@ from verl.experimental.agent_loop.rows import (
 )
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
+from verl.reward.rows import LOST
 from verl.single_controller.base.worker import STACK_SIGNAL
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import get_within, hanging
@@ -47,7 +48,6 @@ from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
 from verl.workers.config import RolloutConfig
-from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout.replica import (
     RequestRouter,
     ServerHandle,

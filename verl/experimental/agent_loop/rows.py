@@ -8,7 +8,7 @@ import torch
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto
-from verl.workers.reward_manager.reward_rows import LOST, place_scores
+from verl.reward.rows import LOST, place_scores
 
 
 def empty_output(end_reason: str | None = None) -> AgentLoopOutput:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
-from verl.tools.utils.threads import in_thread
+from verl.utils.threads import in_thread
 
 T = TypeVar("T")
 _LEASE_S = 600.0  # after which a token that was never released is free again

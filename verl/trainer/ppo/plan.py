@@ -73,7 +73,7 @@ def refuse_bad_input(config: DictConfig) -> None:
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
-    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
+    from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.workers.policy import get_policy
     from verl.workers.rollout.base import get_rollout_class
 
