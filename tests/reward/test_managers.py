@@ -409,10 +409,10 @@ def test_an_async_function_that_blocks_fails_alone(monkeypatch):
 @pytest.mark.process
 def test_where_every_row_blocks_the_search_ends(monkeypatch):
     monkeypatch.setattr(naive, "_GRACE_S", 0.1)
-    monkeypatch.setattr(naive, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(naive, "_MAX_FAILURES", 2)
     dropping = manager("blocking", error="drop", num_workers=1, item_timeout=0.2)
     assert dropping(truths(*["hang"] * 6), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout"] * 6
-    assert dropping._pool.restarts == 3  # the share, then two rows
+    assert dropping._pool.restarts == 3  # the shard, then two rows
 
 
 HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"

@@ -230,9 +230,9 @@ def _work(connection: Connection, life: Connection, function: Any) -> None:
     fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with open("/proc/self/statm") as file:
-        wanted = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     connection.send("ready")
     while True:
         try:

@@ -11,15 +11,14 @@ from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
-from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
+from verl.experimental.reward_loop.reward_manager.registry import loop_manager_class
 from verl.protocol import DataProto
-from verl.reward.loading import get_custom_reward_fn, rule_reward
+from verl.reward.loading import get_custom_reward_fn, get_manager_class, rule_reward
 from verl.reward.rows import place_scores
 from verl.reward.served import ServedRewardManager
 from verl.single_controller.base.worker import STACK_SIGNAL
 from verl.single_controller.ray.watchdog import get_within
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
 
 
@@ -41,12 +40,7 @@ class RewardLoopWorker:
             path, trusted = copy_to_local(self.settings.model.path), self.settings.model.trust_remote_code
             self.reward_model_tokenizer = hf_tokenizer(path, trust_remote_code=trusted)
         self.custom_function = get_custom_reward_fn(config)
-        if self.settings.reward_loop_source == "importlib":
-            places = self.settings.reward_loop_module_path, self.settings.reward_loop_class_name
-            manager = load_extern_object(*places)
-        else:
-            manager = get_reward_manager_cls(config.reward_manager.name)
-        self.manager = manager(
+        self.manager = loop_manager_class(get_manager_class(config))(
             config=config, tokenizer=self.tokenizer,
             compute_score=self.custom_function or rule_reward(self.settings, workers=1),
             reward_router_address=reward_router_address, reward_model_tokenizer=self.reward_model_tokenizer,

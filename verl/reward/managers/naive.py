@@ -16,8 +16,8 @@ from verl.reward.rows import RewardError, Row, rows_of, split
 from verl.utils.user_code import defined_at
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
-_GRACE_S = 5.0  # beyond the limit of a row, for a share of coroutines that limit themselves
-_MOST_FAILURES = 8  # rows of a failed share that fail alone before the rest is given up: each may take its full limit
+_GRACE_S = 5.0  # beyond the limit of a row, for a shard of coroutines that limit themselves
+_MAX_FAILURES = 8  # rows of failed shards that fail alone before the rest is given up: each may take its full limit
 
 
 @register("naive")
@@ -82,22 +82,22 @@ class NaiveRewardManager(SampleRewardManager):
 
     def _in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
         workers, seconds = self.workers(self.settings), self.settings.item_timeout
-        together = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
+        is_async = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
         if self._pool is None:
-            function = BatchedCalls(self.compute_score, seconds) if together else self.compute_score
-            self._pool = GradingPool(function, workers, seconds + _GRACE_S if together else seconds)
-        if not together:
+            function = BatchedCalls(self.compute_score, seconds) if is_async else self.compute_score
+            self._pool = GradingPool(function, workers, seconds + _GRACE_S if is_async else seconds)
+        if not is_async:
             return self._pool.map(items)
-        shares = [items[i::workers] for i in range(workers)]
+        shards = [items[i::workers] for i in range(workers)]
         results: list[Any] = [None] * len(items)
-        suspects: list[int] = []
-        for i, result in enumerate(self._pool.map([{"items": share} for share in shares])):
+        retried: list[int] = []
+        for i, result in enumerate(self._pool.map([{"items": shard} for shard in shards])):
             failed = isinstance(result, Failure)
-            results[i::workers] = [result] * len(shares[i]) if failed else result
-            suspects += range(i, len(items), workers) if failed and len(shares[i]) > 1 else []
-        suspects, failures = sorted(suspects), 0
-        while suspects and failures < _MOST_FAILURES:  # each row by itself, to find those that fail
-            rows, suspects = suspects[:workers], suspects[workers:]
+            results[i::workers] = [result] * len(shards[i]) if failed else result
+            retried += range(i, len(items), workers) if failed and len(shards[i]) > 1 else []
+        retried, failures = sorted(retried), 0
+        while retried and failures < _MAX_FAILURES:  # each row by itself, to find those that fail
+            rows, retried = retried[:workers], retried[workers:]
             for row, result in zip(rows, self._pool.map([{"items": [items[row]]} for row in rows]), strict=True):
                 results[row] = result if isinstance(result, Failure) else result[0]
                 failures += isinstance(results[row], Failure)
