@@ -26,9 +26,9 @@ from benchmarks.rl_rollout import engine_of, one_rank
 from examples.demo_runner import ROOT
 from tests.helpers.models import save_markov_llama
 from verl.config.rollout import RolloutConfig
-from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward_stream import RewardStream
+from verl.reward.managers import NaiveRewardManager
+from verl.reward.stream import RewardStream
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.agent_loop.manager import AgentLoopManager
@@ -208,7 +208,9 @@ def conversations(manager: AgentLoopManager, rollout: Any, tokenizer: Any, folde
         seen.append(tokens_of(output))
 
     def graded() -> None:
-        stream = RewardStream(NaiveRewardManager(manager.config, tokenizer, judge))
+        rewards = NaiveRewardManager(tokenizer, 0, judge)
+        rewards.concurrent = True
+        stream = RewardStream(rewards)
 
         def put(index: int, sample: DataProto) -> None:
             truth = {"data_source": "plan", "reward_model": {"ground_truth": f"{index}"}}

@@ -78,7 +78,7 @@ def llama(request) -> str:
 GROUPS = {
     "benchmarks": "benchmark", "examples": "demo", "dllm_reasoning/test_arithmetic_example.py": "demo",
     "spd/test_frontier.py": "demo", "spd/test_testbed.py": "demo", "scripts/test_audit.py": "audit",
-    "scripts/test_departures.py": "audit", "experimental/reward_loop/test_served_reward_model.py": "long",
+    "scripts/test_departures.py": "audit", "reward/test_served.py": "long",
     "experimental/agent_loop/test_async_run.py": "long", "spd/test_submit.py": "long",
     "spd/vllm_plugin/test_server.py": "long", "dllm_reasoning/test_ranks.py": "long",
     "trainer/ppo/test_algorithms_learn.py": "long", "trainer/ppo/test_ray_trainer_ranks.py": "long",
@@ -87,7 +87,7 @@ GROUPS = {
     "workers/test_vllm_ranks.py": "long", "workers/test_tensor_parallel.py": "long",
     "workers/test_sequence_parallel.py": "long", "planning/test_memory_trace.py": "long",
     "workers/test_replica.py": "long", "experimental/agent_loop/test_ray_workers.py": "long",
-    "experimental/reward_loop/test_reward_loop.py": "long", "dllm_reasoning/test_vllm_drafter.py": "long",
+    "reward/test_reward_loop.py": "long", "dllm_reasoning/test_vllm_drafter.py": "long",
 }  # fmt: skip
 
 

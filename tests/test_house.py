@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("verl", "recipe", "dllm_reasoning")
 #: Every package and top-level module from the lowest layer to the highest: imports go to lower ones or stay inside.
 LAYERS = (
-    "verl.utils", "verl.config", "verl.protocol", "verl.algos", "verl.models", "verl.checkpoint", "verl.reward",
-    "verl.data", "verl.profiling", "verl.single_controller", "verl.workers", "verl.experimental", "verl.planning",
-    "verl.report", "verl.trainer", "verl.model_merger", "recipe.dapo", "dllm_reasoning", "recipe.spd", "spd_scorer",
+    "verl.utils", "verl.config", "verl.protocol", "verl.algos", "verl.models", "verl.checkpoint", "verl.data",
+    "verl.reward", "verl.profiling", "verl.single_controller", "verl.workers", "verl.planning", "verl.report",
+    "verl.trainer", "verl.model_merger", "recipe.dapo", "dllm_reasoning", "recipe.spd", "spd_scorer",
     "train_spd_scorer",
 )  # fmt: skip
 WITHOUT_RAY = LAYERS[: LAYERS.index("verl.single_controller")]

@@ -9,10 +9,10 @@ from loguru import logger
 
 from verl.data.rl_dataset import collate_fn
 from verl.protocol import DataProto
+from verl.reward.rows import reward_extras
 from verl.trainer.ppo import batching
 from verl.trainer.ppo.batching import DropCounts
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
-from verl.workers.reward_manager.reward_rows import reward_extras
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",
           "reward/timeouts")  # fmt: skip

@@ -12,11 +12,11 @@ from dllm_reasoning.inference import demo
 from tests.helpers.models import make_tokenizer
 from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.report.page import write_report
+from verl.reward.rows import log_examples
 from verl.trainer.run.failure import failure_message
 from verl.trainer.run.samples import write_jsonl
 from verl.utils.problems import one_line
 from verl.utils.visible_text import visible
-from verl.workers.reward_manager.reward_rows import log_examples
 
 UNSEEN = [
     "\x00", "\x07", "\x08", "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://h\x07", "\r", "\x0b", "\x0c", "\x7f",

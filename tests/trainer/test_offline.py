@@ -24,6 +24,7 @@ from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.planning.offline import generation_entry
+from verl.reward.rows import RewardError
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
@@ -31,7 +32,6 @@ from verl.trainer.main_generation import run_generation
 from verl.utils.distributed import shared_store
 from verl.utils.problems import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.reward_manager.reward_rows import RewardError
 from verl.workers.rollout.vllm_rollout import vLLMRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout import HARMLESS
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from verl.utils.import_utils import load_extern_object
 from verl.utils.supervisor import kill_when_closed
+from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import full_traceback, user_frame
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
@@ -83,7 +84,7 @@ class Slots(threading.Semaphore):
         return Slots, (self.number,)
 
 
-class Together:
+class BatchedCalls:
     """Calls a function for several items at once; coroutines are awaited, each for at most `seconds` (None: no limit).
 
     An item whose call raises has a Failure as its result.
@@ -107,7 +108,7 @@ class Together:
 
 def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
     """The result of one call for a batch, as a list; it has one score per row."""
-    return list(finished(function(**arguments)))
+    return list(run_if_coroutine(function(**arguments)))
 
 
 def call_by_position(function: Any, /, arguments: Sequence[Any]) -> Any:
@@ -216,17 +217,17 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     if not busy:
         return []
     left = min(worker.deadline for worker in busy) - time.monotonic()
-    answered = wait([worker.connection for worker in busy], timeout=max(0.0, left))
-    return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
+    readable = wait([worker.connection for worker in busy], timeout=max(0.0, left))
+    return [w for w in busy if w.connection in readable or w.deadline <= time.monotonic()]
 
 
 def _work(connection: Connection, life: Connection, function: Any) -> None:
     kill_when_closed(life.fileno())  # by the owner's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with open("/proc/self/statm") as file:
-        wanted = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     connection.send("ready")
     while True:
         try:
@@ -234,15 +235,6 @@ def _work(connection: Connection, life: Connection, function: Any) -> None:
         except (EOFError, OSError):
             return  # the owner is gone
         try:
-            connection.send(finished(function(**item)))
+            connection.send(run_if_coroutine(function(**item)))
         except Exception as error:
             connection.send(replace(Failure.of(error), cause=None))  # the exception itself may not be picklable
-
-
-def finished(result: Any) -> Any:
-    """The result of a call; a coroutine is run to its end."""
-
-    async def run() -> Any:
-        return await result
-
-    return asyncio.run(run()) if inspect.isawaitable(result) else result

@@ -14,10 +14,10 @@ from verl.config.compose import hydra_main, to_settings
 from verl.config.offline import EvaluationConfig, EvaluationDataConfig
 from verl.data.rl_dataset import DatasetError, read_rows
 from verl.planning.offline import evaluation_entry
+from verl.reward.loading import get_custom_reward_fn, rule_reward
 from verl.reward.pool import Failure, GradingPool
+from verl.reward.rows import RewardError, Row, parse_results
 from verl.reward.rules import truth_problem
-from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
-from verl.workers.reward_manager.reward_rows import RewardError, Row, parse_results
 
 
 @hydra_main(config_path="config", config_name="evaluation")

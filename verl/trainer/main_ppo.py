@@ -39,8 +39,8 @@ def main(config: DictConfig) -> None:
 def rl_checks() -> Entry:
     """The checks and the dry run of RL runs."""
     from verl.planning.ppo import rl_entry
+    from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.trainer.ppo.data_loading import create_rl_dataset
-    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
 
     look_ups = {
         "custom_reward_function.path": get_custom_reward_fn,
@@ -169,7 +169,7 @@ class TaskRunner:
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
-        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.reward.loading import load_reward_manager
         from verl.utils.import_utils import import_external_libs
         from verl.utils.tokenizer import policy_tokenizer
 

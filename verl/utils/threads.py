@@ -1,6 +1,7 @@
-"""Blocking calls in threads next to an event loop."""
+"""Blocking calls next to an event loop, and coroutines in blocking code."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,3 +35,12 @@ async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
     threading.Thread(target=run, name=f"call of {getattr(function, '__name__', function)}", daemon=True).start()
     return await future
+
+
+def run_if_coroutine(result: Any) -> Any:
+    """The result of a call; an awaitable is run to its end in a new event loop."""
+
+    async def run() -> Any:
+        return await result
+
+    return asyncio.run(run()) if inspect.isawaitable(result) else result

@@ -16,13 +16,13 @@ from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
-from tests.workers.test_reward_managers import TOKENIZER
+from tests.reward.test_managers import TOKENIZER
 from verl.protocol import DataProto
+from verl.reward.managers import NaiveRewardManager
+from verl.reward.rows import LOST, place_scores
 from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.rollout_trace import RolloutTraceConfig
-from verl.workers.reward_manager import NaiveRewardManager
-from verl.workers.reward_manager.reward_rows import LOST, place_scores
 from verl.workers.rollout.agent_loop import (
     AgentLoopBase,
     AgentLoopManager,

@@ -23,7 +23,7 @@ from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
 from tests.helpers.sandbox import refused
 from verl.protocol import DataProto
-from verl.workers.reward_manager.reward_rows import LOST
+from verl.reward.rows import LOST
 from verl.workers.rollout.agent_loop.manager import AgentLoopManager
 from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle

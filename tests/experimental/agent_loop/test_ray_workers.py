@@ -17,8 +17,8 @@ from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.protocol import DataProto
+from verl.reward.rows import LOST
 from verl.single_controller.ray.watchdog import PhaseTimeout
-from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout.agent_loop import manager as manager_module
 from verl.workers.rollout.agent_loop.manager import AgentLoopManager
 from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase

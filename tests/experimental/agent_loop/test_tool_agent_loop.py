@@ -15,10 +15,10 @@ from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
 from verl.protocol import DataProto
+from verl.reward.rows import LOST
 from verl.trainer.ppo.turn_rows import to_rows
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
-from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.agent_loop.manager import AgentLoopManager
 from verl.workers.rollout.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop

@@ -7,9 +7,9 @@ from loguru import logger
 
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.protocol import DataProto
+from verl.reward.rows import EXTRAS, extras_column
 from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.core_algos import AdaptiveKLController
-from verl.workers.reward_manager.reward_rows import EXTRAS, extras_column
 
 
 def scored() -> DataProto:

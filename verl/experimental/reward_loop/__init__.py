@@ -1,6 +1,5 @@
-"""Rewards of single samples by asyncio, in Ray actors or in the trainer's process."""
+"""Compatibility with verl: the reward loop, which scores single samples by asyncio."""
+# ruff: noqa: F401
 
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
-from verl.experimental.reward_loop.reward_model import RewardModelManager
-
-__all__ = ["RewardLoopManager", "RewardLoopWorker", "RewardModelManager"]
+from verl.reward.served import RewardModelManager

@@ -1,4 +1,4 @@
-"""Scores of single samples and of batches, by asyncio in Ray actors."""
+"""Compatibility with verl: scores of single samples and of batches, by asyncio in Ray actors."""
 
 import asyncio
 import faulthandler
@@ -11,16 +11,15 @@ from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
-from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
-from verl.experimental.reward_loop.reward_model import ServedRewardManager
+from verl.experimental.reward_loop.reward_manager.registry import loop_manager_class
 from verl.protocol import DataProto
+from verl.reward.loading import get_custom_reward_fn, get_manager_class, rule_reward
+from verl.reward.rows import place_scores
+from verl.reward.served import ServedRewardManager
 from verl.single_controller.base.worker import STACK_SIGNAL
 from verl.single_controller.ray.watchdog import get_within
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
-from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, rule_reward
-from verl.workers.reward_manager.reward_rows import place_scores
 
 
 class RewardLoopWorker:
@@ -34,21 +33,16 @@ class RewardLoopWorker:
         self.config = config
         self.reward_router_address = reward_router_address
         faulthandler.register(STACK_SIGNAL, all_threads=True)
-        reward = config.reward_model
+        self.settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
         self.tokenizer, _ = policy_tokenizer(config)
         self.reward_model_tokenizer = None
-        if reward.enable:
-            path = copy_to_local(reward.model.path)
-            self.reward_model_tokenizer = hf_tokenizer(path, trust_remote_code=reward.model.trust_remote_code)
+        if self.settings.enable:
+            path, trusted = copy_to_local(self.settings.model.path), self.settings.model.trust_remote_code
+            self.reward_model_tokenizer = hf_tokenizer(path, trust_remote_code=trusted)
         self.custom_function = get_custom_reward_fn(config)
-        if reward.get("reward_loop_source") == "importlib":
-            manager = load_extern_object(reward.reward_loop_module_path, reward.reward_loop_class_name)
-        else:
-            manager = get_reward_manager_cls(config.reward_manager.name)
-        settings = omega_conf_to_dataclass(reward, RewardModelConfig)
-        self.manager = manager(
+        self.manager = loop_manager_class(get_manager_class(config))(
             config=config, tokenizer=self.tokenizer,
-            compute_score=self.custom_function or rule_reward(settings, workers=1),
+            compute_score=self.custom_function or rule_reward(self.settings, workers=1),
             reward_router_address=reward_router_address, reward_model_tokenizer=self.reward_model_tokenizer,
         )  # fmt: skip
 
@@ -58,7 +52,7 @@ class RewardLoopWorker:
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """{"reward_score": number, "reward_extra_info": {name: value}} of a batch with one row."""
-        if self.config.reward_model.enable and self.custom_function is None:
+        if self.settings.enable and self.custom_function is None:
             return await self.compute_score_disrm(data)
         return await self.manager.run_single(data)
 
@@ -68,8 +62,9 @@ class RewardLoopWorker:
         See ServedRewardManager.
         """
         manager = ServedRewardManager(
-            self.config, self.tokenizer, None, self.reward_router_address, self.reward_model_tokenizer
-        )
+            self.tokenizer, self.settings, self.reward_router_address, self.reward_model_tokenizer,
+            self.config.data.reward_fn_key,
+        )  # fmt: skip
         return await manager.run_single(data)
 
 
@@ -81,7 +76,7 @@ class RewardLoopManager:
     ) -> None:
         self.config = config
         worker = ray.remote(num_cpus=0)(RewardLoopWorker)
-        number = max(1, config.reward_model.get("num_workers") or 1)
+        number = max(1, omega_conf_to_dataclass(config.reward_model, RewardModelConfig).num_workers)
         self.reward_loop_workers = [worker.remote(config, reward_router_address) for _ in range(number)]
 
     def compute_rm_score(self, data: DataProto) -> DataProto:

@@ -25,9 +25,9 @@ from verl.config.batch_sizes import prompts_a_step
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.workers.reward_manager.reward_rows import EXTRAS, LOST, reward_extras
+from verl.reward.rows import EXTRAS, LOST, MASKED, reward_extras
 
-MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves
+NO_BASELINE = "no_baseline"  # text in LOST that counts by itself, as MASKED does
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
 
 

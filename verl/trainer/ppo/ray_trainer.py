@@ -19,11 +19,12 @@ from verl.config.compose import to_omegaconf, to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.reward.loading import load_served_reward
+from verl.reward.rows import EXTRAS, extras_column
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
-from verl.trainer.ppo.reward import load_served_reward
 from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.turn_rows import from_rows, to_rows
@@ -34,7 +35,6 @@ from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
 from verl.trainer.run.validator import Validator
-from verl.workers.reward_manager.reward_rows import EXTRAS, extras_column
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 __all__ += ["compute_response_mask"]

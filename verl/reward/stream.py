@@ -9,31 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.reward_rows import GRADED, rows_of
-from verl.workers.rollout.agent_loop.rows import concat_rows
+from verl.reward.managers.base import SampleRewardManager
+from verl.reward.managers.naive import NaiveRewardManager
+from verl.reward.rows import GRADED, rows_of
 
 
-def grades_rows(reward_fn: Any) -> bool:
+def can_stream(reward_fn: Any) -> bool:
     """Whether the manager scores each sample by itself, by its own `__call__`, so that samples can be graded early."""
-    cls = type(reward_fn)
-    if isinstance(reward_fn, RewardManagerBase):
-        return cls.__call__ is RewardManagerBase.__call__
-    ours = isinstance(reward_fn, NaiveRewardManager) and cls.__call__ is NaiveRewardManager.__call__
-    return ours and reward_fn.grades_rows
+    ours = type(reward_fn).__call__ in (SampleRewardManager.__call__, NaiveRewardManager.__call__)
+    return isinstance(reward_fn, SampleRewardManager) and ours and reward_fn.can_stream
 
 
 class RewardStream:
-    """Calls a reward manager, for which `grades_rows` holds, on samples as they finish, in a thread of its own.
+    """Calls a reward manager, for which `can_stream` holds, on samples as they finish, in a thread of its own.
 
-    Managers of the reward loop grade all finished samples concurrently; the others get those that finished since their
+    A `concurrent` manager grades all finished samples at the same time; the others get those that finished since their
     last call. Results, failures included, become the column `__graded__`, which the manager's `__call__` reads: what
     follows from a failure is decided there.
     """
 
-    def __init__(self, reward_fn: Any) -> None:
+    def __init__(self, reward_fn: SampleRewardManager) -> None:
         self.reward_fn = reward_fn
         self.results: dict[int, Any] = {}
         self.busy_s = 0.0  # seconds in which at least one sample was being graded
@@ -48,7 +44,7 @@ class RewardStream:
 
     def put(self, index: int, sample: DataProto) -> None:
         """Grade a batch of one sample, which is row `index` of the later batch; a second one takes its place."""
-        if isinstance(self.reward_fn, RewardManagerBase):
+        if self.reward_fn.concurrent:
             if index in self._latest:
                 self._latest[index].cancel()
             call = self._timed(self._grade_one, index, sample)
@@ -93,7 +89,7 @@ class RewardStream:
                 self.busy_s += time.perf_counter() - self._since
 
     async def _grade_one(self, index: int, sample: DataProto) -> None:
-        self.results[index] = await self.reward_fn.graded(sample)
+        self.results[index] = await self.reward_fn.result_of(sample)
 
     async def _grade_waiting(self, index: int, sample: DataProto) -> None:
         self._waiting.append((index, sample))  # here, since only this thread may touch the list
@@ -101,7 +97,6 @@ class RewardStream:
             if not self._waiting:
                 return
             taken, self._waiting = self._waiting, []
-            part = concat_rows([sample for _, sample in taken])
-            rows = rows_of(part, self.reward_fn.reward_fn_key)
-            results = await asyncio.to_thread(self.reward_fn.results, part, rows)
+            rows = [row for _, sample in taken for row in rows_of(sample, self.reward_fn.reward_fn_key)]
+            results = await asyncio.to_thread(self.reward_fn.results_of_rows, rows)
             self.results.update(zip((index for index, _ in taken), results, strict=True))

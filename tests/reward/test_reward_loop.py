@@ -1,4 +1,4 @@
-"""The reward loop: scores of single samples, limits, faults, Ray workers, and a trainer that uses its managers."""
+"""verl's reward loop: managers built from the config, Ray workers, and a trainer that uses its managers."""
 
 import asyncio
 import json
@@ -13,20 +13,22 @@ from omegaconf import OmegaConf
 
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
+from tests.reward.test_managers import reward_config
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager import (
     DAPORewardManager,
     NaiveRewardManager,
     RateLimitedRewardManager,
     get_reward_manager_cls,
-    limited,
     register,
 )
-from verl.experimental.reward_loop.reward_manager.limited import AsyncTokenBucket
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
+from verl.reward import managers
+from verl.reward.loading import load_reward_manager
+from verl.reward.rows import RewardError
 from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.trainer.run.timing import StepFailed
-from verl.workers.reward_manager.reward_rows import RewardError
 
 TOKENIZER = make_tokenizer()
 
@@ -90,7 +92,9 @@ def test_overlong_answers_lose_points():
     manager = DAPORewardManager(config(overlong_buffer=buffer), TOKENIZER, lambda **_: 1.0)
     results = [single(manager, batch(["1", "1 2", "1 2 3", "1 2 3 4"])[i : i + 1]) for i in range(4)]
     assert [result["reward_score"] for result in results] == [1.0, 1.0, 0.75, 0.5]  # -0.5 * (length - 2) / 2
-    assert results[3]["reward_extra_info"] == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
+    assert results[3]["reward_extra_info"] == {"score": 0.5, "acc": 1.0, "overlong_reward": -0.5, "overlong": True}
+    with_score = DAPORewardManager(config(overlong_buffer=buffer), TOKENIZER, lambda **_: {"score": 1.0})
+    assert with_score(batch(["1", "1 2 3 4"])).sum(1).tolist() == [1.0, 0.5]
 
 
 def test_a_batch_is_scored_concurrently_and_in_order():
@@ -122,82 +126,6 @@ def test_a_failing_function_is_named_and_gives_no_score():
     assert dropped["reward_extra_info"]["__lost__"] == ["error", "error"]
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only `asyncio.sleep` of the limits moves; a list with the time."""
-    now = [100.0]
-
-    async def sleep(seconds):
-        now[0] += seconds
-
-    monkeypatch.setattr(limited.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(limited.asyncio, "sleep", sleep)
-    return now
-
-
-def test_a_bucket_refills_by_its_rate(clock):
-    async def run():
-        bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4.0)
-        times = []
-        for tokens in (4, 1, 1, 6):  # full; half a second each; three seconds
-            await bucket.acquire(tokens)
-            times.append(clock[0] - 100)
-        clock[0] += 10  # more than it can hold
-        await bucket.acquire(4)
-        times.append(clock[0] - 100)
-        return times
-
-    assert asyncio.run(run()) == [0.0, 0.5, 1.0, 4.0, 14.0]
-    with pytest.raises(ValueError, match="rate_limit=0 must be above 0"):
-        AsyncTokenBucket(0)
-
-
-@pytest.fixture
-def fresh_limits(monkeypatch):
-    monkeypatch.setattr(RateLimitedRewardManager, "_class_initialized", False)
-    monkeypatch.setattr(RateLimitedRewardManager, "_loop", None)
-
-
-def test_limits_are_shared_and_kept(clock, fresh_limits):
-    times = []
-
-    async def ask(**kwargs):
-        times.append(clock[0] - 100)
-        return 1.0
-
-    limits = config(max_concurrent=1, max_rpm=60, max_tpm=120, estimated_tokens_per_request=4)
-    first, second = (RateLimitedRewardManager(limits, TOKENIZER, ask) for _ in range(2))
-    first(batch(["1"] * 2))
-    second(batch(["1"]))
-    # One request a second; the 120 tokens of the first minute suffice for all three.
-    assert times == [0.0, 1.0, 2.0]
-
-
-def test_requests_at_a_time_are_limited(fresh_limits):
-    running, most = [0], [0]
-
-    async def ask(**kwargs):
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        await asyncio.sleep(0.005)
-        running[0] -= 1
-        return 1.0
-
-    manager = RateLimitedRewardManager(config(max_concurrent=2), TOKENIZER, ask)
-    for _ in range(2):  # each batch has an event loop of its own
-        assert manager(batch(["1"] * 5)).sum() == 5
-    assert most[0] == 2
-
-
-def test_a_request_that_hangs_is_an_error(fresh_limits):
-    async def hang(**kwargs):
-        await asyncio.sleep(60)
-
-    manager = RateLimitedRewardManager(config(timeout=0.05), TOKENIZER, hang)
-    with pytest.raises(RewardError, match="TimeoutError"):
-        single(manager, batch()[:1])
-
-
 def test_names_are_entered_once():
     @register("mine_for_this_test")
     class Mine(NaiveRewardManager):
@@ -208,6 +136,44 @@ def test_names_are_entered_once():
         register("mine_for_this_test")(NaiveRewardManager)
     with pytest.raises(ValueError, match="did you mean 'naive'"):
         get_reward_manager_cls("naiv")
+
+
+def test_both_registries_of_verl_are_one():
+    @register("of_samples")
+    class OfSamples(RewardManagerBase):
+        def __init__(self, config, tokenizer, compute_score):
+            super().__init__(config, tokenizer)
+
+        async def run_single(self, data):
+            return {"reward_score": 2.0, "reward_extra_info": {}}
+
+    @managers.register("of_batches")
+    class OfBatches(managers.AbstractRewardManager):
+        def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source"):
+            pass
+
+        def __call__(self, data, return_dict=False):
+            return torch.ones_like(data.batch["responses"])
+
+    assert managers.get_reward_manager_cls("of_samples") is OfSamples is get_reward_manager_cls("of_samples")
+    assert managers.get_reward_manager_cls("of_batches") is OfBatches
+    made = load_reward_manager(reward_config(name="of_samples"), TOKENIZER, 0)
+    assert type(made) is OfSamples and made(batch()).sum(1).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="OfBatches scores whole batches; the reward loop needs a subclass of Reward"):
+        get_reward_manager_cls("of_batches")
+    assert managers.get_reward_manager_cls("naive") is managers.NaiveRewardManager
+    assert issubclass(get_reward_manager_cls("naive"), managers.NaiveRewardManager)
+    assert get_reward_manager_cls("naive") is NaiveRewardManager and issubclass(NaiveRewardManager, RewardManagerBase)
+    assert NaiveRewardManager.__name__ == "NaiveRewardManager"
+
+
+def test_limits_come_from_the_config():
+    limits = config(max_concurrent=3, max_rpm=120)
+    manager = RateLimitedRewardManager(limits, TOKENIZER, words)
+    assert manager._max_concurrent == 3 and manager._rpm_limiter.rate_limit == 2.0 and manager._tpm_limiter is None
+    assert single(manager, batch()[:1])["reward_score"] == 12.0
+    with pytest.raises(ValueError, match="needs config"):
+        RateLimitedRewardManager()
 
 
 class Classifier(BaseHTTPRequestHandler):
@@ -287,7 +253,8 @@ def test_a_worker_that_stops_is_named_within_the_limit(ray_cluster, tmp_path, ti
 
 
 @pytest.mark.process
-def test_a_trainer_scores_by_the_loops_managers(tmp_path, fresh_limits):
+def test_a_trainer_scores_by_managers_of_single_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(managers.RateLimitedRewardManager, "_class_initialized", False)
     rows = {}
     for name in ("naive", "rate_limited"):
         settings = {"reward_manager__name": name, "reward_model__max_concurrent": 8, "trainer__total_training_steps": 2}

@@ -18,6 +18,8 @@ from verl.utils.visible_text import visible
 
 # Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
+# Text in LOST for samples that the rollout excludes from training.
+MASKED = "masked"
 # Column of what the reward returned besides the scores: a dict for each row.
 EXTRAS = "__extras__"
 # Column of results of the reward function that are known already.
@@ -25,7 +27,14 @@ GRADED = "__graded__"
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned something that is no score; the message names the row."""
+    """A reward function failed or returned something that is no score; the message names the row.
+
+    `failure` is the reason where a single sample was scored, else None.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     prompts, responses = data.batch["prompts"].tolist(), data.batch["responses"].tolist()
     valid = data.batch["attention_mask"].bool().tolist()
     rows = []
-    for i, (prompt, response, kept) in enumerate(zip(prompts, responses, valid, strict=True)):
+    for i, (prompt, response, is_token) in enumerate(zip(prompts, responses, valid, strict=True)):
         extra_info = {
             **((extras["extra_info"][i] if "extra_info" in extras else None) or {}),
             "num_turns": extras["__num_turns__"][i] if "__num_turns__" in extras else None,
@@ -69,8 +78,8 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
         reward_model = extras["reward_model"][i]
         if "ground_truth" not in reward_model:
             raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
-        prompt_ids = list(compress(prompt, kept[: len(prompt)]))
-        response_ids = list(compress(response, kept[len(prompt) :]))
+        prompt_ids = list(compress(prompt, is_token[: len(prompt)]))
+        response_ids = list(compress(response, is_token[len(prompt) :]))
         truth = reward_model["ground_truth"]
         rows.append(Row(i, extras[reward_fn_key][i], prompt_ids, response_ids, truth, extra_info))
     return rows
@@ -84,7 +93,7 @@ def parse_results(
     All items of a dict are extras, its score included; a number has none. Rows without a score stay Failures, which are
     logged, when `drop`; otherwise a RewardError names the first and counts the others. Messages name `function`.
     """
-    parsed = [result if isinstance(result, Failure) else split(result) for result in results]
+    parsed = [split(result) for result in results]
     failed = [(row, result) for row, result in zip(rows, parsed, strict=True) if isinstance(result, Failure)]
     if not failed:
         return parsed
@@ -101,7 +110,9 @@ def parse_results(
 
 
 def split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
-    """(score, extras) of a reward function's result, or why it is not a score."""
+    """(score, extras) of a reward function's result, or why it is not a score; a Failure is returned as it is."""
+    if isinstance(result, Failure):
+        return result
     extras = {str(name): value for name, value in result.items()} if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
         return Failure("error", f"returned a dict without 'score': {sorted(result)}")
@@ -149,6 +160,19 @@ def place_results(data: DataProto, results: list[tuple[float, dict[str, Any]] | 
     if any(isinstance(result, Failure) for result in results):
         columns[LOST] = [result.kind if isinstance(result, Failure) else "" for result in results]
     return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
+
+
+def drop_failed(
+    data: DataProto, scores: torch.Tensor, extras: dict[str, Any]
+) -> tuple[DataProto, torch.Tensor, dict[str, Any], Counter[str]]:
+    """The batch, scores [B', R] and extras without the rows that have no score, and the number of failures by kind."""
+    extras = dict(extras)
+    if LOST not in extras:
+        return data, scores, extras, Counter()
+    failures = extras.pop(LOST)
+    scored = [i for i, failure in enumerate(failures) if not failure]
+    extras = {key: [values[i] for i in scored] for key, values in extras.items()}
+    return data.select_idxs(np.array(scored, dtype=np.int64)), scores[scored], extras, Counter(filter(None, failures))
 
 
 def extras_column(extras: dict[str, Any], size: int) -> np.ndarray:

@@ -16,13 +16,13 @@ import torch
 
 from tests.helpers.sandbox import refused
 from verl.protocol import DataProto
+from verl.reward.managers import NaiveRewardManager
 from verl.reward.pool import Slots
 from verl.reward.rules import default_compute_score, prime_code, sandbox_fusion
 from verl.reward.rules.code_cases import Case, cases_of, extract_code, same_output, same_value
 from verl.reward.rules.sandbox_fusion import utils as sandbox_utils
 from verl.reward.sandbox import SandboxConfig
 from verl.workers.config import RewardModelConfig
-from verl.workers.reward_manager import NaiveRewardManager
 
 SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [30, 12]], "outputs": [3, 42]}
@@ -368,7 +368,7 @@ def test_programs_are_judged_by_the_service_in_the_trainers_process(service):
     tensors = {"prompts": torch.ones(2, 1), "responses": torch.ones(2, 1), "attention_mask": torch.ones(2, 2)}
     data = DataProto.from_dict(tensors, {name: np.array(column, dtype=object) for name, column in rows.items()})
     made = NaiveRewardManager(SimpleNamespace(decode=lambda ids, **_: answer(ADD)), 0, sandbox_fusion_url=service.url)
-    made.config = config
+    made.settings = config
     assert made(data).sum(-1).tolist() == [1.0, 1.0]
 
 

@@ -10,23 +10,23 @@ from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.models import make_tokenizer
+from verl.config.reward_model import RewardModelConfig, SandboxFusionConfig
 from verl.protocol import DataProto
-from verl.reward.pool import ExternFunction
-from verl.reward.rules import default_compute_score, gsm8k
-from verl.reward.sandbox import SandboxConfig
-from verl.trainer.ppo.reward import compute_reward, drop_failed, get_custom_reward_fn, load_reward_manager
-from verl.workers.config import RewardModelConfig, SandboxFusionConfig
-from verl.workers.reward_manager import (
-    BatchRewardManager,
+from verl.reward.loading import get_custom_reward_fn, load_reward_manager
+from verl.reward.managers import (
     DAPORewardManager,
     NaiveRewardManager,
     PrimeRewardManager,
-    RewardError,
     get_reward_manager_cls,
     naive,
     register,
 )
-from verl.workers.reward_manager.reward_rows import split
+from verl.reward.pool import ExternFunction
+from verl.reward.rows import RewardError, drop_failed, split
+from verl.reward.rules import default_compute_score, gsm8k
+from verl.reward.sandbox import SandboxConfig
+from verl.trainer.ppo.reward import compute_reward
+from verl.workers.reward_manager.batch import BatchRewardManager
 
 TOKENIZER = make_tokenizer()
 
@@ -217,16 +217,16 @@ def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch
 @pytest.mark.process
 def test_a_batch_function_that_hangs_is_killed_and_counted(batch_rewards):
     manager = batch_rewards("never")
-    manager.config = RewardModelConfig(batch_timeout=1.0)
+    manager.settings = RewardModelConfig(batch_timeout=1.0)
     with pytest.raises(RewardError, match=r"batch of 2 rows .* took longer than 1 s .*reward_model.batch_timeout=1\)"):
         manager(batch())
-    manager.config = RewardModelConfig(batch_timeout=1.0, error="drop")
+    manager.settings = RewardModelConfig(batch_timeout=1.0, error="drop")
     assert manager(batch(), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout", "timeout"]
 
 
 def test_without_workers_a_function_by_file_runs_here(batch_rewards):
     manager = batch_rewards("ids")
-    manager.config = RewardModelConfig(num_workers=0)
+    manager.settings = RewardModelConfig(num_workers=0)
     assert manager.verify(batch())[0] == os.getpid()
 
 
@@ -247,7 +247,7 @@ def reward_config(path=None, function="compute_score", **manager):
         {
             "custom_reward_function": {"path": path, "name": function},
             "reward_manager": settings,
-            "reward_model": {"overlong_buffer": None},
+            "reward_model": {"overlong_buffer": None, "reward_loop_source": "register"},
             "data": {"reward_fn_key": "data_source"},
         }
     )
@@ -268,7 +268,7 @@ def test_custom_function_from_a_file_with_bound_kwargs(tmp_path):
 def test_manager_class_from_a_file(tmp_path):
     file = tmp_path / "manager.py"
     file.write_text(
-        "from verl.workers.reward_manager import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
+        "from verl.reward.managers import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
     )
     config = reward_config(source="importlib", module={"path": str(file), "name": "Mine"})
     assert type(load_reward_manager(config, TOKENIZER, 0)).__name__ == "Mine"
@@ -331,7 +331,7 @@ def truths(*texts):
 
 def manager(name="score", cls=NaiveRewardManager, **settings):
     made = cls(TOKENIZER, 0, ExternFunction(REWARDS, name))
-    made.config = RewardModelConfig(**{"item_timeout": 2.0, **settings})
+    made.settings = RewardModelConfig(**{"item_timeout": 2.0, **settings})
     return made
 
 
@@ -368,7 +368,7 @@ def test_nothing_is_marked_where_every_row_has_a_score():
 @pytest.mark.process
 def test_prime_grades_in_parallel_and_refuses_what_cannot_be_pickled():
     prime = PrimeRewardManager(TOKENIZER, 0, rewards.process)
-    prime.config = RewardModelConfig(num_workers=4)
+    prime.settings = RewardModelConfig(num_workers=4)
     workers = prime(batch(answers=("1",) * 8)).sum(-1).tolist()
     assert len(set(workers)) == 4
     assert PrimeRewardManager.workers(RewardModelConfig()) >= 1
@@ -409,10 +409,10 @@ def test_an_async_function_that_blocks_fails_alone(monkeypatch):
 @pytest.mark.process
 def test_where_every_row_blocks_the_search_ends(monkeypatch):
     monkeypatch.setattr(naive, "_GRACE_S", 0.1)
-    monkeypatch.setattr(naive, "_MOST_FAILURES", 2)
+    monkeypatch.setattr(naive, "_MAX_FAILURES", 2)
     dropping = manager("blocking", error="drop", num_workers=1, item_timeout=0.2)
     assert dropping(truths(*["hang"] * 6), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout"] * 6
-    assert dropping._pool.restarts == 3  # the share, then two rows
+    assert dropping._pool.restarts == 3  # the shard, then two rows
 
 
 HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
@@ -451,7 +451,7 @@ def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
         "def compute_score(**kw):\n    raise SandboxUnavailable('this machine cannot')\n"
     )
     made = NaiveRewardManager(TOKENIZER, 0, ExternFunction(str(file), "compute_score"))
-    made.config = RewardModelConfig(error="drop")
+    made.settings = RewardModelConfig(error="drop")
     with pytest.raises(RewardError, match="SandboxUnavailable: this machine cannot"):
         made(batch())
 
@@ -459,17 +459,18 @@ def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
 def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
     config = reward_config(name="prime")
     config.reward_model = {
-        "overlong_buffer": None, "num_workers": 2, "item_timeout": 7.0, "error": "drop",
+        "overlong_buffer": None, "reward_loop_source": "register", "num_workers": 2, "item_timeout": 7.0,
+        "error": "drop",
         "sandbox_fusion": {"url": "http://x/run_code", "max_concurrent": 128, "memory_limit_mb": 99},
         "sandbox": {"seconds": 3.0},
     }  # fmt: skip
     made = load_reward_manager(config, TOKENIZER, 0)
     bound = made.compute_score.source[2]
     assert bound["sandbox_fusion_url"] == "http://x/run_code" and bound["memory_limit_mb"] == 99
-    assert bound["concurrent_semaphore"].number == 128 // made.workers(made.config)
+    assert bound["concurrent_semaphore"].number == 128 // made.workers(made.settings)
     assert bound["sandbox"] == SandboxConfig(seconds=3.0)
-    assert (made.config.error, made.config.item_timeout, type(made)) == ("drop", 7.0, PrimeRewardManager)
-    assert made.config.sandbox_fusion == SandboxFusionConfig(
+    assert (made.settings.error, made.settings.item_timeout, type(made)) == ("drop", 7.0, PrimeRewardManager)
+    assert made.settings.sandbox_fusion == SandboxFusionConfig(
         url="http://x/run_code", max_concurrent=128, memory_limit_mb=99
     )
 

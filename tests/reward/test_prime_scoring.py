@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import rewards
-from verl.workers.reward_manager import RewardError, prime
+from verl.reward.rows import RewardError
+from verl.workers.reward_manager import prime
 
 
 @pytest.mark.process

@@ -81,7 +81,7 @@ def test_a_call_cannot_swallow_the_signal():
 def test_no_child_outlives_a_caller_that_is_killed():
     script = (
         "import os\n"
-        "from tests.grading.test_time_limit import work\n"
+        "from tests.utils.test_time_limit import work\n"
         "from verl.utils.time_limit import Child\n"
         "child = Child(work)\n"
         "print(child.call(5.0, 'a')[0], flush=True)\n"

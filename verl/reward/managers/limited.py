@@ -1,0 +1,81 @@
+"""Rewards that ask a service, within its limits."""
+
+import asyncio
+import time
+from typing import Any, ClassVar
+
+from verl.config.reward_model import RewardModelConfig
+from verl.reward.managers.naive import NaiveRewardManager
+from verl.reward.managers.registry import register
+from verl.utils.threads import in_thread
+
+
+class AsyncTokenBucket:
+    """A budget that refills by `rate_limit` tokens per second up to `max_tokens` (default: one second's refill)."""
+
+    def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
+        if rate_limit <= 0:
+            raise ValueError(f"rate_limit={rate_limit} must be above 0.")
+        self.rate_limit = rate_limit
+        self.max_tokens = rate_limit if max_tokens is None else max_tokens
+        self.tokens = self.max_tokens
+        self.last_update = time.monotonic()
+
+    async def acquire(self, num_tokens: float = 1.0) -> None:
+        """Take `num_tokens`, and wait until the budget has made up for them; callers are served in order."""
+        now = time.monotonic()
+        self.tokens = min(self.max_tokens, self.tokens + (now - self.last_update) * self.rate_limit)
+        self.last_update = now
+        self.tokens -= num_tokens  # below 0 it is a debt, which later callers wait for as well
+        if self.tokens < 0:
+            await asyncio.sleep(-self.tokens / self.rate_limit)
+
+
+@register("rate_limited")
+class RateLimitedRewardManager(NaiveRewardManager):
+    """Limits of reward_model, which all objects of a process share: max_concurrent, max_rpm, max_tpm, timeout.
+
+    A request counts `estimated_tokens_per_request` tokens against max_tpm. The reward function is usually `async def`.
+    """
+
+    concurrent = True
+    # The default pool may have fewer threads than max_concurrent, and waits for a call that hangs.
+    in_other_thread = staticmethod(in_thread)
+    _semaphore: ClassVar[asyncio.Semaphore | None] = None
+    _max_concurrent: ClassVar[int | None] = None
+    _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
+    _max_rpm: ClassVar[float | None] = None
+    _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
+    _max_tpm: ClassVar[float | None] = None
+    _estimated_tokens_per_request: ClassVar[int | None] = None
+    _loop: ClassVar[asyncio.AbstractEventLoop | None] = None
+    _class_initialized = False
+
+    @classmethod
+    def init_limits(cls, settings: RewardModelConfig) -> None:
+        """Create the shared limits, at the first call in the process."""
+        if cls._class_initialized:
+            return
+        cls._max_concurrent = settings.max_concurrent
+        cls._max_rpm, cls._max_tpm = settings.max_rpm, settings.max_tpm
+        cls._estimated_tokens_per_request = settings.estimated_tokens_per_request
+        cls._rpm_limiter = AsyncTokenBucket(cls._max_rpm / 60) if cls._max_rpm else None
+        cls._tpm_limiter = AsyncTokenBucket(cls._max_tpm / 60, cls._max_tpm) if cls._max_tpm else None
+        cls._class_initialized = True
+
+    @staticmethod
+    def workers(settings: RewardModelConfig) -> int:
+        return 1
+
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        """The function's result, after a place under the limits is free; TimeoutError after `timeout` seconds."""
+        self.init_limits(self.settings)
+        cls, loop = RateLimitedRewardManager, asyncio.get_running_loop()
+        if cls._loop is not loop:  # a semaphore belongs to one event loop, and each batch may have its own
+            cls._semaphore, cls._loop = asyncio.Semaphore(self._max_concurrent), loop
+        async with cls._semaphore:
+            if self._rpm_limiter is not None:
+                await self._rpm_limiter.acquire()
+            if self._tpm_limiter is not None:
+                await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
+            return await asyncio.wait_for(super().call(arguments), self.settings.timeout)

@@ -1,0 +1,142 @@
+"""Scores samples by a function of one sample."""
+
+import asyncio
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl.config.reward_model import RewardModelConfig
+from verl.protocol import DataProto
+from verl.reward.managers.base import RawRewardFn, SampleRewardManager
+from verl.reward.managers.registry import register
+from verl.reward.pool import BatchedCalls, ExternFunction, Failure, GradingPool
+from verl.reward.rows import RewardError, Row, rows_of, split
+from verl.utils.user_code import defined_at
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
+_GRACE_S = 5.0  # beyond the limit of a row, for a shard of coroutines that limit themselves
+_MAX_FAILURES = 8  # rows of failed shards that fail alone before the rest is given up: each may take its full limit
+
+
+@register("naive")
+class NaiveRewardManager(SampleRewardManager):
+    """Calls `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)` for each row.
+
+    A function given by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
+    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other, or any with
+    `reward_model.num_workers=0`, runs here without a limit. A coroutine function is awaited for all rows concurrently,
+    and for each row alone when one of them blocks or ends its process.
+
+    `run_single` calls the function in this process without a limit: awaits it, or runs it in a thread.
+    """
+
+    concurrent = False
+    always_in_processes = False  # also functions that are not given by file and name
+    in_other_thread = staticmethod(asyncio.to_thread)  # how `run_single` calls a plain function
+
+    def __init__(
+        self, tokenizer: Any, num_examine: int, compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source", **reward_kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or ExternFunction("pkg://verl.reward.rules", "default_compute_score")
+        self.reward_fn_key = reward_fn_key
+        self.reward_kwargs = reward_kwargs
+        self.settings = RewardModelConfig()
+        self._pool: GradingPool | None = None
+
+    @staticmethod
+    def workers(settings: RewardModelConfig) -> int:
+        return settings.num_workers
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether the function runs in worker processes."""
+        by_name = isinstance(self.compute_score, ExternFunction) and self.settings.num_workers > 0
+        return self.always_in_processes or by_name
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        if "rm_scores" not in data.batch:
+            return super().__call__(data, return_dict)
+        extras = {name: data.non_tensor_batch[name] for name in data.meta_info.get("reward_extra_keys", [])}
+        scores = data.batch["rm_scores"]
+        return {"reward_tensor": scores, "reward_extra_info": extras} if return_dict else scores
+
+    def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
+        return super().results(data, rows) if self.concurrent else self.results_of_rows(rows)
+
+    def results_of_rows(self, rows: list[Row]) -> list[Any]:
+        """The reward function's result for each row, where it runs by default: a number, a dict, or a Failure."""
+        items = [self.arguments(row) for row in rows]
+        if self.in_processes:
+            results = self._in_processes(items)
+        else:
+            results = asyncio.run(BatchedCalls(self.compute_score)(items))
+        return [
+            result if isinstance(split(result), Failure) else self.adjusted(result, row)  # a failure is reported later
+            for result, row in zip(results, rows, strict=True)
+        ]
+
+    def _in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
+        workers, seconds = self.workers(self.settings), self.settings.item_timeout
+        is_async = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
+        if self._pool is None:
+            function = BatchedCalls(self.compute_score, seconds) if is_async else self.compute_score
+            self._pool = GradingPool(function, workers, seconds + _GRACE_S if is_async else seconds)
+        if not is_async:
+            return self._pool.map(items)
+        shards = [items[i::workers] for i in range(workers)]
+        results: list[Any] = [None] * len(items)
+        retried: list[int] = []
+        for i, result in enumerate(self._pool.map([{"items": shard} for shard in shards])):
+            failed = isinstance(result, Failure)
+            results[i::workers] = [result] * len(shards[i]) if failed else result
+            retried += range(i, len(items), workers) if failed and len(shards[i]) > 1 else []
+        retried, failures = sorted(retried), 0
+        while retried and failures < _MAX_FAILURES:  # each row by itself, to find those that fail
+            rows, retried = retried[:workers], retried[workers:]
+            for row, result in zip(rows, self._pool.map([{"items": [items[row]]} for row in rows]), strict=True):
+                results[row] = result if isinstance(result, Failure) else result[0]
+                failures += isinstance(results[row], Failure)
+        return results
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """The score of the row; RewardError with the function's place if it raises or returns no score.
+
+        A function that returns a number gets the extra acc.
+        """
+        (row,) = rows_of(data, self.reward_fn_key)
+        try:
+            result = await self.call(await asyncio.to_thread(self.arguments, row))
+            parsed = split(result)
+            if not isinstance(parsed, Failure):
+                parsed = split(self.adjusted(result, row))
+        except Exception as error:
+            parsed = Failure.of(error)
+        if isinstance(parsed, Failure):
+            message = f"{row}: reward function {defined_at(self.compute_score)} {parsed.text}"
+            raise RewardError(message, failure=parsed) from parsed.cause
+        score, extras = parsed
+        return {"reward_score": score, "reward_extra_info": extras or {"acc": score}}
+
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        """The reward function's result for one row, in this process."""
+        call = partial(self.compute_score, **arguments)
+        function = self.compute_score.function if isinstance(self.compute_score, ExternFunction) else self.compute_score
+        return await call() if inspect.iscoroutinefunction(function) else await self.in_other_thread(call)
+
+    def arguments(self, row: Row) -> dict[str, Any]:
+        """The keyword arguments of the reward function."""
+        values = (row.data_source, self.text(row), row.ground_truth, row.extra_info)
+        return {**dict(zip(ARGUMENTS, values, strict=True)), **self.reward_kwargs}
+
+    def adjusted(self, result: Any, row: Row) -> Any:
+        """The result to report for what the reward function returned: a number, or a dict with 'score'."""
+        return result
+
+    def text(self, row: Row) -> str:
+        """The answer of a row."""
+        return self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
