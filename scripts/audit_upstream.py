@@ -52,7 +52,6 @@ def check_changes(file: Path, release: dict[str, str], parts: dict[str, list[pag
     """What docs/migrating.md says wrongly; also where its tables of the audit are not those of `parts`."""
     wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release)]
     text = file.read_text(encoding="utf-8")
-    wrong += compat.misplaced(ROOT, release)
     fresh = all(table in text for table in (page.markdown(parts), page.reasons_table(parts), compat.table(ROOT)))
     return wrong if fresh else [*wrong, "the tables of the audit are outdated; --update writes them"]
 
@@ -76,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         new = f"{intro}\n{page.markdown(parts)}\n{page.reasons_table(parts)}\n{compat.table(ROOT)}\n\n"
         migrating.write_text(text.replace(old, new), encoding="utf-8")
     unfounded = check_changes(migrating, release, parts)
+    misplaced = compat.misplaced(ROOT, release)
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
@@ -90,11 +90,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
         print(f"docs/migrating.md: {line}")
+    for line in misplaced:
+        print(line)
     for pattern in reasons.unused():
         print(f"scripts/audit/reasons.yaml: {pattern!r} excuses nothing any more")
     print(page.markdown(parts))
     print(f"{len(bad)} without a reason; {time.monotonic() - began:.0f} s")
-    return int(bool(bad or unfounded or reasons.unused()))
+    return int(bool(bad or unfounded or misplaced or reasons.unused()))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import ray
 import yaml
 
-from scripts.audit import changes, departures, keys, names, page
+from scripts.audit import changes, compat, departures, keys, names, page
 from scripts.audit.reasons import FILE, Reasons
 from scripts.audit.sources import flat, read_release
 from scripts.audit_upstream import check_changes, known_keys, main
@@ -170,6 +170,7 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     reasons.write_text(yaml.safe_dump(listed))
     monkeypatch.setattr("scripts.audit_upstream.Reasons", lambda: Reasons(reasons))
     monkeypatch.setattr("scripts.audit_upstream.check_changes", lambda *_: [])
+    monkeypatch.setattr(compat, "misplaced", lambda *_: [])
     given = ["--upstream", str(tmp_path / "verl-9.9-py3-none-any.whl"), "--html", str(tmp_path / "out" / "audit.html")]
     assert main(given) == 1
     diff = capsys.readouterr().out
@@ -237,7 +238,8 @@ def test_additions_name_an_existing_file_and_omissions_are_absent(tmp_path):
 
 def audit_of_the_page():
     """({part: counts by status}, [(reason, {module, tree or "metrics": count})]), read from docs/migrating.md."""
-    counted, reasons = changes.tables(changes.section((ROOT / "docs" / "migrating.md").read_text(), changes.AUDIT))
+    page_text = (ROOT / "docs" / "migrating.md").read_text()
+    counted, reasons, _ = changes.tables(changes.section(page_text, changes.AUDIT))
     head = ("same", "differs", "missing", "unexplained", "ours alone")
     parts = {part: dict(zip(head, map(int, numbers), strict=True)) for part, *numbers in counted}
     return parts, [(why, dict(re.findall(r"([\w.]+) \((\d+)\)", where))) for why, where in reasons]
@@ -269,10 +271,24 @@ def test_old_tables_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(departures, "unfounded", lambda *_: ["b"])
     row = page.Row(names.Finding("m", "f", "differs", "adds a"), "A reason.", True)
     file = tmp_path / "CHANGES.md"
-    file.write_text(f"Told:\n\n{page.markdown({'names': [row]})}\n{page.reasons_table({'names': [row]})}")
+    tables = (page.markdown({"names": [row]}), page.reasons_table({"names": [row]}), compat.table(ROOT))
+    file.write_text("Told:\n\n" + "\n".join(tables))
     assert check_changes(file, {}, {"names": [row]}) == ["a", "b"]
     (old,) = check_changes(file, {}, {"names": [row, row]})[2:]
     assert old == "the tables of the audit are outdated; --update writes them"
+
+
+def test_the_page_lists_the_modules_for_imports_of_verl(tmp_path):
+    assert compat.table(ROOT) in (ROOT / "docs" / "migrating.md").read_text()
+    texts = {"old": '"""Compatibility with verl: import path\nof `a`.\n\nMore."""\n', "live": '"""A."""\n'}
+    for name, text in texts.items():
+        (tmp_path / "verl" / name).mkdir(parents=True)
+        (tmp_path / "verl" / name / "__init__.py").write_text(text)
+    assert compat.compatibility_modules(tmp_path) == {"verl.old": "import path of `a`."}
+    assert compat.table(tmp_path).splitlines()[2:] == ["| verl.old | Import path of `a`. |"]
+    assert compat.misplaced(tmp_path, {"verl/old/__init__.py": ""}) == []
+    (error,) = compat.misplaced(tmp_path, {"verl/live.py": ""})
+    assert error == "verl.old begins with 'Compatibility with verl:', and verl has no module of that name"
 
 
 def test_what_differs_has_a_reason_and_what_is_missing_where_importers_rely_on_it():
