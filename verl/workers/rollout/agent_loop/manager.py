@@ -14,12 +14,12 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import get_within, hanging
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.request_router import RequestRouter
-from verl.workers.config import RolloutConfig
 from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
 from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
 from verl.workers.rollout.agent_loop.rows import concat_rows, use_loop_scores

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from loguru import logger
 
-from verl.workers.config import PrometheusConfig
+from verl.config.rollout import PrometheusConfig
 
 JOB = "rollout"
 

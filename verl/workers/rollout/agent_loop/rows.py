@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.workers.config import RolloutConfig
 from verl.workers.reward_manager.reward_rows import LOST, place_scores
 from verl.workers.rollout.agent_loop.base import AgentLoopOutput
 from verl.workers.rollout.sampling import right_padded

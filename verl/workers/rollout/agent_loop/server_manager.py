@@ -9,10 +9,10 @@ from uuid import uuid4
 from omegaconf import DictConfig
 
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.request_router import RequestRouter
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import (
     ServerClient,
     ServerHandle,

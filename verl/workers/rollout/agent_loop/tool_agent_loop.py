@@ -9,10 +9,10 @@ from uuid import uuid4
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.config.rollout import MultiTurnConfig
 from verl.data.chat_template import ChatTemplateError
 from verl.reward.pool import FatalGradingError
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.config import MultiTurnConfig
 from verl.workers.rollout.agent_loop.base import (
     AgentLoopBase,
     AgentLoopMetrics,
