@@ -31,7 +31,7 @@ class RolloutReplicaWorker(Worker):
         if self.device_name == "cuda":
             torch.cuda.set_device(rank_device_index())
         initialize_global_process_group_ray()
-        if self.config.load_format == "dummy":  # no actor will send its weights
+        if self.config.load_format == "dummy":  # there is no actor that sends weights
             self.config = replace(self.config, load_format="auto")
         self.model_config = omega_conf_to_dataclass(self.model_config, HFModelConfig).load()
         rollout_class = get_rollout_class(self.config.name, "async")
