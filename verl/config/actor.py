@@ -1,7 +1,9 @@
 """Settings of the actor: PPO's mini-batches, clipping, losses."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -54,6 +56,8 @@ class RefineLossConfig(BaseConfig, section="actor.refine_loss"):
 class ActorConfig(BaseConfig, section="actor"):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
+    #: for losses written for verl; the config that the actor gives them has the counts of the mini-batch here
+    global_batch_info: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
     ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)

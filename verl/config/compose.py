@@ -36,9 +36,9 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
     if isinstance(target := values.get("_target_"), str) and target:
         named = load_class_from_fqn(target, "config dataclass")
         config_type = named if issubclass(named, config_type) else config_type
-    hints, known = field_types(config_type), {}
-    for name in hints.keys() & values.keys():
-        section = section_type(hints[name])
+    names, known = {f.name for f in fields(config_type)}, {}
+    for name in names & values.keys():
+        section = section_type(field_types(config_type)[name])
         nested = section is not None and isinstance(values[name], dict)
         known[name] = _typed(values[name], section, checked) if nested else values[name]
     if checked:
@@ -46,7 +46,7 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
     else:
         settings = object.__new__(config_type)
         settings.__dict__.update({f.name: default_of(f) for f in fields(config_type)} | known)
-    for name in values.keys() - hints.keys():
+    for name in values.keys() - names:
         value = values[name]
         object.__setattr__(settings, name, OmegaConf.create(value) if isinstance(value, dict | list) else value)
     return settings
@@ -57,13 +57,10 @@ def to_plain(settings: Any) -> Any:
     if OmegaConf.is_config(settings):
         return OmegaConf.to_container(settings, resolve=True)
     if isinstance(settings, BaseConfig):
-        hints = field_types(type(settings))
-        public = {name for name in hints if field_metadata(type(settings), name)["help"] or name == "_target_"}
-        return {
-            name: to_plain(value)
-            for name, value in vars(settings).items()
-            if name not in hints or name in public and (name != "_target_" or value)
-        }
+        names = {f.name for f in fields(settings)} - {"_target_"}
+        internal = {name for name in names if not field_metadata(type(settings), name)["help"]}
+        internal |= set() if settings._target_ else {"_target_"}
+        return {name: to_plain(value) for name, value in vars(settings).items() if name not in internal}
     if isinstance(settings, Mapping):
         return {name: to_plain(value) for name, value in settings.items()}
     return [to_plain(value) for value in settings] if isinstance(settings, list | tuple) else settings

@@ -182,7 +182,7 @@ def test_a_loss_with_verls_signature_gets_the_counts_in_its_config():
         assert get_loss_fn("sum")(inputs, actor) == (6 / 4, {})
     finally:
         del core_algos.POLICY_LOSS_REGISTRY["sum"]
-    assert "sum" not in LOSS_FUNCTIONS and not hasattr(actor, "global_batch_info")
+    assert "sum" not in LOSS_FUNCTIONS and actor.global_batch_info == {}
 
 
 def test_plain_compute_policy_loss_agrees_with_vanilla():
