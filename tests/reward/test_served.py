@@ -15,8 +15,11 @@ from transformers import AutoModelForSequenceClassification
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.helpers.watched_runs import family
+from tests.reward.test_managers import batch
 from verl.config.reward_model import RewardModelModelConfig, RewardModelRolloutConfig
-from verl.experimental.reward_loop import RewardModelManager
+from verl.reward.loading import load_served_reward
+from verl.reward.served import RewardModelManager, ServedRewardManager
+from verl.reward.stream import can_stream
 from verl.trainer.main_ppo import TaskRunner
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.reward_server import RewardModelServer
@@ -215,3 +218,36 @@ def test_a_generative_model_judges_by_a_function_of_the_user(tiny_llama, tmp_pat
     assert len(set(by_output.values())) > 1
     assert (tmp_path / "run" / "out" / "servers" / "reward_model_0.log").stat().st_size > 0
     assert servers_running(tmp_path) == []
+
+
+ASKING = """
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address,
+                        reward_model_tokenizer):
+    return {"score": float(len(reward_model_tokenizer(solution_str)["input_ids"])), "asked": reward_router_address}
+"""
+BATCHES = """
+from verl.reward.managers import AbstractRewardManager
+
+class OfBatches(AbstractRewardManager):
+    pass
+"""
+
+
+def test_the_configured_manager_passes_the_address_of_the_servers(tiny_llama, tmp_path):
+    (tmp_path / "asking.py").write_text(ASKING)
+    (tmp_path / "batches.py").write_text(BATCHES)
+    settings = {"reward_model__model__path": tiny_llama, "custom_reward_function__path": tmp_path / "asking.py"}
+    for name in ("naive", "dapo"):
+        config = compose_run(tmp_path / name, tiny_llama, **SERVED, **settings, reward_manager__name=name)
+        manager = load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"]))
+        assert manager.concurrent and can_stream(manager) and manager.settings.enable
+        result = manager(batch(("1 2", "7")), return_dict=True)
+        assert result["reward_tensor"].sum(1).tolist() == [2.0, 1.0]
+        assert all(address.startswith("127.0.0.1:") for address in result["reward_extra_info"]["asked"])
+    module = {"reward_manager__source": "importlib", "reward_manager__module__path": tmp_path / "batches.py"}
+    settings |= {**module, "reward_manager__name": "OfBatches"}
+    config = compose_run(tmp_path / "batches", tiny_llama, **SERVED, **settings)
+    with pytest.raises(ValueError, match="reward manager OfBatches cannot pass the address of the served reward model"):
+        load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"]))
+    config.custom_reward_function.path = None
+    assert isinstance(load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"])), ServedRewardManager)
