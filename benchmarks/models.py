@@ -2,7 +2,7 @@
 
 from benchmarks.harness import Row, row, say
 from tests.models.__main__ import families, templates
-from tests.models.checks import REFUSED, stored
+from tests.models.checks import REFUSED, WORKS, stored
 from tests.models.templates import counted
 
 
@@ -19,14 +19,16 @@ def template_rows() -> list[Row]:
 
 def family_rows() -> list[Row]:
     """Right: computes what the stored table says, and is not refused. A family that fails says so."""
-    known, right, tested = stored(), 0, 0
+    known, right, in_vllm, tested = stored(), 0, 0, 0
     for name, found in families():
         tested += 1
         if found != known.get(name):
             say(f"{name} is not as in the table of tests/models: {found}")
         elif REFUSED not in found.values():
             right += 1
-    return [count("families_right", right, "families"), count("families_tested", tested, "families")]
+            in_vllm += found["vLLM"] == WORKS
+    counts = {"families_right": right, "families_in_vllm": in_vllm, "families_tested": tested}
+    return [count(name, value, "families") for name, value in counts.items()]
 
 
 def run() -> list[Row]:

@@ -2,20 +2,21 @@
 
 from benchmarks import models
 from benchmarks.run import WANTED
-from tests.models.checks import REFUSED, WORKS
+from tests.models.checks import REFUSED, STOPS, WORKS
 from tests.models.templates import APPENDED, KEPT, SPLIT
 
-WORKING, LIMITED = {"has": "x", "flat rows": WORKS}, {"has": "x", "flat rows": REFUSED}
+WORKING, LIMITED = ({"has": "x", "flat rows": result, "vLLM": WORKS} for result in (WORKS, REFUSED))
 
 
 def test_refused_families_and_those_that_differ_from_the_table_do_not_count(monkeypatch):
-    table = {"a": WORKING, "b": LIMITED, "c": WORKING, "d": WORKING}
+    table = {"a": WORKING, "b": LIMITED, "c": WORKING, "d": WORKING, "e": {**WORKING, "vLLM": STOPS}}
     found = {**table, "c": {"fails": "ValueError: no"}, "d": {**WORKING, "flat rows": "works with padding"}}
     said = []
     monkeypatch.setattr(models, "stored", lambda: table)
     monkeypatch.setattr(models, "families", lambda: found.items())
     monkeypatch.setattr(models, "say", said.append)
-    assert {row.name: row.value for row in models.family_rows()} == {"families_right": 1, "families_tested": 4}
+    counts = {"families_right": 2, "families_in_vllm": 1, "families_tested": 5}
+    assert {row.name: row.value for row in models.family_rows()} == counts
     assert [text.split()[0] for text in said] == ["c", "d"]
 
 

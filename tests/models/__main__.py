@@ -16,10 +16,11 @@ def families() -> Iterator[tuple[str, dict[str, str]]]:
     """Tiny models, one after the other."""
     from tests.models.checks import observed
     from tests.models.families import FAMILIES
+    from tests.models.in_vllm import observed_in_vllm
 
     for name in FAMILIES:
         try:
-            yield name, observed(name)
+            yield name, observed(name) | observed_in_vllm(name)
         except Exception as error:  # noqa: BLE001 - the other families are shown too
             yield name, {"fails": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 SIZE = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.2, pad_token_id=0,
             bos_token_id=1, eos_token_id=2)  # fmt: skip
-MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1,
-           shared_expert_intermediate_size=32)  # fmt: skip
+MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
+SHARED = dict(shared_expert_intermediate_size=32)  # vLLM makes a shared expert wherever a config has this
 WINDOW = dict(sliding_window=8, use_sliding_window=True)
 LATENT = dict(q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32)
 ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
@@ -26,10 +26,10 @@ FAMILIES: dict[str, tuple[str, dict, str]] = {
     "Llama, biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}, "biases everywhere"),
     "Qwen2": ("Qwen2Config", {}, "biases of query, key and value"),
     "Qwen2, window": ("Qwen2Config", {"max_window_layers": 1, **WINDOW}, "window in some layers"),
-    "Qwen2 MoE": ("Qwen2MoeConfig", MOE, "shared expert"),
+    "Qwen2 MoE": ("Qwen2MoeConfig", {**MOE, **SHARED}, "shared expert"),
     "Qwen3": ("Qwen3Config", {"tie_word_embeddings": True}, "norms of query and key"),
     "Qwen3 MoE": ("Qwen3MoeConfig", MOE, "experts"),
-    "Qwen3-Next": ("Qwen3NextConfig", {**LINEAR, **MOE}, "linear attention, experts"),
+    "Qwen3-Next": ("Qwen3NextConfig", {**LINEAR, **MOE, **SHARED}, "linear attention, experts"),
     "Qwen3.5": ("Qwen3_5TextConfig", LINEAR, "linear attention"),
     "Mistral": ("MistralConfig", WINDOW, "window"),
     "Mixtral": ("MixtralConfig", MOE, "experts"),
@@ -63,7 +63,9 @@ FAMILIES: dict[str, tuple[str, dict, str]] = {
     "Helium": ("HeliumConfig", {}, "dense"),
     "GPT-NeoX": ("GPTNeoXConfig", {}, "parallel layers, joint projections"),
     "GPT-2": ("GPT2Config", {}, "learned positions"),
-    "LFM2": ("Lfm2Config", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}, "convolutions"),
+    "LFM2": ("Lfm2Config", {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"],
+                            "conv_dim": 64, "block_dim": 64},  # transformers does not read these two, vLLM does
+             "convolutions"),
     "Bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}, "Mamba 2, attention"),
     "Falcon-H1": ("FalconH1Config", {**MAMBA2, "mamba_d_head": 16, "mamba_d_ssm": 64},
                   "Mamba 2 and attention in every layer"),
@@ -74,22 +76,25 @@ FAMILIES: dict[str, tuple[str, dict, str]] = {
         "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4, "mamba_head_dim": 32,
         "n_groups": 1, "ssm_state_size": 16}, "Mamba 2, attention"),
     "Mamba": ("MambaConfig", {"state_size": 8}, "no attention"),
-    "Mamba 2": ("Mamba2Config", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}, "no attention"),
+    "Mamba 2": ("Mamba2Config", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1,
+                                 "intermediate_size": 128}, "no attention"),
     "RecurrentGemma": ("RecurrentGemmaConfig", {}, "gated recurrences, windows"),
 }  # fmt: skip
 
-#: those that vLLM 0.32 runs on a CPU in float32 with heads this small
-# vLLM 0.32's experts give NaN in float32 on CPUs without AVX-512, also from weights read from disk. Families
-# that it runs by its Transformers backend (OLMo 2) are left out too: it changes transformers' class in the process.
-IN_VLLM = ("Llama", "Llama, tied", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Granite")
+
+#: Sizes that vLLM's kernels on a CPU need, where the small ones are none of them.
+IN_VLLM = {
+    "Llama 4": {"attention_chunk_size": 32},
+    **dict.fromkeys(("DeepSeek-V2", "DeepSeek-V3"), {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}),
+}
 
 
-def config_of(name: str) -> PreTrainedConfig:
-    kind, changes, _ = FAMILIES[name]
-    return getattr(transformers, kind)(**{**SIZE, **changes})
+def config_of(name: str, **changes) -> PreTrainedConfig:
+    kind, given, _ = FAMILIES[name]
+    return getattr(transformers, kind)(**{**SIZE, **given, **changes})
 
 
-def model_of(name: str) -> PreTrainedModel:
-    """Random weights in float32, the same in every call, in evaluation mode."""
+def model_of(name: str, **changes) -> PreTrainedModel:
+    """Random weights in float32, the same in every call, in evaluation mode; `changes` of the config."""
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.float32).eval()

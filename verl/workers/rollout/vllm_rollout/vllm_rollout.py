@@ -191,8 +191,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         model = self.llm.llm_engine.model_config
         if model.using_transformers_backend():
             raise ValueError(
-                f"{KEY}.name=vllm cannot generate for an actor of {model.architecture}: vLLM runs this model with its "
-                "Transformers backend, which changes the class that the actor in the same process uses. Set "
+                f"{KEY}.name=vllm cannot generate for an actor of {model.architectures[0]}: vLLM runs this model with "
+                "its Transformers backend, which changes the class that the actor in the same process uses. Set "
                 f"{KEY}.name=hf, or sglang, whose engine has a process of its own."
             )
         self.has_weights = False  # the actor's are what counts from now on
