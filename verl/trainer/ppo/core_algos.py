@@ -59,6 +59,10 @@ def _from_verl(loss: VerlLoss) -> PolicyLoss:
     return with_inputs
 
 
+# defaults of loss_agg_mode other than token-mean
+_MODES = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+
+
 @functools.cache
 def _to_verl(loss: PolicyLoss, mode: str = "token-mean") -> VerlLoss:
     """A loss that takes LossInputs, with verl's signature; `mode` is the default of `loss_agg_mode`."""
@@ -87,7 +91,7 @@ class _VerlLosses(MutableMapping[str, VerlLoss]):
 
     def __getitem__(self, name: str) -> VerlLoss:
         loss = LOSS_FUNCTIONS[name]
-        return getattr(loss, "verl_loss", None) or _to_verl(loss)
+        return getattr(loss, "verl_loss", None) or _to_verl(loss, _MODES.get(name, "token-mean"))
 
     def __setitem__(self, name: str, loss: VerlLoss) -> None:
         LOSS_FUNCTIONS[name] = _from_verl(loss)
@@ -106,8 +110,8 @@ POLICY_LOSS_REGISTRY = _VerlLosses()
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
 compute_policy_loss_vanilla = POLICY_LOSS_REGISTRY["vanilla"]
-compute_policy_loss_gspo = _to_verl(LOSS_FUNCTIONS["gspo"], "seq-mean-token-mean")
-compute_policy_loss_sapo = _to_verl(LOSS_FUNCTIONS["sapo"], "seq-mean-token-mean")
+compute_policy_loss_gspo = POLICY_LOSS_REGISTRY["gspo"]
+compute_policy_loss_sapo = POLICY_LOSS_REGISTRY["sapo"]
 compute_policy_loss_gpg = POLICY_LOSS_REGISTRY["gpg"]
 compute_policy_loss_cispo = POLICY_LOSS_REGISTRY["cispo"]
 compute_policy_loss_clip_cov = POLICY_LOSS_REGISTRY["clip_cov"]
