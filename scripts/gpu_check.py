@@ -40,7 +40,7 @@ from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.policy.attention import BACKENDS
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.packing import moved, pack
+from verl.workers.policy.packing import to_device, pack
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {
@@ -140,7 +140,7 @@ def check_step(device: torch.device) -> Iterator[Result]:
             engine, policy = make_engine(folder, where, dtype), get_policy("causal_lm")
             policy.set_forward(remove_padding=True, share_prompt=True)
             with engine.train_mode(), engine.autocast():
-                data = moved(batch(), engine.device)
+                data = to_device(batch(), engine.device)
                 log_probs, _ = policy.log_probs(engine.module, data, temperature=1.0, with_entropy=False)
                 engine.backward(log_probs.mean(), is_last_micro_batch=True)
                 norm = engine.optimizer_step().grad_norm
@@ -186,7 +186,7 @@ def measure(
         host_barrier()
         started = time.perf_counter()
         with engine.train_mode(), engine.autocast():
-            log_probs, _ = policy.log_probs(engine.module, moved(data, device), temperature=1.0, with_entropy=False)
+            log_probs, _ = policy.log_probs(engine.module, to_device(data, device), temperature=1.0, with_entropy=False)
             engine.backward(-log_probs.mean(), is_last_micro_batch=True)
             engine.optimizer_step()  # reads the norm: the device is done
         seconds.append(time.perf_counter() - started)

@@ -28,7 +28,7 @@ from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.problems import Problem, wrong
 from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import moved, on_host
+from verl.workers.policy.packing import to_device, on_host
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -160,7 +160,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             layout = self._layout(micro, self.val_noise)
             with self.engine.autocast():
                 losses = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
-            plain = self.summed_loss(moved(micro, self.engine.device)).double()
+            plain = self.summed_loss(to_device(micro, self.engine.device)).double()
             metrics = {"counted": losses.counted, "val/noise_mean": layout.noised, "val/loss": plain}
             for name, value in (metrics | self._metrics("val", losses, 1.0, 1.0)).items():
                 sums[name] += value

@@ -17,7 +17,7 @@ from verl.config.actor import RefineLossConfig
 from verl.workers.actor import DataParallelPPOActor, base
 from verl.workers.config import FSDPActorConfig
 from verl.workers.policy import get_policy
-from verl.workers.policy.packing import moved
+from verl.workers.policy.packing import to_device
 
 WINDOW, NOISE, WINDOWS = 4, 3, 2
 
@@ -92,7 +92,7 @@ def test_windows_are_laid_out_without_a_look_at_the_device(model_path, samples):
     """Values of tensors on the meta device cannot be read at all."""
     (loss,) = actor_of(model_path, samples=samples).auxiliary_losses
     here = batch().batch
-    there = moved(here, torch.device("meta"))
+    there = to_device(here, torch.device("meta"))
     expected = loss._rows(here)
     layout = build_layout(expected, seeds_of(expected), loss.noise, loss.noise_token)
     packings = [loss._packing(columns, expected, layout) for columns in (here, there)]

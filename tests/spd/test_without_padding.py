@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.models.families import model_of
 from verl.workers.policy import get_policy
-from verl.workers.policy.packing import moved, pack_rows
+from verl.workers.policy.packing import to_device, pack_rows
 
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 10], [30, 31, 32, 33]]
 DRAFTS = [[11, 12, 13], [14, 15], [40, 41, 42]]
@@ -95,7 +95,7 @@ def test_a_forward_without_padding_never_waits_for_the_device(tiny_llama, settin
     model = AutoModelForSPDScoring.from_config(config).to("meta")
     columns = SPDInputData.from_blocks(CONTEXTS, DRAFTS, TARGETS, sep_token_id=3, pad_token_id=0).as_kwargs()
     columns |= {"responses": torch.ones(3, 4, dtype=torch.int64), "group_index": torch.tensor([0, 1, 1])}
-    batch = moved(TensorDict(columns, batch_size=3), torch.device("meta"))
+    batch = to_device(TensorDict(columns, batch_size=3), torch.device("meta"))
     policy = get_policy("bernoulli", share=share)
     policy.set_forward(remove_padding=True, share_prompt=share)
     log_probs, entropy = policy.log_probs(model, batch, temperature=1.0, with_entropy=True)

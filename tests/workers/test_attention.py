@@ -24,7 +24,7 @@ from verl.workers.policy.attention import (
     segment_attention,
     shared_prompt_attention,
 )
-from verl.workers.policy.packing import ON_HOST, moved, pack, pack_batch
+from verl.workers.policy.packing import ON_HOST, to_device, pack, pack_batch
 
 
 class OnCuda(torch.Tensor):
@@ -220,7 +220,7 @@ def test_the_layout_is_made_without_a_look_at_the_device():
     """Values of tensors on the meta device cannot be read at all."""
     batch = grouped_batch([6, 3], [[5, 0, 2], [1, 4]])
     batch["counted"] = (torch.arange(25).view(5, 5) % 3 != 0).long()
-    there = moved(batch, torch.device("meta"))
+    there = to_device(batch, torch.device("meta"))
     assert batch["input_ids"].device.type == "cpu" and there["input_ids"].is_meta and ON_HOST in there.keys()
     for share in (False, True):
         packing, here = (pack_batch(b, 5, share_prompt=share) for b in (there, batch))

@@ -18,7 +18,7 @@ from verl.trainer.run.ranks import largest
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.policy.packing import moved, pack_batch
+from verl.workers.policy.packing import to_device, pack_batch
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_device_learns_the_tokens_that_a_cpu_learns():
     rows = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "loss_mask": torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0]])}  # fmt: skip
     micro = TensorDict(rows, batch_size=2)
-    here, there = (pack_batch(next_token_batch(moved(micro, torch.device(d))), 4) for d in ("cpu", "meta"))
+    here, there = (pack_batch(next_token_batch(to_device(micro, torch.device(d))), 4) for d in ("cpu", "meta"))
     assert here.answers.tolist() == [1, 3, 4, 5]
     assert there.answers.is_meta and len(there.answers) == 4
 

@@ -37,7 +37,7 @@ from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
-from verl.workers.policy.packing import ON_HOST, OnHost, moved, on_host
+from verl.workers.policy.packing import ON_HOST, OnHost, to_device, on_host
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -269,7 +269,7 @@ class FSDPSFTTrainer:
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's learned tokens of a batch [B, L], by name of the metric that is their mean."""
         micros = cut(batch, self.config.data)
-        losses = [self.summed_loss(moved(micro, self.engine.device)).double() for micro in micros]
+        losses = [self.summed_loss(to_device(micro, self.engine.device)).double() for micro in micros]
         return {"val/loss": float(sum(losses))}
 
     def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
@@ -296,7 +296,7 @@ class FSDPSFTTrainer:
                 micros = cut(self._joined(batch), self.config.data)
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
-                    for name, value in self.backward(moved(micro, self.engine.device), tokens, is_last, inputs).items():
+                    for name, value in self.backward(to_device(micro, self.engine.device), tokens, is_last, inputs).items():
                         sums[name] += value.double() if isinstance(value, torch.Tensor) else value
                 step = self.engine.optimizer_step()
                 sums = {name: float(value) for name, value in sums.items()}

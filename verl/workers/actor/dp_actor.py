@@ -173,7 +173,7 @@ class DataParallelPPOActor(BasePPOActor):
         return loss, additive, {**means, max_drift: drift.max().item()}
 
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
-        """Only what the forward and the loss read: the rest need not be cut and moved."""
+        """Only what the forward and the loss read: the other columns are not copied to the device."""
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
         if self.config.share_prompt_forward and "group_index" not in keys:
             keys.append("group_index")

@@ -18,7 +18,7 @@ from verl.profiling.profile import finished_update
 from verl.protocol import DataProto
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.engine import FSDPEngine
-from verl.workers.policy.packing import moved
+from verl.workers.policy.packing import to_device
 
 #: (micro-batch, counts) -> (loss to differentiate, parts that add up over micro-batches, means over its counted tokens)
 LossOf = Callable[[TensorDict, StepCounts], tuple[torch.Tensor, dict[str, float], dict[str, float]]]
@@ -33,7 +33,7 @@ def forward_in_order(
     with engine.eval_mode(), engine.autocast():
         for rows, micro in micros:
             index.append(rows)
-            outputs.append(forward(moved(micro.batch, engine.device)))
+            outputs.append(forward(to_device(micro.batch, engine.device)))
     # Read back after the loop: the host does not wait between micro-batches.
     return [restore_order([piece.cpu() for piece in pieces], index) for pieces in zip(*outputs, strict=True)]
 
@@ -92,7 +92,7 @@ def _accumulate(
     largest: dict[str, float] = defaultdict(lambda: -math.inf)
     engine.optimizer_zero_grad()
     for number, (_, micro) in enumerate(micros):
-        batch = moved(micro.batch, engine.device)
+        batch = to_device(micro.batch, engine.device)
         loss, additive, means = loss_of(batch, counts)
         engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
         counted = micro.batch["response_mask"].sum().item()  # on the host: no wait for the backward pass

@@ -204,8 +204,8 @@ class Packing:
         return inputs if cache is None else inputs | {"past_key_values": cache}
 
 
-def moved(batch: TensorDict, device: torch.device) -> TensorDict:
-    """The batch on `device`, with its columns on the host (`on_host`); the given one stays where it is."""
+def to_device(batch: TensorDict, device: torch.device) -> TensorDict:
+    """A copy of the batch on `device` that also holds its columns on the host (`on_host`)."""
     on_device = batch.to(device)
     if device.type != "cpu":
         columns = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -222,12 +222,12 @@ class OnHost:
 
 
 def on_host(batch: TensorDict) -> Mapping[str, torch.Tensor]:
-    """The columns of a batch that `moved` gave, without waiting for the device; of another one, its own."""
+    """The columns of a batch from `to_device` on the host, without waiting for the device; else the batch itself."""
     return batch[ON_HOST].columns if ON_HOST in batch.keys() else batch
 
 
 def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False) -> Packing:
-    """`pack`, for the default Ulysses group, of a batch that `moved` gave or of one on the CPU."""
+    """`pack`, for the default Ulysses group, of a batch from `to_device` or one on the CPU."""
     columns = {**{key: batch[key] for key in _LAYOUT_COLUMNS if key in batch.keys()}, **on_host(batch)}
     mask, groups, counted = (columns[key].cpu() if key in columns else None for key in _LAYOUT_COLUMNS)
     sharing = get_ulysses_sequence_parallel_group()
