@@ -40,7 +40,7 @@ from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.policy.attention import BACKENDS
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.packing import to_device, pack
+from verl.workers.policy.packing import pack, to_device
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {

@@ -28,7 +28,7 @@ from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.problems import Problem, wrong
 from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import to_device, on_host
+from verl.workers.policy.packing import on_host, to_device
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings

@@ -24,7 +24,7 @@ from verl.workers.policy.attention import (
     segment_attention,
     shared_prompt_attention,
 )
-from verl.workers.policy.packing import ON_HOST, to_device, pack, pack_batch
+from verl.workers.policy.packing import ON_HOST, pack, pack_batch, to_device
 
 
 class OnCuda(torch.Tensor):

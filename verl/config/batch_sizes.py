@@ -96,9 +96,11 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     n = rollout["n"]
     sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": n, "prompts_key": prompts_key}
     issues = actor_problems(actor, **sizes)
-    issues += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
+    dynamic = rollout["log_prob_use_dynamic_bsz"]
+    issues += check_exactly_one_batch_size(rollout, "actor_rollout_ref.rollout", log_prob, ranks, dynamic)
     if use_reference_policy and model["lora_rank"] == 0 and model["lora_adapter_path"] is None:
-        issues += one_of(ref, "actor_rollout_ref.ref", log_prob, ranks, ref["log_prob_use_dynamic_bsz"])
+        dynamic = ref["log_prob_use_dynamic_bsz"]
+        issues += check_exactly_one_batch_size(ref, "actor_rollout_ref.ref", log_prob, ranks, dynamic)
     if use_critic:
         known_keys = {p.key.rpartition(".")[2] for p in issues}
         issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
@@ -114,7 +116,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             # Megatron's own default of sequence_parallel is true, whatever the number of ranks.
             issues += [problem for problem in splits if problem.kind != UNUSED or "megatron" not in role]
     if reward["enable"] and not serves_reward_model(config):  # servers make batches of their own
-        issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
+        dynamic = reward["use_dynamic_bsz"]
+        issues += check_exactly_one_batch_size(reward, "reward_model", "micro_batch_size", ranks, dynamic)
         own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
         sequences, engine = reward["ulysses_sequence_parallel_size"], reward["model"]["fsdp_config"]
@@ -163,7 +166,7 @@ def _update_problems(
     if mini > prompts:
         rule = f"{key}={mini} is larger than {prompts_key}={prompts}, so no step could fill it."
         issues.append(wrong(key, f"{rule} Use {prompts} or less."))
-    return issues + one_of(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
+    return issues + check_exactly_one_batch_size(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
 
 
 def _uneven(key: str, prompts: int, n: int, ranks: int, grouped: bool) -> list[Problem]:
@@ -179,8 +182,10 @@ def _uneven(key: str, prompts: int, n: int, ranks: int, grouped: bool) -> list[P
     return [wrong(key, f"{rule} evenly. Use a multiple of {step}{_near(prompts, step)}.")]
 
 
-def one_of(role: Mapping[str, Any], prefix: str, name: str, ranks: int, dynamic: bool) -> list[Problem]:
-    """Exactly one of `name` (all ranks together, the old way) and `name`_per_gpu, unless batches are cut by tokens."""
+def check_exactly_one_batch_size(
+    role: Mapping[str, Any], prefix: str, name: str, ranks: int, dynamic: bool
+) -> list[Problem]:
+    """Exactly one of `name` (deprecated: of all ranks) and `name`_per_gpu is set, unless batch sizes are dynamic."""
     key, together, each = f"{prefix}.{name}", role[name], role[f"{name}_per_gpu"]
     if dynamic:
         return []

@@ -1,4 +1,4 @@
-"""Keys without effect: scripts for verl set them, and no run here reads them, or what they ask for always holds.
+"""Keys without effect: scripts for verl set them, but no run reads them, or what they request is always on.
 
 A row names a field as Class.field and holds for subclasses too.
 """
@@ -56,7 +56,7 @@ UNUSED: dict[str, str | Mapping[str, str]] = {
     "RolloutConfig.prometheus": _NO_SERVER,
 }
 
-# Why what the key asks for holds whether it is set or not; setting it to false is reported.
+# The reason why this behaviour is always on; setting the key to false is reported.
 ALWAYS: dict[str, str] = {
     "ActorConfig.use_fused_kernels": "log-probs come from hidden states, a chunk of logits at a time",
     "FSDPActorConfig.entropy_from_logits_with_chunking": "logits are computed in chunks",

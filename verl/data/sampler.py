@@ -17,7 +17,7 @@ class AbstractSampler(Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """Looks at every finished batch before the next rows are drawn."""
+    """A sampler whose `update` gets the batch of every finished step before the next rows are drawn."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:

@@ -15,7 +15,7 @@ from verl.utils.problems import UNUSED, Problem
 def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     """A problem for each key that this run does not read and whose value is not the default.
 
-    A key whose request always holds is among them where it is turned off.
+    Also reports a key set to false for behaviour that is always on.
     `config_type` is the dataclass of the tree. Keys that follow another key are left out: that one is reported.
     """
     try:
@@ -40,7 +40,7 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
 
 
 def _unused_reason(owner: type | None, key: str, value: Any, rollouts: tuple[str | None, ...]) -> str | None:
-    """What happens instead of reading a key, or a section that it is in; None if it is read, or holds anyway.
+    """What happens instead of reading a key, or a section that it is in; None if the setting has its effect.
 
     A reason may depend on the rollout: then it is looked up by each of `rollouts`, "name" and "name/mode".
     """

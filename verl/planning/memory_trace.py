@@ -256,7 +256,7 @@ def _trace(
 
 
 def _forget(tensor: torch.Tensor) -> Any:
-    """What `fsdp_utils.activations_on_cpu` leaves of a tensor on the GPU: nothing but its shape, of weights all."""
+    """Offloaded activations keep only their shape on the GPU (`fsdp_utils.activations_on_cpu`); weights stay."""
     weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
     return tensor if weight else (tensor.shape, tensor.stride(), tensor.dtype)
 

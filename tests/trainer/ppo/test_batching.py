@@ -10,11 +10,11 @@ from verl.trainer.ppo.batching import (
     DropCounts,
     balanced_order,
     compute_response_mask,
-    draw_again,
     drop_lost,
     fill_groups,
     group_rows,
     mark_without_baseline,
+    resample_by_score,
     share_weights,
     shareable,
 )
@@ -137,7 +137,7 @@ def test_rows_drawn_again_stand_in_groups_of_the_same_sizes():
     tensors = {"token_level_scores": scores, "attention_mask": torch.ones(5, 1), "group_index": torch.arange(5)}
     uid = np.array(["a", "a", "a", "b", "b"], dtype=object)
     batch = DataProto.from_dict(tensors, {"uid": uid, "name": np.arange(5).astype(object)})
-    draw_again(batch, {"reweight_method": "pow", "weight_pow": 2.0})
+    resample_by_score(batch, {"reweight_method": "pow", "weight_pow": 2.0})
     assert batch.non_tensor_batch["name"].tolist() == [2] * 5  # the only row with a weight
     assert batch.non_tensor_batch["uid"].tolist() == uid.tolist()
     assert batch.batch["group_index"].tolist() == [0, 1, 2, 3, 4] and batch.meta_info["global_token_num"] == [1] * 5

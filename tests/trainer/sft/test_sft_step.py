@@ -18,7 +18,7 @@ from verl.trainer.run.ranks import largest
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.policy.packing import to_device, pack_batch
+from verl.workers.policy.packing import pack_batch, to_device
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Arithmetic of a batch of samples between rollout and update: masks, drops, groups, shares, rewards, advantages."""
+"""Functions on the rollout batch before the update: masking, dropping, grouping, balancing over ranks, rewards."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def balanced_order(
         size = len(items) // ranks
         parts = partition(weights, ranks) if partition else [range(r * size, (r + 1) * size) for r in range(ranks)]
         for rank, part in enumerate(parts):
-            # Sorted, so that the order does not hang on the balancer's internals and groups stay adjacent.
+            # Sorted, so that the order does not depend on how the balancer works and groups stay adjacent.
             shares[rank] += [row for item in sorted(part) for row in items[item]]
     return np.asarray([row for share in shares for row in share], dtype=np.int64)
 
@@ -261,11 +261,11 @@ def share_weights(data: DataProto) -> list[list[int]]:
     return [[int(tokens[row]) for row in rows] for rows in group_rows(data)]
 
 
-def draw_again(data: DataProto, settings: Mapping[str, Any]) -> None:
-    """Replace the rows by as many, drawn by their scores (PF-PPO).
+def resample_by_score(data: DataProto, settings: Mapping[str, Any]) -> None:
+    """Resample the rows by their scores, in place (PF-PPO); their number stays the same.
 
-    uid and group_index stay with the positions, so that the ranks can still share the groups evenly; a group may then
-    hold rows of several prompts.
+    The columns uid and group_index are not resampled, so that the ranks can still share the groups evenly; a group may
+    then hold rows of several prompts.
     """
     uid, index = data.non_tensor_batch["uid"], data.batch.get("group_index")
     drawn = compute_pf_ppo_reweight_data(data, **settings)

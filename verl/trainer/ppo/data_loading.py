@@ -25,15 +25,15 @@ from verl.utils.stop_signals import obey_parent_only
 
 
 @runtime_checkable
-class LearnsFromBatches(Protocol):
-    """A data set that is shown every finished batch."""
+class BatchAwareDataset(Protocol):
+    """A data set that is given the batch of every finished step."""
 
     def on_batch_end(self, batch: DataProto) -> None: ...
 
 
 @runtime_checkable
-class Curriculum(Protocol):
-    """A sampler that is shown every finished batch."""
+class BatchAwareSampler(Protocol):
+    """A sampler that is given the batch of every finished step."""
 
     def update(self, batch: DataProto) -> None: ...
 
@@ -82,10 +82,10 @@ class RLData:
         )
 
     def update_from_batch(self, batch: DataProto) -> None:
-        """Show a finished batch to a sampler or data set that learns from it."""
-        if isinstance(self.train_sampler, Curriculum):
+        """Pass the batch of a finished step to a sampler or data set that takes one."""
+        if isinstance(self.train_sampler, BatchAwareSampler):
             self.train_sampler.update(batch)
-        if isinstance(self.train_dataset, LearnsFromBatches):
+        if isinstance(self.train_dataset, BatchAwareDataset):
             self.train_dataset.on_batch_end(batch)
 
 

@@ -346,7 +346,7 @@ class RayPPOTrainer:
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
         """The rows of `batch` through a worker group's method, padded to an even share of the ranks."""
         filled, own = batching.fill_groups(batch, self.n)
-        even = self.ranks * (self.n if self.keeps_groups_whole else 1)  # one draw of DAPO may not be even
+        even = self.ranks * (self.n if self.keeps_groups_whole else 1)  # one of DAPO's generations may not divide
         padded, pad = pad_dataproto_to_divisor(filled, even)
         return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
 
@@ -376,7 +376,7 @@ class RayPPOTrainer:
         by_std = conf.norm_adv_by_std_in_grpo
         compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
         if conf.use_pf_ppo:
-            batching.draw_again(batch, conf.pf_ppo)
+            batching.resample_by_score(batch, conf.pf_ppo)
         return {}
 
     @step("update_critic")

@@ -73,7 +73,8 @@ class RolloutPhase:
         }
         n = meta["n"]
         gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # extra_info too: SPD reads it
-        stream, own = self._reward_stream(reward_fn), []  # own: rows that have a score of their loop
+        stream = self._reward_stream(reward_fn)
+        scored: list[tuple[int, DataProto]] = []  # rows already scored by their agent loop
         if stream is not None:
 
             def grade(index: int, row: DataProto) -> None:
@@ -82,13 +83,13 @@ class RolloutPhase:
 
             def ended(index: int, row: DataProto) -> None:
                 if "reward_score" in row.non_tensor_batch:
-                    own.append((index, row))
+                    scored.append((index, row))
                 else:
                     grade(index, row)
 
             try:
                 output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)
-                for item in () if "rm_scores" in output.batch else own:  # others have none: all are graded
+                for item in () if "rm_scores" in output.batch else scored:  # some rows have no score: grade all
                     grade(*item)
             except BaseException:
                 stream.close()

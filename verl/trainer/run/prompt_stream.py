@@ -12,8 +12,8 @@ GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a lo
 
 
 @runtime_checkable
-class Grows(Protocol):
-    """A data set that adds rows between epochs."""
+class AppendableDataset(Protocol):
+    """A data set that appends rows between epochs."""
 
     def begin_epoch(self) -> None: ...
 
@@ -35,7 +35,7 @@ class PromptStream:
     def draw(self) -> DataProto:
         """The next batch; column `uid` names each prompt by its number in the run, the same after a resume."""
         if self._iterator is None:
-            if self._batches_in_epoch == 0 and isinstance(self.loader.dataset, Grows):
+            if self._batches_in_epoch == 0 and isinstance(self.loader.dataset, AppendableDataset):
                 self.loader.dataset.begin_epoch()
             self._iterator = iter(self.loader)
         batch = DataProto.from_single_dict(next(self._iterator))
@@ -63,7 +63,7 @@ class PromptStream:
         order again to come to it, from more rows.
         """
         dataset, sampler = self.loader.dataset, self.loader.sampler
-        if not isinstance(dataset, Grows):
+        if not isinstance(dataset, AppendableDataset):
             return self.loader.state_dict()
         if self._batches_in_epoch:
             return self.loader.state_dict() | {GROWTH: dataset.growth()}

@@ -37,7 +37,7 @@ from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
-from verl.workers.policy.packing import ON_HOST, OnHost, to_device, on_host
+from verl.workers.policy.packing import ON_HOST, OnHost, on_host, to_device
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -296,7 +296,8 @@ class FSDPSFTTrainer:
                 micros = cut(self._joined(batch), self.config.data)
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
-                    for name, value in self.backward(to_device(micro, self.engine.device), tokens, is_last, inputs).items():
+                    batch = to_device(micro, self.engine.device)
+                    for name, value in self.backward(batch, tokens, is_last, inputs).items():
                         sums[name] += value.double() if isinstance(value, torch.Tensor) else value
                 step = self.engine.optimizer_step()
                 sums = {name: float(value) for name, value in sums.items()}

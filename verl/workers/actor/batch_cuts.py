@@ -42,7 +42,8 @@ def mini_batches(
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         shuffled = [units[i] for i in generator.permutation(len(units))] if shuffle else units
-        for rows in _agreed(shuffled, join_units(shuffled, [len(u) for u in shuffled], size), "mini-batches"):
+        parts = join_units(shuffled, [len(u) for u in shuffled], size)
+        for rows in equal_count_across_ranks(shuffled, parts, "mini-batches"):
             yield data.select_idxs(np.asarray(rows))
 
 
@@ -70,11 +71,15 @@ def micro_batches(
         prompt, answer = mask[:, : mask.shape[1] - answers].sum(-1), mask[:, mask.shape[1] - answers :].sum(-1)
         weights = [int(prompt[u[:1] if shared else u].sum() + answer[u].sum()) for u in units]
         parts = join_units(units, weights, tokens)
-    return [(part, data.select_idxs(np.asarray(part))) for part in _agreed(units, parts, "micro-batches")]
+    parts = equal_count_across_ranks(units, parts, "micro-batches")
+    return [(part, data.select_idxs(np.asarray(part))) for part in parts]
 
 
-def _agreed(units: list[list[int]], parts: list[list[int]], what: str) -> list[list[int]]:
-    """As many parts as the rank that needs most of them, since each is a round of collective calls."""
+def equal_count_across_ranks(units: list[list[int]], parts: list[list[int]], what: str) -> list[list[int]]:
+    """Cut `units` again if another rank has more parts: the forward and backward passes of a part are collective calls.
+
+    `what` names the parts in messages. Raises ValueError if this needs more parts than some rank has units.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return parts
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
