@@ -54,18 +54,18 @@ class IterativeLoss:
 
     def run(
         self, model: nn.Module, layout: Layout, backward: Backward | None, *, scale: float, ar_scale: float,
-        is_last: bool = True, warm_up: int = 0, rounds: int | None = None, read: ReadBefore | None = None,
+        is_last: bool = True, warm_up: int = 0, rounds: int | None = None, cached_prefix: CachedPrefix | None = None,
     ) -> RoundLosses:  # fmt: skip
         """Every round of one micro-batch, or the first `rounds` of them; without `backward` only their losses.
 
         Before the backward pass sums are multiplied by `scale` (rounds) and `ar_scale` (clean text): the number of
-        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). With `read`, the layout
-        is a flat row without a prefix. Raises ValueError if the layout has a prefix and the model's attention cannot be
-        described by one mask.
+        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). With `cached_prefix`, the
+        layout is a flat row without a prefix. Raises ValueError if the layout has a prefix and the model's attention
+        cannot be described by one mask.
         """
         if layout.prefix is not None and (problem := mask_problem(model)):
             raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot share a prefix.")
-        forward = _TailForward(model, layout, self.share and layout.prefix is not None, read)
+        forward = _TailForward(model, layout, self.share and layout.prefix is not None, cached_prefix)
         ids = layout.tail.ids
         with torch.no_grad():
             for _ in range(warm_up):
@@ -83,8 +83,8 @@ class IterativeLoss:
                 last = is_last and forward.cache is None and k + 1 == len(weights)
                 backward(weight * loss + ar_weight * prefix_loss, last)
             ids = greedy_decode_response(ids, greedy, layout.region) if decode else layout.clean
-        if forward.cache is not None and read is None and backward is not None:
-            backward(forward.prefix_loss * ar_weight + forward.cache.surrogate(), is_last)
+        if forward.cache is not None and cached_prefix is None and backward is not None:
+            backward(forward.prefix_loss * ar_weight + forward.cache.prefix_gradient_term(), is_last)
         if layout.whole_prefix:
             ar = sums[0][1] if forward.cache is None else forward.prefix_loss.detach()
         else:
@@ -96,9 +96,9 @@ class _TailForward:
     """Forwards over a layout's tail. Its prefix, if any, is computed once here and shared by all of them (`cache`), or
     repeated in front of the tail in each. Ranks of a Ulysses group have the same layout, and share each forward."""
 
-    def __init__(self, model: nn.Module, layout: Layout, share: bool, read: ReadBefore | None) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, share: bool, cached_prefix: CachedPrefix | None) -> None:
         self.model, self.layout = model, layout
-        self.cache: SharedPrefix | None = read and read.cache
+        self.cache: SharedPrefix | None = cached_prefix and cached_prefix.cache
         self.group = get_ulysses_sequence_parallel_group()
         shared, causal = self.group is not None, causal_model(model)
         # Flash attention takes no mask made here, but a packing. Without a prefix none is made.
@@ -111,9 +111,9 @@ class _TailForward:
             alone = self._packing(*layout.prefix.ids.shape) if self.packs else None
             losses, _ = self._predict(layout.prefix, alone, None)
             self.prefix_loss = _sum(losses, layout.prefix)
-            self.cache.lend()
+            self.cache.detach_for_sharing()
             dtype = self.cache.layers[0].keys.dtype
-        self.mask = self._mask(dtype) if read is None else read.packing
+        self.mask = self._mask(dtype) if cached_prefix is None else cached_prefix.packing
 
     def __call__(
         self, ids: torch.Tensor, *, decode: bool, with_prefix_loss: bool = False
@@ -154,80 +154,87 @@ class _TailForward:
         layout, (rows, width) = self.layout, self.layout.tail.ids.shape
         if layout.prefix is None:
             return self._packing(rows, width) if self.packs else layout.tail.valid.long()
-        seen, before = layout.seen, layout.prefix.ids.shape[1]  # [B, Q, P + Q]
+        attention_mask, before = layout.attention_mask, layout.prefix.ids.shape[1]  # [B, Q, P + Q]
         if self.cache is None:  # rows of the prefix, causal, above those of the tail
-            causal = torch.ones(before, before, dtype=torch.bool, device=seen.device).tril()
-            seen = torch.cat([F.pad(causal, (0, width)).expand(rows, -1, -1), seen], 1)
+            causal = torch.ones(before, before, dtype=torch.bool, device=attention_mask.device).tril()
+            attention_mask = torch.cat([F.pad(causal, (0, width)).expand(rows, -1, -1), attention_mask], 1)
         window = window_of(causal_model(self.model).config)
         if window is not None:
             keys = torch.cat([layout.prefix.positions, layout.tail.positions], 1)
-            queries = keys[:, -seen.shape[1] :]
-            seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
+            queries = keys[:, -attention_mask.shape[1] :]
+            attention_mask = attention_mask & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
         if self.packs:
-            return self._packing(*seen.shape[:2], seen, before if self.cache is not None else 0)
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
+            return self._packing(*attention_mask.shape[:2], attention_mask, before if self.cache is not None else 0)
+        hidden = torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device)
+        return hidden.masked_fill_(~attention_mask, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
 
-    def _packing(self, rows: int, width: int, seen: torch.Tensor | None = None, before: int = 0) -> Packing:
-        """B rows of N tokens, padding included, as a flat row, which the group shares. seen: bool [B, N, `before` + N],
-        None = causal; `before`: columns of the prefix in the cache."""
+    def _packing(
+        self, rows: int, width: int, attention_mask: torch.Tensor | None = None, prefix_width: int = 0
+    ) -> Packing:
+        """B rows of N tokens, padding included, as a flat row, which the group shares.
+
+        attention_mask: bool [B, N, prefix_width + N], None = causal. prefix_width: columns of the prefix in the cache.
+        """
         own = torch.arange(rows * width)
-        keys = torch.arange(rows * before).view(rows, -1), rows * before + own.view(rows, -1)
-        sizes = torch.tensor([[width, before + width]]).expand(rows, -1)
+        keys = torch.arange(rows * prefix_width).view(rows, -1), rows * prefix_width + own.view(rows, -1)
+        sizes = torch.tensor([[width, prefix_width + width]]).expand(rows, -1)
         return Packing(
-            own, own, own, sizes, torch.cat(keys, 1).flatten() if before else None,
-            None if seen is None else seen.unsqueeze(1), in_one_part=True, group=self.group, cached=rows * before,
-            device=self.layout.tail.ids.device,
+            own, own, own, sizes, torch.cat(keys, 1).flatten() if prefix_width else None,
+            None if attention_mask is None else attention_mask.unsqueeze(1), single_part=True, group=self.group,
+            prefix_len=rows * prefix_width, device=self.layout.tail.ids.device,
         )  # fmt: skip
 
 
 class _PrefixLayer(DynamicLayer):
-    """One layer's keys and values, [B, heads, P, head_dim]: stored with their graph, then lent detached to rounds."""
+    """Keys and values of one layer, [B, heads, P, head_dim]: with their graph, and detached copies that rounds read."""
 
     is_compileable = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Keys and values that this forward attends to: the lent ones, if any, then its own."""
+        """Keys and values that this forward attends to: the detached copies, if any, then its own."""
         if not self.is_initialized:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        return torch.cat([self.lent[0], key_states], 2), torch.cat([self.lent[1], value_states], 2)
+        return torch.cat([self.detached[0], key_states], 2), torch.cat([self.detached[1], value_states], 2)
 
 
 class SharedPrefix(Cache):
     """Keys and values of a prefix that is computed once and attended to by several rounds.
 
-    Forward the prefix with it as `past_key_values`, call `lend()`, then forward and backward each round with it: they
-    use detached copies, where their gradients accumulate. `surrogate()` is the scalar whose backward pass takes these
-    through the prefix. Works with every model that accepts a transformers cache.
+    Forward the prefix with it as `past_key_values`, call `detach_for_sharing()`, then forward and backward each round
+    with it: they use detached copies, where their gradients accumulate. `prefix_gradient_term()` is the scalar whose
+    backward pass takes these through the prefix. Works with every model that accepts a transformers cache.
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[_PrefixLayer() for _ in range(layers)])
 
-    def lend(self) -> None:
+    def detach_for_sharing(self) -> None:
         """Make the detached copies in which the rounds' gradients accumulate."""
         for layer in self.layers:
             pair = (layer.keys, layer.values)
-            layer.lent = tuple(t.detach().requires_grad_(t.requires_grad) for t in pair)
+            layer.detached = tuple(t.detach().requires_grad_(t.requires_grad) for t in pair)
 
     def return_gradients(self) -> None:
         """Let a backward pass that goes through the prefix for another loss take the rounds' gradients along."""
         for layer in self.layers:
-            for own, lent in zip((layer.keys, layer.values), layer.lent, strict=True):
-                if lent.grad is not None:
-                    own.register_hook(lambda gradient, added=lent.grad: gradient + added)
+            for own, detached in zip((layer.keys, layer.values), layer.detached, strict=True):
+                if detached.grad is not None:
+                    own.register_hook(lambda gradient, added=detached.grad: gradient + added)
 
-    def surrogate(self) -> torch.Tensor:
+    def prefix_gradient_term(self) -> torch.Tensor:
         """Sum of each key and value times its accumulated gradient; layers that no round attended to add nothing."""
-        pairs = [pair for layer in self.layers for pair in zip((layer.keys, layer.values), layer.lent, strict=True)]
-        return sum((own * lent.grad).sum() for own, lent in pairs if lent.grad is not None)
+        pairs = [pair for layer in self.layers for pair in zip((layer.keys, layer.values), layer.detached, strict=True)]
+        return sum((own * detached.grad).sum() for own, detached in pairs if detached.grad is not None)
 
 
 @dataclass
-class ReadBefore:
-    """A prefix that another forward has read, in the flat row of a Packing: its keys and values, which are lent, and
-    how the tail, a flat row [1, N], attends to them and to itself."""
+class CachedPrefix:
+    """Keys and values of a prefix, computed by another forward pass; gradients flow back through `SharedPrefix`.
+
+    packing: how the tail, a flat row [1, N], attends to the prefix, which is in the flat row of another Packing, and to
+    itself.
+    """
 
     cache: SharedPrefix
     packing: Packing
@@ -247,7 +254,7 @@ def predict_tokens(
     at = labels != IGNORED if decoded is None else (labels != IGNORED) | decoded
     if isinstance(mask, Packing):
         hidden = decoder_of(causal)(**mask.model_inputs(tokens.ids, tokens.positions, cache)).last_hidden_state[0]
-        labels, at = labels.flatten()[mask.answers], at.flatten()[mask.answers]
+        labels, at = labels.flatten()[mask.response_index], at.flatten()[mask.response_index]
         states = hidden[mask.predicted_from[at]]
     else:
         inputs = {"input_ids": tokens.ids, "attention_mask": mask, "position_ids": tokens.positions,
@@ -262,7 +269,7 @@ def predict_tokens(
     empty = torch.zeros(at.shape, dtype=losses.dtype, device=at.device)
     losses, greedy = empty.masked_scatter(at, losses), torch.zeros_like(labels).masked_scatter(at, output.argmax)
     if isinstance(mask, Packing):
-        return mask.answered(losses, tokens.ids.shape), mask.answered(greedy, tokens.ids.shape)
+        return mask.scatter_to_responses(losses, tokens.ids.shape), mask.scatter_to_responses(greedy, tokens.ids.shape)
     return losses, greedy
 
 
@@ -298,9 +305,9 @@ def prefix_problem(model: nn.Module) -> str | None:
         parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
         parts[-1][:, -1] = IGNORED
         prefix, tail = Tokens(*parts), Tokens(*(column[:, width:] for column in whole.columns))
-        seen = torch.ones(len(ids), *ids.shape[1:] * 2, dtype=torch.bool, device=ids.device).tril()[:, width:]
-        seen = torch.cat([F.pad(seen[..., :width], (0, 1)), seen[..., width:]], -1)
-        layout = Layout(prefix, tail, torch.zeros_like(tail.valid), tail.ids, seen, 0)
+        attention_mask = torch.ones(len(ids), *ids.shape[1:] * 2, dtype=torch.bool, device=ids.device).tril()[:, width:]
+        attention_mask = torch.cat([F.pad(attention_mask[..., :width], (0, 1)), attention_mask[..., width:]], -1)
+        layout = Layout(prefix, tail, torch.zeros_like(tail.valid), tail.ids, attention_mask, 0)
         mask = _TailForward(model, layout, False, None).mask
         losses = call_as_forward(model, function, prefix.then(tail), mask, None, None)[0]
         return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)

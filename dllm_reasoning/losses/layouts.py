@@ -52,16 +52,16 @@ class Tokens:
 class Layout:
     """A tail [B, Q], decoded again between rounds where `region` (bool [B, Q]) is True, after a prefix [B, P] or none.
 
-    seen: bool [B, Q, P + Q], which tokens of prefix and tail a tail token attends to; None (no prefix): causal over
-    valid tokens. clean: int64 [B, Q], the tail's ids without noise. noised: number of noise tokens. whole_prefix: the
-    prefix is the clean sample with a loss of its own.
+    attention_mask: bool [B, Q, P + Q], which tokens of prefix and tail a tail token attends to; None (no prefix):
+    causal over valid tokens. clean: int64 [B, Q], the tail's ids without noise. noised: number of noise tokens.
+    whole_prefix: the prefix is the clean sample with a loss of its own.
     """
 
     prefix: Tokens | None
     tail: Tokens
     region: torch.Tensor
     clean: torch.Tensor
-    seen: torch.Tensor | None
+    attention_mask: torch.Tensor | None
     noised: int
     whole_prefix: bool = False
 
@@ -71,8 +71,8 @@ class Layout:
         return Layout(None, tail, self.region.reshape(1, -1), self.clean.reshape(1, -1), None, self.noised)
 
     def to(self, device: torch.device | str) -> Layout:
-        moved = {name: getattr(self, name) for name in ("prefix", "tail", "region", "clean", "seen")}
-        return replace(self, **{name: None if part is None else part.to(device) for name, part in moved.items()})
+        parts = {name: getattr(self, name) for name in ("prefix", "tail", "region", "clean", "attention_mask")}
+        return replace(self, **{name: None if part is None else part.to(device) for name, part in parts.items()})
 
 
 def build_layout(
@@ -139,7 +139,8 @@ def _split(rows: Layout, responses: torch.Tensor) -> Layout:
     cross = prefix.valid.unsqueeze(1).expand(-1, width, -1)
     region, clean = (pad_sequence([t[i, s] for i, s in enumerate(tail_slices)], batch_first=True)
                      for t in (rows.region, rows.clean))  # fmt: skip
-    return replace(rows, prefix=prefix, tail=tail, region=region, clean=clean, seen=torch.cat([cross, own], 2))
+    attention_mask = torch.cat([cross, own], 2)
+    return replace(rows, prefix=prefix, tail=tail, region=region, clean=clean, attention_mask=attention_mask)
 
 
 def _cut(tokens: Tokens, slices: list[slice]) -> Tokens:
@@ -177,5 +178,5 @@ def _packed(
     tail = Tokens(torch.where(is_first, clean, noise_token), batch["position_ids"][:, :1] + columns,
                   torch.ones_like(inside), labels)  # fmt: skip
     region = (~is_first).expand_as(inside)
-    seen = torch.cat([cross, own.expand(len(ids), -1, -1)], 2)
-    return Layout(prefix, tail, region, clean, seen, int((inside & region).sum()), whole_prefix=True)
+    attention_mask = torch.cat([cross, own.expand(len(ids), -1, -1)], 2)
+    return Layout(prefix, tail, region, clean, attention_mask, int((inside & region).sum()), whole_prefix=True)

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
-from dllm_reasoning.losses.iterative_loss import IterativeLoss, ReadBefore, SharedPrefix, sharing
+from dllm_reasoning.losses.iterative_loss import CachedPrefix, IterativeLoss, SharedPrefix, sharing
 from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
 from dllm_reasoning.utils.attention import window_of
 from verl.config.actor import FSDPActorConfig
@@ -72,19 +72,19 @@ class RefineLoss(AuxiliaryLoss):
     def backward(self, batch: TensorDict) -> dict[str, float]:
         """Add the weighted gradient of a micro-batch; its share of actor/refine_loss, a mean over labels and rounds."""
         rows, ranks = self._rows(batch), self.engine.get_data_parallel_size()
-        layout, read = build_layout(rows, seeds_of(rows), self.noise, self.noise_token), None
+        layout, prefix = build_layout(rows, seeds_of(rows), self.noise, self.noise_token), None
         if self.cache is not None:
-            self.cache.lend()
-            read = ReadBefore(self.cache, self._packing(batch, rows, layout))
+            self.cache.detach_for_sharing()
+            prefix = CachedPrefix(self.cache, self._packing(batch, rows, layout))
             layout, self.cache = layout.flat_tail(), None
         layout, share = layout.to(self.engine.device), ranks / max(1, self.labels) / self.noise.num_iterations
         with self.engine.autocast():
             losses = self.loss.run(
                 self.engine.module, layout, lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
-                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False, read=read,
+                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False, cached_prefix=prefix,
             )  # fmt: skip
-        if read is not None:
-            read.cache.return_gradients()
+        if prefix is not None:
+            prefix.cache.return_gradients()
         return {"actor/refine_loss": sum(losses.rounds).item() * share}
 
     def _packing(self, batch: TensorDict, rows: dict[str, torch.Tensor], layout: Layout) -> Packing:
@@ -104,15 +104,16 @@ class RefineLoss(AuxiliaryLoss):
         own = policy.length + torch.arange(len(before) * count).view(-1, count)
         keys = torch.cat([part for pair in zip(before, own, strict=True) for part in pair])
         lengths = rows["attention_mask"].sum(1)  # [B]
-        committed = layout.seen[:, :, : rows["input_ids"].shape[1]].sum(-1)  # [B, Q]: clean tokens that a query sees
+        clean_mask = layout.attention_mask[:, :, : rows["input_ids"].shape[1]]
+        committed = clean_mask.sum(-1)  # [B, Q]: clean tokens that a query attends to
         column, query = torch.arange(int(lengths.max()) + count), torch.arange(count)
         window = column - lengths[:, None, None]  # [B, 1, K]: number of the key among the row's window tokens
         clean = column < committed[..., None]
         same = (window // width == (query // width)[:, None]) & (window <= query[:, None]) & (window >= 0)
         sizes = torch.stack([torch.full_like(lengths, count), lengths + count], 1)
-        every, seen = torch.arange(len(before) * count), (clean | same).unsqueeze(1)
-        return Packing(every, every, every, sizes, keys, seen, in_one_part=True, group=policy.group,
-                       cached=policy.length, device=self.engine.device)  # fmt: skip
+        every, attention_mask = torch.arange(len(before) * count), (clean | same).unsqueeze(1)
+        return Packing(every, every, every, sizes, keys, attention_mask, single_part=True, group=policy.group,
+                       prefix_len=policy.length, device=self.engine.device)  # fmt: skip
 
     def _counts(self, batch: TensorDict) -> torch.Tensor:
         """Which samples have labels: bool [b], on the CPU."""

@@ -27,5 +27,5 @@ class RandomRollout(BaseRollout):
         generator = torch.Generator().manual_seed(prompts.meta_info["global_steps"])
         responses = torch.randint(5, 20, (rows, length), generator=generator)  # [B * n, R]
         response_mask = torch.ones_like(responses)  # 1 = token of the answer, 0 = padding after its end
-        # `answered` repeats the prompts and builds input_ids, attention_mask and position_ids.
+        # `build_rollout_batch` repeats the prompts and builds input_ids, attention_mask and position_ids.
         return DataProto.from_dict(build_rollout_batch(prompts, n, responses, response_mask, log_probs=None))

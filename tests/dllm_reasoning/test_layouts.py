@@ -46,7 +46,7 @@ def test_split_rows_by_hand():
     assert layout.tail.labels.tolist() == [[12, 13, 14, 2]]
     assert layout.clean.tolist() == [[11, 12, 13, 14]]
     assert bits(layout.region) == ["0111"]
-    assert bits(layout.seen[0]) == ["11000", "11100", "11110", "11111"]
+    assert bits(layout.attention_mask[0]) == ["11000", "11100", "11110", "11111"]
 
 
 def test_packed_by_hand(monkeypatch):
@@ -59,7 +59,7 @@ def test_packed_by_hand(monkeypatch):
     assert layout.tail.positions.tolist() == [[1, 2, 3, 3, 4, 5]]
     assert layout.tail.labels.tolist() == [[12, 13, 14, 14, 2, IGNORED]]
     assert bits(layout.region) == ["011011"]
-    assert bits(layout.seen[0]) == [
+    assert bits(layout.attention_mask[0]) == [
         "100000" + "100000",
         "100000" + "110000",
         "100000" + "111000",
@@ -76,7 +76,8 @@ def test_windows_stay_in_the_response_and_are_drawn_by_row():
     assert sorted(set(starts[0].tolist())) == list(range(2, 11)) and sorted(set(starts[1].tolist())) == [6, 7]
     alone = {key: value[1:] for key, value in batch.items()}
     second = build_layout(alone, [6], settings("packed", windows=50), NOISE, split=True)
-    assert torch.equal(second.tail.ids[0], both.tail.ids[1]) and torch.equal(second.seen[0], both.seen[1])
+    assert torch.equal(second.tail.ids[0], both.tail.ids[1])
+    assert torch.equal(second.attention_mask[0], both.attention_mask[1])
 
 
 def test_labels_are_counted_without_a_layout():
@@ -103,19 +104,19 @@ def test_a_filler_row_counts_nothing_and_changes_nothing():
             only_filler = build_layout(only, [6], settings(pattern), NOISE, split=split)
             shape = only_filler.tail.ids.shape
             assert only_filler.tail.count() == 0 and only_filler.region.shape == only_filler.clean.shape == shape
-            assert only_filler.seen is None or only_filler.seen.shape[1:] == (
+            assert only_filler.attention_mask is None or only_filler.attention_mask.shape[1:] == (
                 shape[1], only_filler.prefix.ids.shape[1] + shape[1])  # fmt: skip
 
 
 def test_instructions_of_one_token_leave_a_prefix_that_nothing_attends_to():
     layout = build_layout(samples([1, 1], [4, 2]), [0, 1], settings("iid"), NOISE, split=True)
     assert layout.prefix.valid.tolist() == [[False], [False]] and layout.prefix.count() == 0
-    assert bits(layout.seen[0]) == ["0" + "1000", "0" + "1100", "0" + "1110", "0" + "1111"]
+    assert bits(layout.attention_mask[0]) == ["0" + "1000", "0" + "1100", "0" + "1110", "0" + "1111"]
     assert layout.tail.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_split_of_ragged_rows_hides_padding():
     layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), NOISE, split=True)
     assert layout.prefix.valid.sum(1).tolist() == [0, 3] and layout.tail.valid.sum(1).tolist() == [5, 2]
-    assert bits(layout.seen[0][:2]) == ["000" + "10000", "000" + "11000"]
-    assert bits(layout.seen[1][:2]) == ["111" + "10000", "111" + "11000"]
+    assert bits(layout.attention_mask[0][:2]) == ["000" + "10000", "000" + "11000"]
+    assert bits(layout.attention_mask[1][:2]) == ["111" + "10000", "111" + "11000"]

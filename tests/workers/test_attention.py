@@ -226,7 +226,7 @@ def test_the_layout_is_made_without_a_look_at_the_device():
         packing, here = (pack_batch(b, 5, share_prompt=share) for b in (there, batch))
         assert packing.tokens.is_meta and packing.tokens.shape == here.tokens.shape
         assert packing.segments.query_ends.is_meta and packing.segments[2:] == here.segments[2:]
-        assert torch.equal(packing.lengths, here.lengths) and len(packing.answers) == len(here.answers)
+        assert torch.equal(packing.lengths, here.lengths) and len(packing.response_index) == len(here.response_index)
         kept = batch["attention_mask"][:, 6:].bool() & batch["counted"].bool()
-        assert torch.equal(here.answered(torch.ones(len(here.answers)), kept.shape), kept.float())
+        assert torch.equal(here.scatter_to_responses(torch.ones(len(here.response_index)), kept.shape), kept.float())
     assert isinstance(there, TensorDict)

@@ -74,8 +74,8 @@ def test_a_device_learns_the_tokens_that_a_cpu_learns():
             "loss_mask": torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0]])}  # fmt: skip
     micro = TensorDict(rows, batch_size=2)
     here, there = (pack_batch(next_token_batch(to_device(micro, torch.device(d))), 4) for d in ("cpu", "meta"))
-    assert here.answers.tolist() == [1, 3, 4, 5]
-    assert there.answers.is_meta and len(there.answers) == 4
+    assert here.response_index.tolist() == [1, 3, 4, 5]
+    assert there.response_index.is_meta and len(there.response_index) == 4
 
 
 @pytest.mark.parametrize("other", [

@@ -73,7 +73,7 @@ def response_values(module: nn.Module, batch: TensorDict, packs: bool) -> torch.
     packing = pack_batch(batch, length)
     flat = packing.model_inputs(inputs["input_ids"], inputs["position_ids"])
     values = module(**flat).logits[0, :, 0][packing.predicted_from].float()  # [N]
-    return packing.answered(values, batch["responses"].shape)
+    return packing.scatter_to_responses(values, batch["responses"].shape)
 
 
 def packs_values(engine: FSDPEngine) -> bool:

@@ -212,7 +212,7 @@ def choose_backend(
     prompts are read in a pass of their own, by torch, unless there is dropout, a window or a soft cap. Only flash-attn
     has soft caps.
     """
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.seen is not None:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.attention_mask is not None:
         return "sdpa"
     if value.shape[-1] != query.shape[-1] or query.shape[-1] > 256:
         return "sdpa"
@@ -246,7 +246,7 @@ def packed_attention(
         elif cap is not None:
             return capped_attention(query, key, value, attention_mask, scaling, dropout, cap).transpose(1, 2), None
         return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if window is not None and (packing.seen is not None or window >= packing.segments.most_keys):
+    if window is not None and (packing.attention_mask is not None or window >= packing.segments.most_keys):
         window = None
     backend, group = BACKENDS[choose_backend(query, value, packing, dropout, window, cap)], packing.group
     if group is None:

@@ -120,9 +120,10 @@ def response_log_probs(
     if packing is not None:
         inputs = packing.model_inputs(input_ids, position_ids, cache)
         states = decoder_of(causal)(**inputs).last_hidden_state[0]  # [T, H]
-        labels = responses.flatten()[packing.answers]
+        labels = responses.flatten()[packing.response_index]
         output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
-        return tuple(packing.answered(x.float(), responses.shape) for x in (output.log_probs, output.entropy))
+        outputs = (output.log_probs, output.entropy)
+        return tuple(packing.scatter_to_responses(x.float(), responses.shape) for x in outputs)
     attended = attention_mask[:, -length:].bool()
     counts = attended if counted is None else attended & counted.bool()
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.

@@ -51,42 +51,45 @@ class Packing:
 
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
     query to all of them. With a `group` of ranks that share the row, the attributes `tokens`, `predicted_from` and
-    `answers` are those of this rank's part of it, and positions are counted from its start; the segments are those of
-    the full row, and `all_tokens` keeps the tokens given.
+    `response_index` are those of this rank's part of it, and positions are counted from its start; the segments are
+    those of the full row, and `all_tokens` keeps the tokens given.
 
     tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
-    before each counted response token, row by row. answers: int64 [N], index of that response token in the flattened
-    responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on the host,
-    flat positions of the segments' keys; None: those of its queries. seen: bool [S, 1, Q, K] in place of causal
-    attention, rows padded to the longest. cached: tokens of another flat row, shared by the same ranks, whose keys a
-    cache puts before this row's; `keys` then count from the first of those. groups: int64 [G, 2] on the host, tokens of
-    each shared prompt and of all the answers that follow it in the flat row; None where no prompt is shared. device: of
-    the batch; None: of `tokens`.
+    before each counted response token, row by row. response_index: int64 [N], index of that response token in the
+    flattened responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on
+    the host, flat positions of the segments' keys; None: those of its queries. attention_mask: bool [S, 1, Q, K] in
+    place of causal attention, rows padded to the longest. single_part: all segments share one attention call, whatever
+    their lengths. prefix_len: tokens of another flat row, shared by the same ranks, whose keys a cache puts before this
+    row's; `keys` then count from the first of those. groups: int64 [G, 2] on the host, tokens of each shared prompt and
+    of all the answers that follow it in the flat row; None where no prompt is shared. device: of the batch; None: of
+    `tokens`.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
     def __init__(
-        self, tokens: torch.Tensor, predicted_from: torch.Tensor, answers: torch.Tensor, lengths: torch.Tensor,
-        keys: torch.Tensor | None, seen: torch.Tensor | None = None, in_one_part: bool = False,
-        group: dist.ProcessGroup | None = None, cached: int = 0, groups: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, predicted_from: torch.Tensor, response_index: torch.Tensor, lengths: torch.Tensor,
+        keys: torch.Tensor | None, attention_mask: torch.Tensor | None = None, single_part: bool = False,
+        group: dist.ProcessGroup | None = None, prefix_len: int = 0, groups: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
-        self.lengths, self.keys, self.seen, self.in_one_part, self.group = lengths, keys, seen, in_one_part, group
-        self.groups = groups
+        self.lengths, self.keys, self.groups, self.group = lengths, keys, groups, group
+        self.attention_mask, self.single_part = attention_mask, single_part
         self._parts: dict[int | None, tuple[Part, ...]] = {}
         self.all_tokens, device = tokens, device or tokens.device
         if group is not None:
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-            share, of_cache = -(-len(tokens) // ranks), -(-cached // ranks)
+            share, prefix_share = -(-len(tokens) // ranks), -(-prefix_len // ranks)
             tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
             here = predicted_from // share == rank
-            predicted_from, answers = predicted_from[here] - rank * share, answers[here]
-            if cached:  # a rank sends its part of the cached row with its part of this one
-                old = keys < cached
-                part, within = torch.where(old, of_cache, share), torch.where(old, keys, keys - cached)
-                self.keys = within // part * (of_cache + share) + within % part + torch.where(old, 0, of_cache)
-        self.tokens, self.predicted_from, self.answers = (
-            t.to(device, non_blocking=True) for t in (tokens, predicted_from, answers)
+            predicted_from, response_index = predicted_from[here] - rank * share, response_index[here]
+            if prefix_len:  # a rank sends its part of the prefix with its part of this row
+                in_prefix = keys < prefix_len
+                part = torch.where(in_prefix, prefix_share, share)
+                within = torch.where(in_prefix, keys, keys - prefix_len)
+                offset = torch.where(in_prefix, 0, prefix_share)
+                self.keys = within // part * (prefix_share + share) + within % part + offset
+        self.tokens, self.predicted_from, self.response_index = (
+            t.to(device, non_blocking=True) for t in (tokens, predicted_from, response_index)
         )
 
     @cached_property
@@ -97,12 +100,12 @@ class Packing:
     def parts(self, window: int | None = None) -> tuple[Part, ...]:
         """The segments by their numbers of keys, up to a power of two each: little padding in a part.
 
-        window: how many keys a query attends to at most, its own included; `seen` leaves no room for one.
+        window: how many keys a query attends to at most, its own included; ignored with an `attention_mask`.
         """
         if window not in self._parts:
             device, made = self.tokens.device, []
             for part, lengths in self._parts_on_host:
-                if window is not None and self.seen is None:
+                if window is not None and self.attention_mask is None:
                     part = part._replace(mask=_causal(lengths, window))
                 made.append(Part(*(None if t is None else t.to(device, non_blocking=True) for t in part)))
             self._parts[window] = tuple(made)
@@ -114,7 +117,7 @@ class Packing:
         queries, keys = self.lengths.T
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
-        size = torch.zeros_like(keys) if self.in_one_part else _bit_length(keys - 1)
+        size = torch.zeros_like(keys) if self.single_part else _bit_length(keys - 1)
         kinds = list(dict.fromkeys(zip(causal.tolist(), size.tolist(), strict=True)))
         parts = []
         for kind in sorted(kinds, key=lambda kind: not kind[0]):
@@ -129,8 +132,8 @@ class Packing:
         valid, key_column = column < queries, torch.arange(most_keys)
         at = ((starts[:, :1] + column) * valid, (starts[:, 1:] + key_column) * (key_column < keys))
         positions = at[1] if self.keys is None else self.keys[at[1]] * (key_column < keys)
-        if self.seen is not None or causal:  # causal: padding comes after every token that could attend to it
-            return Part(at[0], positions, self.seen, valid)
+        if self.attention_mask is not None or causal:  # causal: padding comes after every token that could attend to it
+            return Part(at[0], positions, self.attention_mask, valid)
         return Part(at[0], positions, _causal(lengths), valid)
 
     @cached_property
@@ -183,10 +186,10 @@ class Packing:
         empty = states.new_zeros(rows * width, states.shape[-1])
         return empty.index_copy(0, self.tokens, states[0]).view(rows, width, -1)
 
-    def answered(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def scatter_to_responses(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
         # No view of a flat tensor: FSDP2 warns of forwards that return views.
-        place = self.answers // shape[1], self.answers % shape[1]
+        place = self.response_index // shape[1], self.response_index % shape[1]
         placed = values.new_zeros(shape).index_put(place, values)
         return placed if self.group is None else _SumOfParts.apply(placed, self.group)
 
@@ -266,7 +269,7 @@ def pack(
     before = position[:, split:] - 1
     starts = torch.where(attended[:, split:].cumsum(1) == 1, (prompt_end - 1)[:, None], before)
     predicted = attended[:, split:] if counted is None else attended[:, split:] & counted.bool()
-    answers = predicted.flatten().nonzero()[:, 0]
+    response_index = predicted.flatten().nonzero()[:, 0]
     lengths, keys, groups = torch.stack([in_prompt + in_answer] * 2, 1), None, None
     if group_index is not None:
         # Two segments per row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
@@ -279,32 +282,32 @@ def pack(
         lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
         all_answers = torch.zeros(int(first.sum()), dtype=torch.int64).index_add(0, serves, in_answer)
         groups = torch.stack([in_prompt[first], all_answers], 1)
-    tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[answers]
-    return Packing(tokens, predicted_from, answers, lengths, keys, group=group, groups=groups, device=device)
+    tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[response_index]
+    return Packing(tokens, predicted_from, response_index, lengths, keys, group=group, groups=groups, device=device)
 
 
 def pack_rows(
-    attention_mask: torch.Tensor, seen: torch.Tensor | None = None, device: torch.device | str = "cpu"
+    attention_mask: torch.Tensor, query_key_mask: torch.Tensor | None = None, device: torch.device | str = "cpu"
 ) -> Packing:
     """The packing, on `device`, of rows without responses: nothing is predicted.
 
-    attention_mask: [B, P], 1 = token, contiguous in each row. seen: bool [B, P, P], True where a query (row) attends to
-    a key (column); None means causal. Both are on the host.
+    attention_mask: [B, P], 1 = token, contiguous in each row. query_key_mask: bool [B, P, P], True where a query (row)
+    attends to a key (column); None means causal. Both are on the host.
     """
-    attended = attention_mask.bool()
+    attended, mask = attention_mask.bool(), None
     lengths = attended.sum(1)
-    if seen is not None:
+    if query_key_mask is not None:
         first = attended.long().argmax(1)[:, None]
         columns = torch.arange(int(lengths.max()))
         valid = columns < lengths[:, None]
         columns = (first + columns) * valid  # [B, W]
         row = torch.arange(len(columns))[:, None, None]
-        seen = seen[row, columns[:, :, None], columns[:, None, :]] & valid[:, None, :]
-        seen |= torch.eye(seen.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
-        seen = seen.unsqueeze(1)
+        mask = query_key_mask[row, columns[:, :, None], columns[:, None, :]] & valid[:, None, :]
+        mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
+        mask = mask.unsqueeze(1)
     none, tokens = torch.empty(0, dtype=torch.int64), attended.flatten().nonzero()[:, 0]
     sizes = torch.stack([lengths, lengths], 1)
-    return Packing(tokens, none, none, sizes, None, seen, in_one_part=True, device=device)
+    return Packing(tokens, none, none, sizes, None, mask, single_part=True, device=device)
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -332,8 +335,8 @@ def _causal(lengths: torch.Tensor, window: int | None = None) -> torch.Tensor:
     (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
     own = torch.minimum(keys - queries + torch.arange(most_queries), keys - 1)[..., None]  # [S, Q, 1]
     column = torch.arange(most_keys)
-    seen = column <= own
-    return (seen if window is None else seen & (column > own - window)).unsqueeze(1)
+    attended = column <= own
+    return (attended if window is None else attended & (column > own - window)).unsqueeze(1)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:

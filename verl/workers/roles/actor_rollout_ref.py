@@ -200,7 +200,7 @@ class ActorRolloutRefWorker(ModelWorker):
             if not isinstance(output, DataProto):
                 raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")
             if missing := [name for name in SAMPLES if output.batch is None or name not in output.batch]:
-                remedy = "verl.workers.rollout.sampling.answered makes them from the responses"
+                remedy = "verl.workers.rollout.sampling.build_rollout_batch makes them from the responses"
                 raise ValueError(f"{method} returned samples without {', '.join(missing)}; {remedy}.")
             output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         finally:

@@ -79,7 +79,7 @@ class RewardModelWorker(ModelWorker):
             packing = pack_batch(ended, 1)
             flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
             values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
-            return [packing.answered(values, last.shape).squeeze(1)]
+            return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
 
         chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)

@@ -45,7 +45,7 @@ class HFRollout(BaseRollout):
         return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
     def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
-        """Samples of prompts [B, P], as `answered` returns them."""
+        """Samples of prompts [B, P], as `build_rollout_batch` returns them."""
         request = GenerationRequest.from_batch(prompts, self.config)
         n, pad, limit = request.n, request.pad_id, self.config.response_length
         device = self.engine.device  # with fsdp_config.offload_policy not that of the parameters

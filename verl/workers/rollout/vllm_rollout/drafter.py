@@ -27,7 +27,7 @@ class Drafter:
         self.samples: list[DataProto] = []
 
     def keep(self, samples: DataProto) -> None:
-        """Samples for the next `refresh`; columns as in `answered`."""
+        """Samples for the next `refresh`; columns as in `build_rollout_batch`."""
         self.samples.append(samples.select([*self.policy.required_keys, "response_mask"]))
 
     def refresh(self) -> Iterator[tuple[str, torch.Tensor]]:
