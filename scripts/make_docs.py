@@ -301,7 +301,8 @@ def column_uses() -> dict[str, tuple[set[str], set[str]]]:
     for file, tree in trees.items():
         for node in ast.walk(tree):
             for key, writes in _keys(node):
-                name = key.value if isinstance(key, ast.Constant) else constants.get(getattr(key, "id", ""))
+                name = getattr(key, "id", getattr(key, "attr", ""))  # of a constant, also of another module
+                name = key.value if isinstance(key, ast.Constant) else constants.get(name)
                 if isinstance(name, str) and name in COLUMNS:
                     uses[name][0 if writes else 1].add("/".join(file.parts[-2:]))
     return uses
@@ -320,7 +321,9 @@ def _keys(node: ast.AST) -> list[tuple[ast.expr, bool]]:
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return [(key, False) for key in node.elts]
     if isinstance(node, ast.FunctionDef) and any("register_adv_est" in ast.unparse(d) for d in node.decorator_list):
-        return [(ast.Constant(argument.arg), False) for argument in node.args.args]  # the trainer passes them by name
+        # The trainer passes columns by name, and the column uid as `index`.
+        names = ("uid" if argument.arg == "index" else argument.arg for argument in node.args.args)
+        return [(ast.Constant(name), False) for name in names]
     return []
 
 

@@ -59,9 +59,9 @@ class IterativeLoss:
         """Every round of one micro-batch, or the first `rounds` of them; without `backward` only their losses.
 
         Before the backward pass sums are multiplied by `scale` (rounds) and `ar_scale` (clean text): the number of
-        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). With `cached_prefix`, the
-        layout is a flat row without a prefix. Raises ValueError if the layout has a prefix and the model's attention
-        cannot be described by one mask.
+        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). With `cached_prefix`,
+        the layout is a flat row without a prefix. Raises ValueError if the layout has a prefix and the model's
+        attention cannot be described by one mask.
         """
         if layout.prefix is not None and (problem := mask_problem(model)):
             raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot share a prefix.")
