@@ -126,7 +126,7 @@ class RefineRollout(HFRollout):
         widths = [each.width for each in windows]
         runner = ModelRunner(module, rows, longest + max(widths), request.pad_id, use_cache=True)
         most = LOGITS_AT_ONCE // module.config.get_text_config().vocab_size
-        costs = ForwardCosts.measured(
+        costs = ForwardCosts.measure(
             lambda batch: choose_tokens(runner.logits(batch), batch), widths, rows, longest, most
         )
         return AdaptiveWindows(windows, noise, costs)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dllm_reasoning.inference.commit_rules import Row, confirmed
+from dllm_reasoning.inference.commit_rules import Row, count_confirmed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ForwardCosts:
         return last if low == high or rows >= high else first + (last - first) * (rows - low) / (high - low)
 
     @classmethod
-    def measured(
+    def measure(
         cls, forward: Callable[[list[Row]], object], widths: Sequence[int], rows: int, length: int, most: int,
         repetitions: int = 3,
     ) -> ForwardCosts:  # fmt: skip
@@ -122,7 +122,7 @@ class AdaptiveWindows:
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         """The confirmed guesses and the token after them; what is predicted after those are the next guesses."""
-        count = confirmed(row.guesses[: self.window.guesses], predicted) + 1
+        count = count_confirmed(row.guesses[: self.window.guesses], predicted) + 1
         if self.window == self.previous:
             tokens, forwards = self.counts[self.window]
             self.counts[self.window] = tokens + count, forwards + 1

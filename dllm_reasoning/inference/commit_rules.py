@@ -43,7 +43,7 @@ class Row:
         forward that predicted them; `log_probs`: of at least these tokens."""
         predicted = predicted[: self.remaining]
         end = next((i for i, token in enumerate(predicted) if token in ends), None)
-        self.cached = len(self.tokens) + min(confirmed(fed, predicted), len(predicted))
+        self.cached = len(self.tokens) + min(count_confirmed(fed, predicted), len(predicted))
         kept = predicted if end is None else predicted[: end + 1]
         self.tokens += kept
         if log_probs is not None:
@@ -101,14 +101,14 @@ class Slide:
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         guessed = self.width - 1
-        count = confirmed(row.guesses[:guessed], predicted) + 1
+        count = count_confirmed(row.guesses[:guessed], predicted) + 1
         while confidence is not None and count < len(predicted) and confidence[count] >= self.threshold:
             count += 1
         row.guesses = (predicted[count:] + [self.noise] * guessed)[:guessed] + [self.noise] * self.drafts
         return predicted[:count]
 
 
-def confirmed(guesses: list[int], predicted: list[int]) -> int:
+def count_confirmed(guesses: list[int], predicted: list[int]) -> int:
     """Number of leading guesses that equal the model's predictions."""
     return next((i for i, (a, b) in enumerate(zip(guesses, predicted, strict=False)) if a != b), len(guesses))
 

@@ -21,7 +21,7 @@ from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
 from verl.config.compose import to_omegaconf, to_settings, with_values
 from verl.data.rl_dataset import custom_dataset_class
-from verl.trainer.run.ranks import summed
+from verl.trainer.run.ranks import all_reduce_values
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.fs import copy_to_local
@@ -103,7 +103,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         if not settings.enable or config.trainer.dry_run:
             return dataset
         own = type(dataset)(str(own_answers(config, dataset)), tokenizer, dataset.config)
-        return dataset.joined(own) if settings.keep_ground_truth else own
+        return dataset.extend(own) if settings.keep_ground_truth else own
 
     @classmethod
     def build_val_dataset(
@@ -129,7 +129,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             warm_up = int(torch.randint(limit, (), generator=self.noise_generator))
         batch[SEED_COLUMN] = torch.tensor(seeds)
         counted = count_labels(batch["loss_mask"], seeds, self.iterative)
-        return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
+        return StepInputs(int(all_reduce_values({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
     def backward(
         self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs

@@ -21,7 +21,7 @@ from dllm_reasoning.utils.attention import rolling_problem
 from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.reward.pool import ExternFunction, Failure, GradingPool
-from verl.trainer.run.ranks import gathered
+from verl.trainer.run.ranks import all_gather_object
 from verl.utils.accelerator import get_device_id
 from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fingerprint import model_dir_fingerprint
@@ -54,7 +54,7 @@ def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> 
         share: Any = _answer(config, dataset, items[rank::ranks])
     except ValueError as error:
         share = error
-    shares = gathered(share)
+    shares = all_gather_object(share)
     for share in shares:
         if isinstance(share, ValueError):
             raise share

@@ -81,8 +81,8 @@ class IterativeSFTDataset(SFTDataset):
         ids, learned = self.encoded[item]
         return ids[: learned.index(1)]
 
-    def joined(self, other: IterativeSFTDataset) -> IterativeSFTDataset:
-        """This data set, extended by the rows of another."""
+    def extend(self, other: IterativeSFTDataset) -> IterativeSFTDataset:
+        """Append the rows of another data set; returns this one."""
         self.data_files = [*self.data_files, *other.data_files]
         self.rows, self.origins = self.rows + other.rows, self.origins + other.origins
         self.encoded, self.skipped = self.encoded + other.encoded, self.skipped + other.skipped

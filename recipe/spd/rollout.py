@@ -34,7 +34,7 @@ from recipe.spd.server import LOCAL_VARIABLE, server_of
 from recipe.spd.settings import SPDSettings
 from recipe.spd.store import CompletionStore
 from verl.protocol import DataProto
-from verl.trainer.run.ranks import gathered
+from verl.trainer.run.ranks import all_gather_object
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.tokenizer import stop_ids
 from verl.workers.actor.batch_cuts import micro_batches
@@ -92,7 +92,7 @@ class SPDRollout(BaseRollout):
         if LOCAL_VARIABLE in os.environ and not self._urls:
             server = RunningServer.from_handle(os.environ[LOCAL_VARIABLE])  # of the run's entry
         elif not self._urls:  # of this node's first rank
-            shared = gathered((socket.gethostname(), self.local_server and self.local_server.handle()))
+            shared = all_gather_object((socket.gethostname(), self.local_server and self.local_server.handle()))
             handle = next(handle for host, handle in shared if handle and host == socket.gethostname())
             server = RunningServer.from_handle(handle)
         client = VllmEngineServer(
@@ -124,7 +124,8 @@ class SPDRollout(BaseRollout):
         )
         return FurtherRounds(
             target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
-            sep_token_id=resolve_sep_token_id(self.tokenizer, read=self.settings.backbone == "own"), gather=gathered,
+            sep_token_id=resolve_sep_token_id(self.tokenizer, read=self.settings.backbone == "own"),
+            gather=all_gather_object,
             rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
         )  # fmt: skip
 
@@ -172,7 +173,8 @@ class SPDRollout(BaseRollout):
         completions, status = self._completed([request for block in blocks for request in block.requests(limit)])
         grade_blocks(blocks, completions, self.tokenizer, limit)
         samples = [blocks[number] for number in which]
-        metrics = batch_metrics(gathered((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
+        totals = all_gather_object((rank_totals(samples, status), status))
+        metrics = batch_metrics(totals, self.settings.rollout.lost_share_max)
 
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in blocks])[which].unbind(1)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dllm_reasoning.inference import generator, iterative_generate
-from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, confirmed
+from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 
@@ -166,7 +166,7 @@ def test_refine_stops_when_a_round_changes_nothing_by_hand():
     rule, row = Refine(3, 9, 2), Row(0, [1], 1, 99, guesses=[9, 9])
     assert rule.step(row, [5, 6, 7], None) == [] and row.guesses == [5, 6] and row.rounds == 1
     assert rule.step(row, [5, 6, 8], None) == [5, 6, 8] and row.guesses == [9, 9]
-    assert confirmed([1, 2], [1, 3, 4]) == 1
+    assert count_confirmed([1, 2], [1, 3, 4]) == 1
 
 
 def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():

@@ -16,10 +16,10 @@ from verl.utils.stop_signals import StopSignals, obey_parent_only
 def test_signals_close_together_are_one(number):
     before = signal.getsignal(number)
     with StopSignals() as signals:
-        assert not signals.asked
+        assert not signals.stop_requested
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        assert signals.asked and signals.exit_code == 128 + number
+        assert signals.stop_requested and signals.exit_code == 128 + number
     assert signal.getsignal(number) is before
 
 

@@ -72,7 +72,7 @@ def test_models_that_mix_tokens_by_attention_alone_need_no_padding(folders, name
     assert policy.remove_padding and policy.share_prompt and not warned
     with built.eval_mode():
         for share in (False, True):
-            compute = partial(policy.probed, built.module, share)
+            compute = partial(policy.probe_log_probs, built.module, share)
             difference, limit = layout_difference(built.module, compute, True, built.device)
             assert difference < 1e-5 and limit == 1e-3  # in float32, whatever the engine computes in
 

@@ -41,14 +41,14 @@ _FORMAT = 1
 
 
 @runtime_checkable
-class SavesPretrained(Protocol):
+class SupportsSavePretrained(Protocol):
     """A model of a loader's own that writes itself: config and the weights given, of their shapes in the module."""
 
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
 
 
 @runtime_checkable
-class CompletesAdapters(Protocol):
+class SupportsSaveWithAdapters(Protocol):
     """A model around an adapted one that trains more than adapters, and writes its other weights next to them."""
 
     def save_with_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
@@ -217,7 +217,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 tensors = {k: self._on_cpu(v).contiguous() for k, v in tensors.items()}
                 writes.append(partial(save_file, tensors, home / "adapter_model.safetensors"))
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
-        if inside and isinstance(self.model, CompletesAdapters):
+        if inside and isinstance(self.model, SupportsSaveWithAdapters):
             adapted = tuple(f"{name}." for name in inside)
             rest = ((name, p.detach().to(self.device)) for name, p in self.model.named_parameters()
                     if p.requires_grad and not name.startswith(adapted))  # fmt: skip
@@ -246,7 +246,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if weights is not None:
                 writes.append(partial(save_torch_state_dict, weights, folder))
         elif weights is not None:
-            if not isinstance(inner, SavesPretrained):
+            if not isinstance(inner, SupportsSavePretrained):
                 raise TypeError(
                     f"checkpoint.save_contents has hf_model, but {type(inner).__name__} has no "
                     "save_pretrained(directory, state_dict=...); take hf_model out, or give it one."

@@ -33,7 +33,7 @@ class TensorSource(ABC):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-class OwnCheckpoint(TensorSource):
+class FSDPCheckpoint(TensorSource):
     """`model/` of a checkpoint of this package: what was trained, by the trained module's names."""
 
     def __init__(self, local_dir: Path) -> None:
@@ -108,7 +108,7 @@ def open_checkpoint(local_dir: Path) -> TensorSource:
     if not local_dir.is_dir():
         raise MergeError(f"--local_dir {local_dir} does not exist; expected .../global_step_<N>/actor.")
     if (local_dir / "model" / METADATA_FILE).is_file():
-        return OwnCheckpoint(local_dir)
+        return FSDPCheckpoint(local_dir)
     if content := sorted(local_dir.glob("model_world_size_*_rank_0.pt")):
         return RankFiles(local_dir, content[0])
     files = [*local_dir.glob(f"*/model/{METADATA_FILE}"), *local_dir.glob(f"*/*/model/{METADATA_FILE}")]

@@ -33,14 +33,14 @@ def obey_parent_only(worker: int) -> None:
 
 
 class StopSignals:
-    """Context manager. The first signal sets `asked` and `exit_code` (130 for Ctrl-C, 143 for SIGTERM).
+    """Context manager. The first signal sets `stop_requested` and `exit_code` (130 for Ctrl-C, 143 for SIGTERM).
 
     A second one exits the process with that code.
     Signals within 2 s are one: a launcher signals every process of its tree, and a shell forwards its own signal.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stop_requested = False
         self.exit_code = 0
         self._first = 0.0  # monotonic seconds
         self._twice = False
@@ -57,8 +57,8 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
-        if not self.asked:
-            self.asked, self._first, self.exit_code = True, time.monotonic(), 128 + number
+        if not self.stop_requested:
+            self.stop_requested, self._first, self.exit_code = True, time.monotonic(), 128 + number
             logger.warning(
                 f"{name}: the run ends after this step and saves; before the first step, once its models are loaded "
                 "(once more: end at once)"

@@ -14,7 +14,7 @@ from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.config.compose import with_values
-from verl.trainer.run.ranks import largest
+from verl.trainer.run.ranks import all_reduce_max
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
 from verl.utils.flops_counter import FlopsCounter
@@ -133,7 +133,8 @@ def _rank_ways(rank, world_size, directory, model):
     torch.set_num_threads(1)
     results = _ways(directory, model, world_size)
     make_trainer(Path(directory) / "begun", model, **RESUMED).fit()
-    assert largest({"rank": float(rank), "less": -float(rank)}, torch.device("cpu")) == {"rank": 1.0, "less": 0.0}
+    values = {"rank": float(rank), "less": -float(rank)}
+    assert all_reduce_max(values, torch.device("cpu")) == {"rank": 1.0, "less": 0.0}
     return results
 
 

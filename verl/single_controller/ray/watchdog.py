@@ -48,10 +48,10 @@ def get_within(
     try:
         return ray.get(list(refs), timeout=limit)
     except GetTimeoutError:
-        raise hanging(list(refs), labels, method, limit, actors) from None
+        raise timeout_error(list(refs), labels, method, limit, actors) from None
 
 
-def hanging(
+def timeout_error(
     refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: float, actors: list[ActorHandle],
     others: Mapping[str, ActorHandle] | None = None,
 ) -> PhaseTimeout:  # fmt: skip
@@ -62,10 +62,10 @@ def hanging(
     """
     _, waiting = ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)
     late = [i for i, ref in enumerate(refs) if ref in waiting]
-    asked = {labels[i]: actors[i] for i in late} | dict(others or {})
-    states = dict(zip(asked, ask_for_stacks(list(asked.values())), strict=True))
+    candidates = {labels[i]: actors[i] for i in late} | dict(others or {})
+    states = dict(zip(candidates, ask_for_stacks(list(candidates.values())), strict=True))
     time.sleep(STACKS_S)
-    stopped = [label for label in asked if states[label].startswith(psutil.STATUS_STOPPED)]
+    stopped = [label for label in candidates if states[label].startswith(psutil.STATUS_STOPPED)]
     named = ", ".join(f"{label} ({states[label]})" for label in stopped or [labels[i] for i in late])
     return PhaseTimeout(
         f"{named} did not finish {method} within trainer.watchdog.{phase_of(method)}={seconds:g} s; {len(late)} of "
@@ -75,24 +75,24 @@ def hanging(
 
 
 def ask_for_stacks(actors: list[ActorHandle]) -> list[str]:
-    """Have actors' processes write their Python stacks; the state of each: stopped, running, sleeping, gone.
+    """Have the actors' processes write their Python stacks; returns their statuses: stopped, running, sleeping, gone.
 
-    A process is signalled by a task on its own node. Of a node that does not run one, the address is given.
+    A task on the actor's node sends the signal. If the node does not run it, the status is a text with its address.
     """
     from ray._private.state import state
 
-    asked = []
+    replies = []
     for actor in actors:
         entry = state.actor_table(actor._actor_id.hex())
         place, pid = entry["Address"], entry["Pid"]
         there = NodeAffinitySchedulingStrategy(node_id=place["NodeID"], soft=False)
         if place["NodeID"] == ray.get_runtime_context().get_node_id():
-            asked.append(signalled(pid))
+            replies.append(request_stacks(pid))
         else:
-            task = ray.remote(num_cpus=0, max_retries=0)(signalled).options(scheduling_strategy=there).remote(pid)
-            asked.append((task, place["IPAddress"]))
+            task = ray.remote(num_cpus=0, max_retries=0)(request_stacks).options(scheduling_strategy=there).remote(pid)
+            replies.append((task, place["IPAddress"]))
     deadline = time.monotonic() + REMOTE_S
-    return [answer if isinstance(answer, str) else _answer(*answer, deadline) for answer in asked]
+    return [answer if isinstance(answer, str) else _answer(*answer, deadline) for answer in replies]
 
 
 def _answer(task: ray.ObjectRef, address: str, deadline: float) -> str:
@@ -102,8 +102,8 @@ def _answer(task: ray.ObjectRef, address: str, deadline: float) -> str:
         return f"no answer from node {address}"
 
 
-def signalled(pid: int) -> str:
-    """Have a process of this node write its stacks; its state."""
+def request_stacks(pid: int) -> str:
+    """Signal a process of this node to write its stacks; returns its status."""
     try:
         status = psutil.Process(pid).status()
         os.kill(pid, STACK_SIGNAL)

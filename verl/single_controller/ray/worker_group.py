@@ -20,7 +20,7 @@ from verl.single_controller.base.worker_group import WorkerGroup, func_generator
 from verl.single_controller.ray.fetch import fetch
 from verl.single_controller.ray.ray_class import FUSED_SEPARATOR, RayClassWithInitArgs, role_classes, unwrap
 from verl.single_controller.ray.resource_pool import RayResourcePool, get_random_string, node_of_bundle
-from verl.single_controller.ray.watchdog import hanging, phase_of
+from verl.single_controller.ray.watchdog import phase_of, timeout_error
 from verl.utils.accelerator import threads_of_rank
 
 
@@ -155,16 +155,16 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fetch(self, refs: ray.ObjectRef | list[ray.ObjectRef], method_name: str) -> Any:
         many = refs if isinstance(refs, list) else [refs]
-        labels = list(self.labelled())[: len(many)]
+        labels = list(self.actors_by_label())[: len(many)]
         limit = self.time_limits.get(phase_of(method_name))
         try:
             values = fetch(many, labels, method_name, limit)
         except GetTimeoutError:
-            raise hanging(many, labels, method_name, limit, self._workers) from None
+            raise timeout_error(many, labels, method_name, limit, self._workers) from None
         return values if isinstance(refs, list) else values[0]
 
-    def labelled(self) -> dict[str, ActorHandle]:
-        """The ranks' actors by what messages call them, in rank order."""
+    def actors_by_label(self) -> dict[str, ActorHandle]:
+        """The ranks' actors by the names that error messages use, in rank order."""
         what = f"role {self.sub_cls_name!r}" if self.sub_cls_name else "worker group"
         actors = zip(self._worker_names, self._workers, strict=True)
         return {f"{what}, rank {rank} ({name})": actor for rank, (name, actor) in enumerate(actors)}

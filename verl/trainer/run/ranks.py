@@ -1,4 +1,4 @@
-"""What the ranks of a job must agree on; without a process group this process is the only rank."""
+"""Collective operations on Python values; without a process group, this process is the only rank."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -14,32 +14,32 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def summed(
+def all_reduce_values(
     values: Mapping[str, float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dict[str, float]:
-    """Sum over ranks of each number, or another `op`, in float64; every rank brings the same names in this order."""
+    """Sum (or another `op`) of each value over ranks, in float64; all ranks pass the same names in the same order."""
     total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)
     return dict(zip(values, total.tolist(), strict=True))
 
 
-def largest(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """As `summed`, the maximum over ranks."""
-    return summed(values, device, dist.ReduceOp.MAX)
+def all_reduce_max(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Maximum of each value over ranks."""
+    return all_reduce_values(values, device, dist.ReduceOp.MAX)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on some rank."""
-    return summed({"flag": float(flag)}, device)["flag"] > 0
+    return all_reduce_values({"flag": float(flag)}, device)["flag"] > 0
 
 
-def gathered(mine: T) -> list[T]:
-    """One object of every rank, in rank order."""
+def all_gather_object(value: T) -> list[T]:
+    """The values of all ranks, in rank order."""
     if not dist.is_initialized():
-        return [mine]
+        return [value]
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, value)
     return everyone
 
 

@@ -90,7 +90,7 @@ def started_session(config: PPOConfig) -> Iterator[bool]:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray warns that its token authentication is on, as it should be.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        with guarded(folder):
+        with session_guard(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder / "r")})
             try:
                 yield True
@@ -114,7 +114,7 @@ def keep_token_private() -> None:
 
 
 @contextmanager
-def guarded(folder: Path) -> Iterator[None]:
+def session_guard(folder: Path) -> Iterator[None]:
     """Run a process that ends our Ray session if this one is killed within the block."""
     command = [sys.executable, "-I", supervisor.__file__, "--ray-session", str(os.getpid()), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -186,7 +186,7 @@ def run_here(runner: Any, config: Any) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
         with StopSignals() as signals:
-            finished = runner.run(config, lambda: signals.asked)
+            finished = runner.run(config, lambda: signals.stop_requested)
         return 0 if finished else signals.exit_code
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")
@@ -207,7 +207,7 @@ def run_until_done(runner: Any, config: Any) -> int:
         with StopSignals() as signals:
             running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
             while not ray.wait([running], timeout=0.5)[0]:
-                if signals.asked:
+                if signals.stop_requested:
                     ray.get(stop.set.remote())
             finished = ray.get(running)
         return 0 if finished else signals.exit_code

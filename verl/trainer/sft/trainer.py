@@ -26,7 +26,7 @@ from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.trainer.run.ranks import any_rank, largest, summed
+from verl.trainer.run.ranks import all_reduce_max, all_reduce_values, any_rank
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.utils.fingerprint import data_fingerprint
@@ -177,7 +177,7 @@ class FSDPSFTTrainer:
                 metrics |= {"train/time(s)": seconds, "perf/throughput": rate}
                 metrics |= self._utilisation(batch, seconds)
                 metrics["training/epoch"] = self.train_stream.epoch
-                metrics |= largest(peak_memory(self.engine.device.type), self.engine.device)
+                metrics |= all_reduce_max(peak_memory(self.engine.device.type), self.engine.device)
                 if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                     metrics |= self._validate()
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
@@ -189,7 +189,7 @@ class FSDPSFTTrainer:
                     "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
                 )  # fmt: skip
                 self.checkpoints.advance()
-                stop = any_rank(signals.asked, self.engine.device)
+                stop = any_rank(signals.stop_requested, self.engine.device)
                 if stop or self.checkpoints.is_due(self.global_steps, self.global_steps >= self.total_training_steps):
                     self.save_checkpoint(self.global_steps)
                 if stop and self.global_steps < self.total_training_steps:
@@ -211,7 +211,7 @@ class FSDPSFTTrainer:
         counter = FlopsCounter(model, self.config.trainer.peak_tflops)
         lengths = batch["attention_mask"].sum(-1).tolist()  # of this rank; every rank adds its share
         share = counter.utilisation(lengths, seconds, self.engine.world_size) or 0.0
-        total = summed({"mfu": share}, self.engine.device)["mfu"]
+        total = all_reduce_values({"mfu": share}, self.engine.device)["mfu"]
         return {"perf/mfu/train": total} if total else {}
 
     def _draw(self) -> TensorDict:
@@ -258,7 +258,7 @@ class FSDPSFTTrainer:
                 sums["tokens"] += float(batch["loss_mask"][:, 1:].sum())
                 for name, value in self.validation_step(batch).items():
                     sums[name] += value
-        total = summed(sums, self.engine.device)
+        total = all_reduce_values(sums, self.engine.device)
         tokens = total.pop("tokens")
         if tokens == 0:
             raise ValueError("data.val_files: no row has a learned token within data.max_length; raise it.")
@@ -285,7 +285,7 @@ class FSDPSFTTrainer:
         inputs = self.step_inputs(batch)
         rate = float(self.engine.lr_scheduler.get_last_lr()[0])
         counts = {"learned": batch["loss_mask"][:, 1:].sum(), "all": batch["attention_mask"].sum()}
-        counts = summed({name: float(count) for name, count in counts.items()}, self.engine.device)
+        counts = all_reduce_values({name: float(count) for name, count in counts.items()}, self.engine.device)
         sums: dict[str, float] = defaultdict(float)
         skipped, norm = True, math.nan
         if counts["learned"] == 0:
@@ -306,7 +306,7 @@ class FSDPSFTTrainer:
                 logger.warning(f"step {self.global_steps}: loss or gradient is not finite; the weights are unchanged")
         self.engine.lr_scheduler_step()
         ranks = self.engine.world_size
-        metrics = {name: value / ranks for name, value in summed(sums, self.engine.device).items()}
+        metrics = {name: value / ranks for name, value in all_reduce_values(sums, self.engine.device).items()}
         metrics |= {"train/grad_norm": norm, "train/lr": rate, "train/lr(1e-3)": rate * 1e3}
         metrics |= {"train/global_tokens": counts["all"], "train/skipped_steps": float(skipped)}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -52,7 +52,7 @@ class CausalLMPolicy(Policy):
 
         Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
         """
-        layouts, (padded, shared) = {}, (partial(self.probed, model, share) for share in (False, True))
+        layouts, (padded, shared) = {}, (partial(self.probe_log_probs, model, share) for share in (False, True))
         if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
             layouts["without padding"] = padded
         if self.share_prompt:
@@ -61,7 +61,7 @@ class CausalLMPolicy(Policy):
         if not all(agrees.values()):
             self.remove_padding, self.share_prompt = agrees["without padding"], False
 
-    def probed(self, model: nn.Module, share: bool, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+    def probe_log_probs(self, model: nn.Module, share: bool, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
         """Log-probs [B, R] with padding or in a `flat` row, where prompts are shared with `share`; `wide`: float32."""
         chosen = self.remove_padding, self.share_prompt
         try:

@@ -17,7 +17,7 @@ from verl.config.compose import omega_conf_to_dataclass
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
-from verl.single_controller.ray.watchdog import get_within, hanging
+from verl.single_controller.ray.watchdog import get_within, timeout_error
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.request_router import RequestRouter
 from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
@@ -169,9 +169,9 @@ class AgentLoopManager:
         while calls or reports:
             left = None if limit is None else max(0.0, deadline - time.monotonic())
             if not (done := ray.wait([*reports, *calls], timeout=left)[0]):
-                ranks = self.worker_group.labelled() if isinstance(self.worker_group, RayWorkerGroup) else {}
+                ranks = self.worker_group.actors_by_label() if isinstance(self.worker_group, RayWorkerGroup) else {}
                 late, names = {**reports, **calls}, self._labels()
-                raise hanging(list(late), [names[i] for i in late.values()], "generate_sequences", limit,
+                raise timeout_error(list(late), [names[i] for i in late.values()], "generate_sequences", limit,
                               [workers[i] for i in late.values()], ranks)  # fmt: skip
             ref = done[0]
             is_report = ref in reports
