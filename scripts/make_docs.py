@@ -149,7 +149,7 @@ def config_page() -> str:
     printing = "This prints the resolved configuration of a command (`--config-name=sft_trainer`: of another tree):"
     lines = ["# Configuration", "", source, "", printing, ""]
     lines += ["```bash", "python scripts/print_cfg.py trainer.seed=3", "```", ""]
-    lines += ["*always*: what the key asks for holds whether it is set or not; setting it to `false` is reported."]
+    lines += ["*always*: this behaviour is always on; setting the key to `false` is reported."]
     lines += ["*no effect*: the key is accepted for scripts that set it, and setting it is reported.", ""]
     lines += ["## The keys of most runs", "", "| key | default | meaning |", "|---|---|---|"]
     file, owner = TREES["python -m verl.trainer.main_ppo"]
