@@ -163,7 +163,7 @@ def turn_by_turn(made: list[Plan], rollout: Any, encoder: MessageEncoder, runner
         if calls:
             result = await tools.call(calls[0].name, calls[0].arguments)
             message = {"role": "tool", "content": result.response.text, "name": "wait"}
-            conversation.add_given(encoder.added([message], schemas))
+            conversation.add_given(encoder.encode_appended([message], schemas))
         return bool(calls)
 
     async def hold() -> None:

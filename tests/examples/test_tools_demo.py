@@ -53,7 +53,7 @@ def test_a_training_row_is_what_a_conversation_with_the_tool_is():
 
         result = asyncio.run(answered())
         assert result.failure is None
-        given = encoder.added([{"role": "tool", "content": result.response.text}])
+        given = encoder.encode_appended([{"role": "tool", "content": result.response.text}])
         assert tokens[end : end + len(given)] == given and set(labels[end : end + len(given)]) == {IGNORED}
         assert labels[end + len(given) :] == tokens[end + len(given) :] and words[-1] == "<eos>"
     assert made == {True, False}

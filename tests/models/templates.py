@@ -208,7 +208,7 @@ def played(name: str, text: str, tokenizer: PreTrainedTokenizerBase | None = Non
     try:
         for turn in (0, 1):
             ids = prompts[turn] + made.ids(made.written[turn])
-            given.append(encoder.added([made.messages[2 * turn + 2]], TOOLS, after=ids[-1]))
+            given.append(encoder.encode_appended([made.messages[2 * turn + 2]], TOOLS, after=ids[-1]))
             prompts.append(ids + given[turn])
     except ValueError as error:
         return {"result": SPLIT, "reason": str(error).partition("template: ")[2] or str(error)}

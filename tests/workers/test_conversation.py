@@ -62,14 +62,14 @@ def encoder(template, stop="<|im_end|>"):
 def test_added_messages_are_the_difference_of_two_renderings():
     made, ids = encoder(CHATML)
     expected = ["<|im_start|>", "tool", "4", "<|im_end|>", "<|im_start|>", "assistant"]
-    assert made.added([{"role": "tool", "content": "4"}]) == ids(expected)
-    assert made.added([{"role": "user", "content": "4"}]) == ids(["<|im_start|>", "user", *expected[2:]])
+    assert made.encode_appended([{"role": "tool", "content": "4"}]) == ids(expected)
+    assert made.encode_appended([{"role": "user", "content": "4"}]) == ids(["<|im_start|>", "user", *expected[2:]])
 
 
 def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
     made, ids = encoder(CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
     made.stop_ids.add(ids("<|endoftext|>"))
-    assert made.added([{"role": "user", "content": "4"}])[:3] == ids(["<|im_start|>", "user", "4"])
+    assert made.encode_appended([{"role": "user", "content": "4"}])[:3] == ids(["<|im_start|>", "user", "4"])
 
 
 @pytest.mark.parametrize(

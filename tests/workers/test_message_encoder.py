@@ -23,7 +23,7 @@ def test_half_a_surrogate_pair_is_replaced():
     encoder, tokenizer = encoder_of(FORMATS["qwen3"])
     half, whole = ([{"role": "user", "content": f"a{text}b"}] for text in ("\ud83c", "?"))
     assert encoder.prompt(half) == encoder.prompt(whole)
-    assert encoder.added(half) == encoder.added(whole)
+    assert encoder.encode_appended(half) == encoder.encode_appended(whole)
 
 
 def test_there_are_at_least_twenty_formats():
@@ -41,13 +41,13 @@ def test_what_follows_the_end_of_a_turn(name, role):
             encoder.check([role])
         return
     encoder.check([role])
-    assert tokenizer.decode(encoder.added([message])) == expected
+    assert tokenizer.decode(encoder.encode_appended([message])) == expected
 
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.tool is not None])
 def test_several_answers_of_tools(name):
     encoder, tokenizer = encoder_of(FORMATS[name])
-    text = tokenizer.decode(encoder.added([TOOL, {**TOOL, "content": "58"}]))
+    text = tokenizer.decode(encoder.encode_appended([TOOL, {**TOOL, "content": "58"}]))
     one = FORMATS[name].tool
     end = one[one.index("42") + 2 :]
     assert text.index("42") < text.index("58") and text.endswith((end, end.replace("call00000", "call00001")))
@@ -59,7 +59,8 @@ def test_a_template_that_names_the_call_of_an_answer_names_the_tool():
     template = turns(IM % "user", IM % "assistant", found + "{{ c }}{% endfor %}")
     tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
     encoder = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    assert tokenizer.decode(encoder.added([{"role": "tool", "name": "look", "content": "42"}])) == "\nlook: 42"
+    message = {"role": "tool", "name": "look", "content": "42"}
+    assert tokenizer.decode(encoder.encode_appended([message])) == "\nlook: 42"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_message_that_begins_with_the_stop_token_has_it_once(ended, expected):
     """GLM's turns end with the first token of the next message, unless the model chose another, or was cut off."""
     encoder, tokenizer = encoder_of(FORMATS["glm4"])
     after = tokenizer(ended, add_special_tokens=False)["input_ids"][-1]
-    assert tokenizer.decode(encoder.added([TOOL], after=after)) == expected
+    assert tokenizer.decode(encoder.encode_appended([TOOL], after=after)) == expected
 
 
 @pytest.mark.parametrize("name", ["glm4", "apertus", "apriel", "chatml"])
@@ -154,4 +155,4 @@ def test_the_parts_of_a_conversation_are_the_ids_of_all_of_it(name):
     prompt = encoder.prompt([question])
     written = tokenizer.decode(whole)[len(tokenizer.decode(prompt)) :].split(format.stop)[0] + format.stop
     generated = tokenizer(written, add_special_tokens=False)["input_ids"]
-    assert prompt + generated + encoder.added([USER]) == whole
+    assert prompt + generated + encoder.encode_appended([USER]) == whole

@@ -23,7 +23,7 @@ from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.server_process import LocalServerError
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
-from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed, parts
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, pack_tensors, parts
 
 RECORD = Path(__file__).with_name("sglang_exchange.json")  # written by make test-sglang RECORD_SGLANG=1
 REAL = pytest.param("real", marks=[pytest.mark.sglang, pytest.mark.process])
@@ -215,7 +215,7 @@ def test_a_batch_is_answered_in_order(served):
 
 def test_tensors_are_sent_in_parts_each_in_one_buffer():
     tensors = [("a", torch.randn(3, 5)), ("b", torch.tensor(2.5, dtype=torch.float64)), ("c", torch.ones(7).bfloat16())]
-    copies = packed(tensors)
+    copies = pack_tensors(tensors)
     assert [name for name, _ in copies] == ["a", "b", "c"]
     assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True))
     assert len({copy.untyped_storage().data_ptr() for _, copy in copies}) == 1

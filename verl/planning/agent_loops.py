@@ -38,29 +38,29 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         return
     problems: list[Problem] = []
 
-    def checked(key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def try_call(key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:  # the user's own classes may raise anything
             value = one_line(OmegaConf.select(config, key))
             problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
 
-    checked(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
+    try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
     names = set(_agent_loop_registry)
     if path := rollout.agent.agent_loop_config_path:
         key = f"{ROLLOUT}.agent.agent_loop_config_path"
-        entries = checked(key, lambda: [entry.name for entry in OmegaConf.load(resolve_config_path(path))])
+        entries = try_call(key, lambda: [entry.name for entry in OmegaConf.load(resolve_config_path(path))])
         names |= set(entries or ())
     if rollout.agent.default_agent_loop not in names:
         key = f"{ROLLOUT}.agent.default_agent_loop"
         yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
     tools = []
     for name in ("tool_config_path", "function_tool_path"):
-        tools += checked(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
+        tools += try_call(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
     key = f"{MULTI_TURN}.interaction_config_path"
     path = settings.interaction_config_path
-    interactions = checked(key, initialize_interactions_from_config, path) if path else None
-    parser = checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
+    interactions = try_call(key, initialize_interactions_from_config, path) if path else None
+    parser = try_call(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
     if findings.tokenizer is not None and (tools or interactions):
         kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
         stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
@@ -68,7 +68,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         schemas = tool_schemas(tools)
-        checked("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
+        try_call("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
         if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):
             key = f"{MULTI_TURN}.{'tool_config_path' if settings.tool_config_path else 'function_tool_path'}"
             what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"

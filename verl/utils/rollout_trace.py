@@ -189,14 +189,14 @@ def rollout_trace_op(func: Callable) -> Callable:
             raise
         config.client.finish_call(call, output=_described(self, results[0], config))
 
-    def traced() -> bool:
+    def is_tracing() -> bool:
         return RolloutTraceConfig.get_backend() is not None and _attributes.get() is not None
 
     if inspect.iscoroutinefunction(func):
 
         @functools.wraps(func)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not traced():
+            if not is_tracing():
                 return await func(self, *args, **kwargs)
             with span(self, args, kwargs) as results:
                 results.append(await func(self, *args, **kwargs))
@@ -205,7 +205,7 @@ def rollout_trace_op(func: Callable) -> Callable:
 
         @functools.wraps(func)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not traced():
+            if not is_tracing():
                 return func(self, *args, **kwargs)
             with span(self, args, kwargs) as results:
                 results.append(func(self, *args, **kwargs))

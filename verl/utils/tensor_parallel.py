@@ -55,10 +55,10 @@ class GatherTokens(ParallelStyle):
         def whole(value: Any) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
 
-        def gathered(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def gather_inputs(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 
-        module.register_forward_pre_hook(gathered, with_kwargs=True)
+        module.register_forward_pre_hook(gather_inputs, with_kwargs=True)
         return module
 
 

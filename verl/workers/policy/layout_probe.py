@@ -172,12 +172,12 @@ class _Float32(TorchFunctionMode):
             self.depth += 1
             self.inputs.append((args, kwargs))
 
-        def gathered(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def restore_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self.depth -= 1
             return self.inputs.pop()  # as they were before the cast
 
         yield part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        yield part.register_forward_pre_hook(gathered, with_kwargs=True)
+        yield part.register_forward_pre_hook(restore_inputs, with_kwargs=True)
         yield part.register_forward_hook(lambda *_: setattr(self, "depth", self.depth + 1), prepend=True)
         yield part.register_forward_hook(lambda *_: setattr(self, "depth", self.depth - 1))
 

@@ -52,7 +52,7 @@ class MessageEncoder:
                 raise
             return self._render(as_text, tools, **settings)
 
-    def added(
+    def encode_appended(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True, after: int | None = None,
     ) -> list[int]:  # fmt: skip
@@ -173,7 +173,7 @@ class MessageEncoder:
         messages = [{"role": role, "content": text} for text in texts]
         if not at_once:
             try:
-                return self.added(messages, tools)
+                return self.encode_appended(messages, tools)
             except ValueError as error:
                 with suppress(ChatTemplateError):
                     self._checked(role, texts, tools, at_once=True)

@@ -191,7 +191,7 @@ class AsyncRolloutRequest(BaseModel):
         if self._awaits_model or self.messages[-1].role != "assistant":
             raise ValueError(f"a message of role {messages[0].role!r} follows only a turn of the model")
         given = [message.as_dict() for message in messages]
-        added = self._encoder.added(given, self._tools, add_generation_prompt=False)
+        added = self._encoder.encode_appended(given, self._tools, add_generation_prompt=False)
         self.messages += messages
         self._add(added)
 

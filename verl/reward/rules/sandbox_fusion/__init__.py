@@ -1,9 +1,9 @@
-"""Programs judged by test cases in a remote sandbox service (the SandboxFusion protocol: POST run_code)."""
+"""Programs run_cases by test cases in a remote sandbox service (the SandboxFusion protocol: POST run_code)."""
 
 from typing import Any
 
 from verl.reward.rules.code_cases import cases_of, extract_code, share_passed
-from verl.reward.rules.sandbox_fusion.utils import SandboxServiceError, check_correctness, judged
+from verl.reward.rules.sandbox_fusion.utils import SandboxServiceError, check_correctness, run_cases
 
 __all__ = ["SandboxServiceError", "check_correctness", "compute_score"]
 
@@ -21,6 +21,6 @@ def compute_score(
     if code is None:
         return 0.0, [{"error": "no fenced code block in the answer"}]
     cases = cases_of(code, test_cases)
-    outcomes = judged(sandbox_fusion_url, cases, timeout, memory_limit_mb, "python", concurrent_semaphore)
+    outcomes = run_cases(sandbox_fusion_url, cases, timeout, memory_limit_mb, "python", concurrent_semaphore)
     passed = [result is True for result, _ in outcomes]
     return share_passed(passed, len(cases), continuous), [report for _, report in outcomes]

@@ -66,11 +66,11 @@ def check_correctness(
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"fn_name works with Python programs only, not {language}.")
     where = (sandbox_fusion_url, cases, timeout, memory_limit_mb, language, concurrent_semaphore)
-    outcomes = judged(*where, keep_going=True)
+    outcomes = run_cases(*where, keep_going=True)
     return [result for result, _ in outcomes], [report for _, report in outcomes]
 
 
-def judged(
+def run_cases(
     url: str, cases: list[Case], timeout: float, memory_limit_mb: int | None, language: str, semaphore: Any,
     keep_going: bool = False,
 ) -> list[tuple[Any, dict[str, Any]]]:  # fmt: skip

@@ -7,6 +7,5 @@ from verl.reward.rules.sandbox_fusion import (
     check_correctness,
     compute_score,
     extract_code,
-    judged,
     share_passed,
 )

@@ -84,7 +84,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:  # fmt: skip
         """The ids of a prompt; with `remove_system_prompt` those of messages that continue a conversation."""
         if remove_system_prompt:
-            return self.encoder.added(messages, tools)
+            return self.encoder.encode_appended(messages, tools)
         return self.encoder.prompt(messages, tools)
 
     def check_prompt(self, ids: list[int]) -> list[int]:

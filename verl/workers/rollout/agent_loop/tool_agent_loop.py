@@ -170,7 +170,7 @@ class ToolAgentLoop(AgentLoopBase):
             finally:
                 if data.interaction_id is not None:
                     try:
-                        await self.runner.limited(data.interaction.finalize_interaction(data.interaction_id))
+                        await self.runner.run_with_timeout(data.interaction.finalize_interaction(data.interaction_id))
                     except Exception as error:
                         self._failed("release_failed", data.interaction, error)
         conversation = data.conversation
@@ -229,7 +229,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.interaction_id = data.request_id  # for a start that fails
         try:
             start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
-            data.interaction_id = await self.runner.limited(start)
+            data.interaction_id = await self.runner.run_with_timeout(start)
         except FatalGradingError:
             raise
         except Exception as error:
@@ -312,7 +312,7 @@ class ToolAgentLoop(AgentLoopBase):
         """(the response, the step reward or None, metrics) of one call; a failure is a response with its reason."""
         agent_data.tool_call_count += 1
         if tool_call.error is not None:
-            result = self.runner.failed("malformed_arguments", tool_call.name, tool_call.error)
+            result = self.runner.record_failure("malformed_arguments", tool_call.name, tool_call.error)
         else:
             ids, number, key = agent_data.conversation.ids, agent_data.tool_call_count, None
             if self.session.journal is not None:
@@ -320,13 +320,13 @@ class ToolAgentLoop(AgentLoopBase):
             result = await agent_data.tools.call(tool_call.name, tool_call.arguments, key)
             if result.response.image or result.response.video:
                 text = f"{tool_call.name!r} answered with images or videos; conversations are text only."
-                result = self.runner.failed("exception", tool_call.name, text, ValueError(text))
+                result = self.runner.record_failure("exception", tool_call.name, text, ValueError(text))
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         answer = data.interaction.generate_response(data.interaction_id, data.messages, **data.interaction_kwargs)
         try:
-            ends, text, score, extra = await self.runner.limited(answer)
+            ends, text, score, extra = await self.runner.run_with_timeout(answer)
             data.extra_fields.update(extra or {})
         except FatalGradingError:
             raise
@@ -338,7 +338,8 @@ class ToolAgentLoop(AgentLoopBase):
         return data.end("stop") if ends else self._append(data, [{"role": "user", "content": text}])
 
     def _failed(self, kind: str, interaction: BaseInteraction, error: Exception) -> None:
-        self.runner.failed(kind, interaction.name, f"the interaction raised {type(error).__name__}: {error}.", error)
+        text = f"the interaction raised {type(error).__name__}: {error}."
+        self.runner.record_failure(kind, interaction.name, text, error)
 
     def _append(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Append messages of tools or of the user, if they fit; with row_per_turn their plain text, for reports."""
@@ -346,7 +347,7 @@ class ToolAgentLoop(AgentLoopBase):
             text = "\n".join(["", *(message["content"] for message in messages), ""])
             ids = self.tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
         else:
-            ids = self.encoder.added(messages, self.tool_schemas, after=data.prompt_ids[-1])
+            ids = self.encoder.encode_appended(messages, self.tool_schemas, after=data.prompt_ids[-1])
         fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
         if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
             return data.end("length")

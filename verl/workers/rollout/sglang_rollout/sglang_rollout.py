@@ -153,8 +153,8 @@ class ServerAdapter(BaseRollout):
         in_session = self.leads and await self._begin_update()
         for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
-                tensors = packed(part)
-                blobs = [serialized(tensors) for _ in range(self.size)]
+                tensors = pack_tensors(part)
+                blobs = [serialize_tensors(tensors) for _ in range(self.size)]
                 await self._post(
                     "update_weights_from_tensor", {"serialized_named_tensors": blobs, "flush_cache": False}
                 )
@@ -241,7 +241,7 @@ def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[l
         yield part
 
 
-def packed(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def pack_tensors(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Copies of tensors, all in one buffer: it is shared with the server as one segment of memory."""
     sizes = [-(-tensor.nbytes // 16) * 16 for _, tensor in tensors]  # aligned for every dtype
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
@@ -253,7 +253,7 @@ def packed(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Ten
     return copies
 
 
-def serialized(tensors: list[tuple[str, torch.Tensor]]) -> str:
+def serialize_tensors(tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Base64 of pickled (name, tensor) whose tensors stay where they are, for a process of this machine to map.
 
     They must be kept until the server has answered.

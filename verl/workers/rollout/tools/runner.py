@@ -116,23 +116,25 @@ class ToolRunner:
     def check(self, name: str, arguments: str | dict[str, Any]) -> dict[str, Any] | ToolResult:
         """The arguments of a call, decoded and valid for the tool's schema, or the failure."""
         if name not in self.tools:
-            return self.failed("unknown_tool", name, f"there is no tool {name[:_SHOWN]!r}. Tools: {self._names()}.")
+            text = f"there is no tool {name[:_SHOWN]!r}. Tools: {self._names()}."
+            return self.record_failure("unknown_tool", name, text)
         try:
             decoded = decode_arguments(arguments) if isinstance(arguments, str) else arguments
         except ValueError as error:
             text = f"the arguments of {name!r} are not a JSON object: {error}."
-            return self.failed("malformed_arguments", name, text)
+            return self.record_failure("malformed_arguments", name, text)
         try:
             wrong = best_match(self._validators[name].iter_errors(decoded))
             text = wrong and f"{'.'.join(map(str, wrong.absolute_path)) or 'arguments'}: {wrong.message}"
         except Exception as error:  # a reference without target in the schema, arguments nested too deeply
             text = f"{type(error).__name__}: {error}"
         if text:
-            return self.failed("invalid_arguments", name, f"the arguments of {name!r} do not fit its schema: {text}.")
+            text = f"the arguments of {name!r} do not fit its schema: {text}."
+            return self.record_failure("invalid_arguments", name, text)
         return decoded
 
-    def failed(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
-        """Count a failure; the result that the model reads. An exception's traceback is logged once per tool."""
+    def record_failure(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
+        """Count a failure; returns what the model reads. An exception's traceback is logged once per tool."""
         self.counts[kind] += 1
         if error is not None and (kind, name) not in self._logged:
             self._logged.add((kind, name))
@@ -146,8 +148,8 @@ class ToolRunner:
     def _names(self) -> str:
         return ", ".join(self.tools) or "none"
 
-    async def limited(self, call: Awaitable[Any]) -> Any:
-        """The result of a coroutine; TimeoutError after the time limit, even if it ignores its cancellation."""
+    async def run_with_timeout(self, call: Awaitable[Any]) -> Any:
+        """The result of a coroutine; raises TimeoutError after the limit, even if it ignores its cancellation."""
         task = asyncio.ensure_future(_contained(call))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # retrieved, also where nobody waits
         try:
@@ -252,9 +254,9 @@ class ToolConversation:
         except FatalGradingError:
             raise
         except TimeoutError as error:
-            return runner.failed("timeout", name, f"{name!r} gave no answer in time ({error}).", error)
+            return runner.record_failure("timeout", name, f"{name!r} gave no answer in time ({error}).", error)
         except Exception as error:
-            return runner.failed("exception", name, f"{name!r} raised {type(error).__name__}: {error}.", error)
+            return runner.record_failure("exception", name, f"{name!r} raised {type(error).__name__}: {error}.", error)
 
     def _of(self, name: str, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(name, {}).get(f"{method}_kwargs") or {})
@@ -262,7 +264,7 @@ class ToolConversation:
     async def _create(self, tool: BaseTool, instance: _Instance) -> None:
         given = str(uuid4())
         instance.started.append(given)
-        made = await self._runner.limited(tool.create(given, **self._of(tool.name, "create")))
+        made = await self._runner.run_with_timeout(tool.create(given, **self._of(tool.name, "create")))
         if not isinstance(made, tuple) or len(made) != 2:
             raise _wrong_type(tool.create, made, "(instance id, ToolResponse)")
         instance.id = made[0]
@@ -271,7 +273,7 @@ class ToolConversation:
     async def _execute(self, tool: BaseTool, instance: _Instance, parameters: dict[str, Any]) -> ToolResult:
         runner, kwargs = self._runner, self._of(tool.name, "execute")
         async with runner._slots:
-            answer = await runner.limited(tool.execute(instance.id, parameters, **kwargs))
+            answer = await runner.run_with_timeout(tool.execute(instance.id, parameters, **kwargs))
         if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[0], ToolResponse):
             raise _wrong_type(tool.execute, answer, "(ToolResponse, reward, metrics)")
         response, reward, metrics = answer
@@ -287,12 +289,13 @@ class ToolConversation:
                 continue
             call = self._runner.tools[name].calc_reward
             try:
-                rewards[name] = _finite(await self._runner.limited(call(instance.id, **self._of(name, "calc_reward"))))
+                reward = call(instance.id, **self._of(name, "calc_reward"))
+                rewards[name] = _finite(await self._runner.run_with_timeout(reward))
             except FatalGradingError:
                 raise
             except Exception as error:
                 text = f"calc_reward raised {type(error).__name__}: {error}."
-                self._runner.failed("reward_failed", name, text, error)
+                self._runner.record_failure("reward_failed", name, text, error)
                 rewards[name] = None
         return rewards
 
@@ -306,11 +309,11 @@ class ToolConversation:
     async def _release(self, name: str, instance: _Instance) -> None:
         for id in instance.started:
             try:
-                await self._runner.limited(self._runner.tools[name].release(id, **self._of(name, "release")))
+                await self._runner.run_with_timeout(self._runner.tools[name].release(id, **self._of(name, "release")))
             except Exception as error:
                 if id == instance.id:  # a tool whose `create` failed need not know the id
                     text = f"release raised {type(error).__name__}: {error}."
-                    self._runner.failed("release_failed", name, text, error)
+                    self._runner.record_failure("release_failed", name, text, error)
 
 
 def _wrong_type(method: Callable[..., Any], returned: Any, expected: str) -> TypeError:

@@ -337,7 +337,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
-        def asked(numbers: Iterable[int]) -> dict[str, Any]:
+        def request_arguments(numbers: Iterable[int]) -> dict[str, Any]:
             # vLLM seeds sample k of a prompt with seed + k
             return {
                 "prompts": [{"prompt_token_ids": request.prompt_ids[i]} for i in numbers],
@@ -347,7 +347,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
         count, engine = len(request.prompt_ids), self.llm.llm_engine
         if self.queue is None:
-            return dict(enumerate(self.llm.generate(**asked(range(count)))))
+            return dict(enumerate(self.llm.generate(**request_arguments(range(count)))))
         # Never more at a time than an equal share, or the first engine would take all prompts of a small batch.
         share = -(-count // self.queue.engines)
         finished: dict[int, RequestOutput] = {}
@@ -361,7 +361,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 is_open = len(numbers) == room
                 if numbers:
                     # An output has the id without the suffix that makes it unique.
-                    names = [name.split("-")[0] for name in self.llm.enqueue(**asked(numbers))]
+                    names = [name.split("-")[0] for name in self.llm.enqueue(**request_arguments(numbers))]
                     running |= zip(names, numbers, strict=True)
             for output in engine.step() if running else ():
                 if output.finished:
