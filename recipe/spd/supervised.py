@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,56 +19,14 @@ import torch.nn.functional as F
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.spd.client import Completer
-from recipe.spd.dataset import SPDInputData, SPDRLHFDataset, resolve_sep_token_id
-from recipe.spd.rollout import SPDRollout
-from recipe.spd.samples import grade_blocks, judged_block
+from recipe.spd.data.blocks import SPDInputData, resolve_sep_token_id
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.rollout.labels import label_blocks
+from recipe.spd.rollout.spd_rollout import SPDRollout
 from verl.models.loading import get_model_loader, torch_dtype_of
 
-BLOCKS_AT_A_TIME = 512  # labelled together
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer and supervised.json
-
-
-def label_blocks(
-    infos: Sequence[dict[str, Any]], completer: Completer, tokenizer: Any, eos: Collection[int], max_tokens: int,
-    budget: int | None = None,
-) -> tuple[dict[int, list[bool]], int]:  # fmt: skip
-    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; and the number
-    of distinct completions used.
-
-    Blocks whose baseline is wrong or cut at the limit have no labels, and those with a lost completion lose the rest.
-    Blocks are labelled in order until the `budget` of completions is spent.
-    """
-    labels: dict[int, list[bool]] = {}
-    used: set = set()
-    for first in range(0, len(infos), BLOCKS_AT_A_TIME):
-        open_blocks = range(first, min(first + BLOCKS_AT_A_TIME, len(infos)))
-        while open_blocks:
-            judged = {}
-            for i in open_blocks:
-                pairs = list(zip(infos[i]["draft_ids"], infos[i]["target_ids"], strict=False))
-                places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen]
-                known = len(labels.get(i, ()))
-                if known < len(places):  # accept all that is known to be harmless and one more
-                    actions = tuple(int(at <= places[known]) for at in range(len(pairs)))
-                    judged[i] = judged_block(infos[i], actions, eos, 1)
-            asked = {i: block.requests(max_tokens) for i, block in judged.items()}
-            for i, wanted in asked.items():
-                if budget is not None and len(used) + len(set(wanted) - used) > budget:
-                    judged = {k: block for k, block in judged.items() if k < i}
-                    budget = len(used)  # spent: this is the last pass
-                    break
-                used.update(wanted)
-            requests = [request for i in judged for request in asked[i]]
-            grade_blocks(list(judged.values()), completer.complete(requests)[0], tokenizer, max_tokens)
-            for i, block in judged.items():
-                if block.baseline_correct and block.correct is not None:
-                    labels.setdefault(i, []).append(block.correct)
-            if budget is not None and len(used) == budget:
-                return labels, len(used)
-            open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
-    return labels, len(used)
 
 
 def train_supervised(config: DictConfig, budget: int | None) -> Path:
@@ -123,7 +81,7 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     )
     optimizer = build_optimizer(scorer.named_parameters(), optim)
     schedule = build_lr_scheduler(optimizer, optim)
-    sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")
+    sep = resolve_sep_token_id(tokenizer, read=scorer.reads_separator)
     order, losses = random.Random(config.spd.seed), []
     max_norm = optim.max_grad_norm(actor.grad_clip)
     if actor.use_dynamic_bsz:

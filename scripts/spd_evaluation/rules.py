@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.spd.dataset import SPDInputData, cut_at_end
-from recipe.spd.decoder import Block, Judge
-from recipe.spd.scoring_cache import CachedScorer
+from recipe.spd.data.blocks import SPDInputData, cut_at_end
+from recipe.spd.rollout.decoder import Block, Judge
+from recipe.spd.scorer.cached_scorer import CachedScorer
 
 
 def exact() -> Judge:

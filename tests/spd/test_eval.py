@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.spd.decoder import SpecResult
+from recipe.spd.rollout.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.pool import Job, Run

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.spd.decoder import Block
+from recipe.spd.rollout.decoder import Block
 from scripts.spd_evaluation import rules
 
 

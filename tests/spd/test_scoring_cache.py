@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from recipe.spd.decoder import speculative_generate
+from recipe.spd.rollout.decoder import speculative_generate
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import save_tiny_llama

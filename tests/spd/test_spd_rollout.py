@@ -10,8 +10,8 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from recipe.spd import rollout as spd_rollout
-from recipe.spd.rollout import LostCompletionsError
+from recipe.spd.rollout import spd_rollout
+from recipe.spd.rollout.spd_rollout import LostCompletionsError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks

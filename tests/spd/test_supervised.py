@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import train_spd_scorer as entry
-from recipe.spd.client import CompletionCounts
-from recipe.spd.store import Completion
-from recipe.spd.supervised import label_blocks
+from recipe.spd.rollout.client import CompletionCounts
+from recipe.spd.rollout.labels import label_blocks
+from recipe.spd.rollout.store import Completion
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 

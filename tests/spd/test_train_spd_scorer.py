@@ -11,9 +11,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import train_spd_scorer as entry
-from recipe.spd.dataset import SPDRLHFDataset
-from recipe.spd.reward import SPDRewardConfig
-from recipe.spd.settings import SPDSettings
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.settings import SPDRewardConfig, SPDSettings
 from spd_scorer import ScoringModelConfig
 from tests.helpers.models import make_tokenizer
 from verl.trainer import main_ppo
@@ -172,7 +171,7 @@ def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeyp
 
 
 def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
-    from recipe.spd import server
+    from recipe.spd.rollout import server
     from tests.helpers.models import save_tiny_llama
 
     class Started:

@@ -9,9 +9,10 @@ from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
 from verl.config.profiler import ProfilerConfig
+from verl.utils.registry import installed_plugins
 
 # These generate with the actor's own module: no second engine, no second weights.
-ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
+ROLLOUTS_OF_THE_ACTOR = ("hf", *sorted(installed_plugins("rollouts_of_the_actor")))
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
 CPU_CACHE_BYTES = 1 << 30  # an engine's keys and values on a CPU rank, unless engine_kwargs says otherwise
