@@ -3,7 +3,6 @@
 Naming this module in `actor_rollout_ref.model.external_lib` registers the model loader "spd_scorer".
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from recipe.spd.scorer.heads import PairHead, ScoreHead
 from recipe.spd.scorer.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scorer.model import ScoringActor
 from recipe.spd.scorer.target import TargetHeadScorer
-from recipe.spd.settings import SPDSettings
 from verl.models.loading import register_model_loader, torch_dtype_of
 from verl.trainer.run.ranks import from_first_rank
 from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
@@ -33,24 +31,17 @@ __all__ = [
 
 @register_model_loader("spd_scorer")
 def load_spd_scorer(
-    model_config: Any, torch_dtype: torch.dtype, spd: Mapping[str, Any] | None = None, compute_dtype: str = "float32",
-    adapter_path: str | None = None, feature_store: str | None = None, draft_path: str | None = None, **settings: Any,
-) -> ScoringActor:  # fmt: skip
-    """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
+    model_config: Any, torch_dtype: torch.dtype, *, compute_dtype: str = "float32", **settings: Any
+) -> ScoringActor:
+    """A scorer on the model in model_config.path, as `settings` describe it: ScoringModelConfig.from_loader.
 
-    `spd`: the config group of that name, in place of its fields and of the three paths. `adapter_path`: directory
-    written by save_pretrained, or a checkpoint's lora_adapter, from which training starts. `feature_store`: folder of a
-    `target` backbone's hidden states; None computes them in each forward. `draft_path`: the draft model of the blocks,
-    whose fingerprint is saved with the scorer. `compute_dtype`: of forwards; a frozen target is held in it, since no
-    optimizer needs more digits of its weights. `torch_dtype` is that of trained weights.
+    `adapter_path`: directory written by save_pretrained, or a checkpoint's lora_adapter, from which training starts.
+    `feature_store`: folder of a `target` backbone's hidden states; None computes them in each forward. `draft_path`:
+    the draft model of the blocks, whose fingerprint is saved with the scorer. `compute_dtype`: of forwards; a frozen
+    target is held in it, since no optimizer needs more digits of its weights. `torch_dtype` is that of trained weights.
     """
     path = model_config.local_path or model_config.path
-    if spd is None:
-        config = ScoringModelConfig(base_model_path=path, **settings)
-    else:
-        group = SPDSettings.from_custom(spd)
-        config = ScoringModelConfig.from_settings(group, base_model_path=path, **settings)
-        adapter_path, feature_store, draft_path = group.adapter_path, group.feature_store, group.rollout.draft_path
+    config, (adapter_path, feature_store, draft_path) = ScoringModelConfig.from_loader(path, **settings)
     frozen = not SCORERS[config.backbone].trains_backbone
     held = torch_dtype_of(compute_dtype, "compute_dtype") if frozen else torch_dtype
     # Rank 0 alone reads a frozen target; the engine gives the other ranks their shards of it.

@@ -154,15 +154,11 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     given = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     given.pop("compute_dtype", None)
-    if (group := given.pop("spd", None)) is None:
-        return
     try:
-        settings = SPDSettings.from_custom(group)
-        scorer = ScoringModelConfig.from_settings(settings, base_model_path=model.path, **given)
+        scorer, (adapter, *_) = ScoringModelConfig.from_loader(model.path, **given)
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
-    adapter = settings.adapter_path
     if not adapter or findings.hf_config is None:
         return
     scorer.hidden_size = findings.hf_config.get_text_config().hidden_size

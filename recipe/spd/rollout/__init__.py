@@ -10,3 +10,7 @@ def __getattr__(name: str) -> Any:
     from recipe.spd.rollout.spd_rollout import SPDRollout
 
     return SPDRollout
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "SPDRollout"]

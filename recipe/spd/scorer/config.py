@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from recipe.spd.settings import ScorerSettings
+from recipe.spd.settings import ScorerSettings, SPDSettings
 from verl.config.fields import check_settings
 
 CONFIG_FILE = "spd_config.json"
@@ -40,9 +41,20 @@ class ScoringModelConfig(ScorerSettings):
             )
 
     @classmethod
-    def from_settings(cls, settings: ScorerSettings, **others: Any) -> ScoringModelConfig:
-        """The scorer of a training's group spd; `others`: base_model_path and the fields of the adapters."""
-        return cls(**{f.name: getattr(settings, f.name) for f in fields(ScorerSettings)}, **others)
+    def from_loader(
+        cls, base_model_path: str, spd: Mapping[str, Any] | None = None, adapter_path: str | None = None,
+        feature_store: str | None = None, draft_path: str | None = None, **settings: Any,
+    ) -> tuple[ScoringModelConfig, tuple[str | None, str | None, str | None]]:  # fmt: skip
+        """The scorer of a loader's keyword arguments, with adapter_path, feature_store and draft_path.
+
+        `spd`: the config group, in place of these paths and of the fields that it has; `settings`: the other fields.
+        """
+        paths = adapter_path, feature_store, draft_path
+        if spd is not None:
+            group = SPDSettings.from_custom(spd)
+            settings |= {f.name: getattr(group, f.name) for f in fields(ScorerSettings)}
+            paths = group.adapter_path, group.feature_store, group.rollout.draft_path
+        return cls(base_model_path=base_model_path, **settings), paths
 
     def save(self, directory: Path) -> None:
         """Write spd_config.json."""
