@@ -34,7 +34,6 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     """Wrong settings of group spd, a store on a network file system, a missing separator or model; servers that do not
     answer are absent.
     """
-
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "spd":
         return
@@ -70,7 +69,6 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 
 def _check_pair(settings: Any) -> Iterator[Problem]:
     """A draft of another vocabulary than the target's is wrong."""
-
     key, draft = "spd.rollout.draft_path", settings.rollout.draft_path
     try:
         target = load_model_part("spd.target_path", settings.target_path, hf_tokenizer)
@@ -83,7 +81,6 @@ def _check_pair(settings: Any) -> Iterator[Problem]:
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
-
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
     answering = [url for url in urls if url not in silent]
     for problem in sum(silent.values(), []):
@@ -109,7 +106,6 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     """Prepared blocks must hold ids within the model's vocabulary, the separator that an own backbone reads, and the
     complete context that a target head's states depend on.
     """
-
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
     if not blocks or findings.hf_config is None or findings.tokenizer is None:
         return
@@ -148,7 +144,6 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
 @register_check
 def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     """Wrong settings of the scorer; a saved scorer to start from that is damaged or of another model."""
-
     model = config.actor_rollout_ref.model
     if model.loader.name != "spd_scorer":
         return
@@ -175,7 +170,6 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
 @MEASURES.register("spd_scorer")
 def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     """Size of the scorer: without vocabulary logits and key/value cache; a `target` scorer trains its head only."""
-
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])

@@ -34,7 +34,6 @@ from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.rollout import RolloutConfig
 from verl.trainer.sft.data import RankShares
-from verl.trainer.sft.settings import EngineParts
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.fsdp_utils import full_tensor
@@ -99,7 +98,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         self.validation: dict[int, float] = {}  # after a step
         super().__init__(*arguments)
 
-    def engine_parts(self, config: DictConfig) -> EngineParts:
+    def engine_parts(self, config: Any) -> tuple[Any, ...]:
         actor = self.training.actor_rollout_ref.actor
         model = omega_conf_to_dataclass(self.training.actor_rollout_ref.model, HFModelConfig).load()
         engine = omega_conf_to_dataclass(actor.fsdp_config, FSDPEngineConfig)

@@ -264,7 +264,7 @@ def test_colours_of_a_block_for_the_report(tiny_llama, tmp_path):
     with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
         out = made.generate_sequences(prompts(rows=[0]))
     for k in range(8):
-        kinds = [s["kind"] for s in out.non_tensor_batch["spd_text"][k]]
+        kinds = [s["kind"] for s in out.non_tensor_batch["response_text"][k]]
         if out.non_tensor_batch["extra_info"][k]["effective_len"] == 1:
             assert kinds == ["match", "rejected", "unused", "correction"]
         else:

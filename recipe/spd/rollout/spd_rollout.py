@@ -138,7 +138,7 @@ class SPDRollout(BaseRollout):
         with context_ids, draft_ids, target_ids, ground_truth (question_len). Returns [B*n] rows: prompts,
         input_ids [., P], responses (actions 0/1, padding 0), response_mask (1 = counts in the loss), rollout_log_probs
         (float32) [., R], attention_mask and position_ids [., P+R], spd_layout, sample_index; extra_info (with
-        effective_len, is_correct_hybrid, ...), spd_text, __lost__ ("", "lost" or "masked"). R is
+        effective_len, is_correct_hybrid, ...), response_text, __lost__ ("", "lost" or "masked"). R is
         data.max_response_length. Raises LostCompletionsError, and RuntimeError where a rank failed.
         """
         if self.engine is None:
@@ -179,8 +179,8 @@ class SPDRollout(BaseRollout):
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in blocks])[which].unbind(1)
         texts = [block.segments(self.tokenizer) for block in blocks]
-        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
-        columns["spd_text"][:] = [texts[number] for number in which]
+        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "response_text", LOST)}
+        columns["response_text"][:] = [texts[number] for number in which]
         columns["extra_info"][:] = [sample.extra_info() for sample in samples]
         columns[LOST][:] = ""
         if self.settings.reward.zero_length == "mask" and not validate:

@@ -86,7 +86,7 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     judging.accept_by_raising_logits(logits, torch.arange(7), draft, request, position)
     judging.finish(torch.tensor([2, 3]))  # first: rejected at its third token; second: all accepted
     assert judging.report() == {"matched": 3, "judged": 3, "let_through": 2}
-    judging.admit(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
+    judging.register_requests(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
     assert judging.report("first") == {"first": {"matched": 1, "judged": 2, "let_through": 1}}
     assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
     assert judging.report("third") == {} == judging.report("fir")

@@ -28,7 +28,7 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import any_rank, largest, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
-from verl.trainer.sft.settings import EngineParts, engine_parts, samples_per_forward
+from verl.trainer.sft.settings import engine_parts, samples_per_forward
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
@@ -144,7 +144,7 @@ class FSDPSFTTrainer:
         """The same for validation."""
         return cls.build_dataset(files, config, tokenizer, max_samples)
 
-    def engine_parts(self, config: DictConfig) -> EngineParts:
+    def engine_parts(self, config: DictConfig) -> tuple[Any, ...]:
         """Settings of model, engine, optimizer and checkpoints."""
         return engine_parts(config, self.tokenizer, self.total_training_steps)
 
