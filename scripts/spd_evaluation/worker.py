@@ -123,7 +123,7 @@ class Worker:
     def _scores(self, model: torch.nn.Module) -> Callable[[Block], torch.Tensor]:
         sep = resolve_sep_token_id(self.tokenizer, read=model.reads_separator)
         pad, ends = self.tokenizer.pad_token_id, end_ids(self.eos)
-        return rules.scores(model, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
+        return model.block_scores(sep_token_id=sep, pad_token_id=pad, end_ids=ends)
 
     def _load_scorers(self) -> dict[str, torch.nn.Module]:
         """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config

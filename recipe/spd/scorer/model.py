@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from loguru import logger
@@ -18,6 +19,9 @@ from verl.utils.peft_weights import without_adapters
 from verl.utils.weight_files import tensor_shapes
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.packing import OnHost, pack_rows
+
+if TYPE_CHECKING:
+    from recipe.spd.rollout.decoder import Block
 
 
 class ScoringActor(nn.Module):
@@ -109,6 +113,10 @@ class ScoringActor(nn.Module):
         packing = pack_rows(text, None if mask is None else mask[:, 0] == 0, ids.device)
         states = self.backbone(**packing.model_inputs(ids, position_ids)).last_hidden_state
         return packing.spread(states, *ids.shape)
+
+    @abstractmethod
+    def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
+        """A function of a decoded block that gives z [B, g]; `tokens`: sep_token_id, pad_token_id and end_ids."""
 
     @abstractmethod
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
+from recipe.spd.data.blocks import SPDInputData, cut_at_end
+from recipe.spd.scorer.cached_scorer import CachedScorer
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.files import ADAPTER_DIR, BACKBONE_DIR, adapter_file, different, first_of, shapes_of
 from recipe.spd.scorer.heads import PairHead, ScoreHead
@@ -18,6 +23,9 @@ from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, on_host, p
 from verl.utils.fingerprint import architecture
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.policy.packing import OnHost
+
+if TYPE_CHECKING:
+    from recipe.spd.rollout.decoder import Block
 
 
 class OwnBackboneScorer(ScoringActor):
@@ -78,6 +86,28 @@ class OwnBackboneScorer(ScoringActor):
             before_draft = rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
             z = self.head(before_draft, *self.embedded(draft_ids, target_ids), at_target)
         return self.mask_padding(self.mask_matches(z, draft_ids, target_ids), draft_len)
+
+    def block_scores(
+        self, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
+    ) -> Callable[[Block], torch.Tensor]:  # fmt: skip
+        """See ScoringActor; z is -inf after a draft's end token. Each call is one more forward, over what is new in the
+        text (CachedScorer), or over all of it where the scorer reads the end of the context only.
+        """
+        ids = {"sep_token_id": sep_token_id, "pad_token_id": pad_token_id}
+        cached = None if self.config.context_tokens else CachedScorer(self, **ids)
+
+        def z_of(block: Block) -> torch.Tensor:
+            pairs = zip(block.draft_ids.tolist(), block.target_ids.tolist(), strict=True)
+            # A draft is shown up to its first end token, as in the training data: nobody reads what follows.
+            drafts, targets = zip(*(cut_at_end(draft, target, end_ids) for draft, target in pairs), strict=True)
+            contexts, device = block.context_ids, block.draft_ids.device
+            if cached is not None:
+                z = cached(block.rows.tolist(), contexts, drafts, targets, device)  # [B, longest draft]
+            else:
+                z = self(**SPDInputData.from_blocks(contexts, drafts, targets, device=device, **ids).as_kwargs())
+            return torch.nn.functional.pad(z, (0, block.draft_ids.shape[1] - z.shape[1]), value=-math.inf)
+
+        return z_of
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         state = self.state_dict() if state_dict is None else state_dict

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,9 @@ from recipe.spd.scorer.heads import PairHead
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, on_host, rows_at, save_head
 from verl.trainer.run.ranks import any_rank
 from verl.workers.policy.packing import OnHost
+
+if TYPE_CHECKING:
+    from recipe.spd.rollout.decoder import Block
 
 
 class TargetHeadScorer(ScoringActor):
@@ -60,6 +65,10 @@ class TargetHeadScorer(ScoringActor):
         """
         z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:])
         return self.mask_matches(z, draft_ids, target_ids)
+
+    def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
+        """See ScoringActor; reads the hidden states of the verification."""
+        return lambda block: self.score_features(block.target_hidden, block.draft_ids, block.target_ids[:, :-1])
 
     def _target_hidden(
         self, input_ids: torch.Tensor, texts: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
