@@ -203,7 +203,7 @@ def part_of(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
     return {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
 
 
-def on_host(host: OnHost | None, **columns: torch.Tensor) -> list[torch.Tensor]:
+def host_columns(host: OnHost | None, **columns: torch.Tensor) -> list[torch.Tensor]:
     """The columns as `host` has them; others are copied from the device, for which the host waits."""
     given: dict[str, Any] = {} if host is None else host.columns
     return [given.get(name, tensor).cpu() for name, tensor in columns.items()]

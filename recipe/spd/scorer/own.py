@@ -19,7 +19,7 @@ from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.files import ADAPTER_DIR, BACKBONE_DIR, adapter_file, different, first_of, shapes_of
 from recipe.spd.scorer.heads import PairHead, ScoreHead
 from recipe.spd.scorer.masks import MASKS, create_position_ids
-from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, on_host, part_of, rows_at, save_head
+from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, part_of, rows_at, save_head
 from verl.utils.fingerprint import architecture
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.policy.packing import OnHost
@@ -57,7 +57,7 @@ class OwnBackboneScorer(ScoringActor):
         spd_layout: torch.Tensor, remove_padding: bool = False, host: OnHost | None = None,
     ) -> torch.Tensor:  # fmt: skip
         pack = self.packs(remove_padding)
-        text, layout = on_host(host, attention_mask=attention_mask, spd_layout=spd_layout)
+        text, layout = host_columns(host, attention_mask=attention_mask, spd_layout=spd_layout)
         if self.config.context_tokens:
             first, text, layout = cut_context(text, layout, self.config.context_tokens)
             input_ids = input_ids[:, first : first + text.shape[1]]

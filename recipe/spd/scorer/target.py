@@ -13,7 +13,7 @@ from torch import nn
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import PairHead
-from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, on_host, rows_at, save_head
+from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
 from verl.trainer.run.ranks import any_rank
 from verl.workers.policy.packing import OnHost
 
@@ -53,7 +53,7 @@ class TargetHeadScorer(ScoringActor):
     ) -> torch.Tensor:  # fmt: skip
         pack = self.packs(remove_padding)
         texts = input_ids if host is None else host.columns.get("input_ids", input_ids)
-        (layout,) = on_host(host, spd_layout=spd_layout)
+        (layout,) = host_columns(host, spd_layout=spd_layout)
         gamma = int(layout[:, 3].max())
         draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, gamma)
         hidden = self._target_hidden(input_ids, texts, layout, gamma, pack)
