@@ -86,7 +86,7 @@ class TableRows(Sequence):
 
 
 def read_table_rows(
-    path: str | Path, convert: Callable[[pa.RecordBatch], pa.RecordBatch]
+    path: str | Path, convert: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None
 ) -> TableRows | list[dict[str, Any]]:
     """The rows of a data file: of parquet in columns, integers in lists as int32, where its types allow that.
 
@@ -94,7 +94,8 @@ def read_table_rows(
     as `read_rows` does.
     """
     try:
-        batches = [convert(_narrow(batch)) for batch in _batches(path, whole=True)]
+        batches = [_narrow(batch) for batch in _batches(path, whole=True)]
+        batches = [convert(batch) for batch in batches] if convert is not None else batches
         return TableRows(pa.Table.from_batches(batches))
     except Exception:  # no parquet, damaged, or with numbers that no token id can be: read_rows says what is wrong
         return read_rows(path)
