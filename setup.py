@@ -31,6 +31,10 @@ setup(
             "refine.sync = dllm_reasoning.rollout:RefineRollout",
             "spd.sync = recipe.spd.rollout:SPDRollout",
         ],
+        "verl.rollouts_of_the_actor": [
+            "refine = dllm_reasoning.rollout:RefineRollout",
+            "spd = recipe.spd.rollout:SPDRollout",
+        ],
         "verl.auxiliary_losses": ["refine_loss = dllm_reasoning.losses.refine_loss:RefineLoss"],
         "verl.reward_rules": ["spd_scorer = recipe.spd.reward:compute_score"],
     },

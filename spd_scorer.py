@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import recipe.spd.bernoulli_policy  # noqa: F401  (registers the policy "bernoulli")
 import recipe.spd.checks  # noqa: F401  (registers checks before a start)
-from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
-from recipe.spd.features import FeatureStore
-from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
-from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
-from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
+import recipe.spd.scorer.bernoulli_policy  # noqa: F401  (registers the policy "bernoulli")
+from recipe.spd.data.blocks import SPDInputData, resolve_sep_token_id
+from recipe.spd.scorer.auto import SCORERS, AutoModelForSPDScoring
+from recipe.spd.scorer.config import ScoringModelConfig
+from recipe.spd.scorer.features import FeatureStore
+from recipe.spd.scorer.heads import PairHead, ScoreHead
+from recipe.spd.scorer.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
+from recipe.spd.scorer.model import ScoringActor
+from recipe.spd.scorer.target import TargetHeadScorer
 from verl.models.loading import register_model_loader, torch_dtype_of
 from verl.trainer.run.ranks import from_first_rank
 from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
@@ -28,28 +31,29 @@ __all__ = [
 
 @register_model_loader("spd_scorer")
 def load_spd_scorer(
-    model_config: Any, torch_dtype: torch.dtype, adapter_path: str | None = None, feature_store: str | None = None,
-    draft_path: str | None = None, compute_dtype: str = "float32", **settings: Any,
-) -> ScoringActor:  # fmt: skip
-    """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
+    model_config: Any, torch_dtype: torch.dtype, *, compute_dtype: str = "float32", **settings: Any
+) -> ScoringActor:
+    """A scorer on the model in model_config.path, as `settings` describe it: ScoringModelConfig.from_loader.
 
     `adapter_path`: directory written by save_pretrained, or a checkpoint's lora_adapter, from which training starts.
     `feature_store`: folder of a `target` backbone's hidden states; None computes them in each forward. `draft_path`:
     the draft model of the blocks, whose fingerprint is saved with the scorer. `compute_dtype`: of forwards; a frozen
     target is held in it, since no optimizer needs more digits of its weights. `torch_dtype` is that of trained weights.
     """
-    config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
-    held = torch_dtype_of(compute_dtype, "compute_dtype") if config.backbone == "target" else torch_dtype
+    path = model_config.local_path or model_config.path
+    config, (adapter_path, feature_store, draft_path) = ScoringModelConfig.from_loader(path, **settings)
+    frozen = not SCORERS[config.backbone].trains_backbone
+    held = torch_dtype_of(compute_dtype, "compute_dtype") if frozen else torch_dtype
     # Rank 0 alone reads a frozen target; the engine gives the other ranks their shards of it.
-    shared = config.backbone == "target" and dist.is_initialized() and dist.get_rank() > 0
+    shared = frozen and dist.is_initialized() and dist.get_rank() > 0
     options = {"trust_remote_code": model_config.trust_remote_code, **model_config.override_config}
     model = AutoModelForSPDScoring.from_config(config, held, without_weights=shared, **options)
-    if config.backbone == "target":
+    if frozen:
         config.base_fingerprint = from_first_rank(lambda: config.base_fingerprint)
     if draft_path and (folder := model_folder(draft_path)):
         config.draft_fingerprint = cached_folder_fingerprint(folder) or ""
     if adapter_path:
         model.load_trained(adapter_path)
-    if feature_store and config.backbone == "target":
+    if feature_store and isinstance(model, TargetHeadScorer):
         model.features = FeatureStore(feature_store, f"{config.base_fingerprint} {held}")
     return model

@@ -20,17 +20,17 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from recipe.spd.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
+from recipe.spd.data.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
+from recipe.spd.scorer.auto import SCORERS
+from recipe.spd.settings import ATTENTIONS, BACKBONES, HEAD_INPUTS, VARIABLES, SPDSettings
 from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).resolve().parent
 __all__ = ["DataError", "PreparedData", "main", "prepare_spd_data_from_real_source"]
 # Also written into the config: the workers of a remote cluster do not get this process's environment.
-REWARD_VARIABLES = {
-    "REWARD_ALPHA": "spd.reward.alpha", "REWARD_PENALTY_BREAK": "spd.reward.penalty_break",
-    "REWARD_USELESS": "spd.reward.useless", "REWARD_CORRECT_BASE": "spd.reward.correct_base",
-    "SPD_SAMPLE_TEMPERATURE": "spd.sample_temperature",
-}  # fmt: skip
+REWARD_VARIABLES = {variable: f"spd.reward.{name}" for variable, name in VARIABLES.items()} | {
+    "SPD_SAMPLE_TEMPERATURE": "spd.sample_temperature"
+}
 # Option -> the trainer's keys that it sets (none: read here), and its argparse settings. Without a value (None) the
 # recipe's default applies.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,9 +45,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--target": ("spd.target_path", {"help": "the target that completes, where --model is another model"}),
     "--draft": ("spd.rollout.draft_path", {"help": "draft model of the blocks: a server of the scorer checks it"}),
     "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
-    "--backbone": ("spd.backbone", {"choices": ("target", "own")}),
-    "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid")}),
-    "--head-inputs": ("spd.head_inputs", {"choices": ("state", "pair"), "help": "what the head reads"}),
+    "--backbone": ("spd.backbone", {"choices": BACKBONES[::-1]}),
+    "--attention": ("spd.attention", {"choices": ATTENTIONS}),
+    "--head-inputs": ("spd.head_inputs", {"choices": HEAD_INPUTS, "help": "what the head reads"}),
     "--context-tokens": ("spd.context_tokens", {"type": int, "help": "of the context, for an own backbone; 0: all"}),
     "--lora-rank": ("actor_rollout_ref.model.lora_rank", {"type": int}),
     "--lora-alpha": ("actor_rollout_ref.model.lora_alpha", {"type": int}),
@@ -64,11 +64,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--device": ("trainer.device", {"choices": ("cuda", "cpu")}),
     "--save-freq": ("trainer.save_freq", {"type": int}),
     "--test-freq": ("trainer.test_freq", {"type": int}),
-    "--reward-alpha": ("spd.reward.alpha", {"type": float}),
-    "--reward-penalty-break": ("spd.reward.penalty_break", {"type": float}),
-    "--reward-useless": ("spd.reward.useless", {"type": float}),
-    "--reward-correct-base": ("spd.reward.correct_base", {"type": float}),
-    "--sample-temperature": ("spd.sample_temperature", {"type": float}),
+    **{f"--{variable.lower().removeprefix('spd_').replace('_', '-')}": (key, {"type": float})
+       for variable, key in REWARD_VARIABLES.items()},
 }  # fmt: skip
 
 
@@ -92,7 +89,7 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "actor_rollout_ref.actor.fsdp_config.dtype": default_dtype(args.device),
         "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
-    if (_given(args.overrides, "spd.backbone") or args.backbone) == "own" and args.device != "cpu":
+    if SCORERS[_backbone(args)].trains_backbone and args.device != "cpu":
         # Each forward reads whole contexts: memory is bounded by tokens, and padding is not read.
         switches = ("model.enable_gradient_checkpointing", "model.use_remove_padding", "actor.use_dynamic_bsz")
         settings |= {f"actor_rollout_ref.{name}": True for name in switches}
@@ -151,7 +148,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
 
 def run_training(config: DictConfig, known: DictConfig) -> None:
     """Train in this process; exits as `run_ppo` does. SIGHUP stops it as SIGTERM does."""
-    from recipe.spd.server import local_server
+    from recipe.spd.rollout.server import local_server
     from verl.trainer.main_ppo import run_ppo
 
     signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
@@ -197,7 +194,6 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         FileNotFoundError(f"{option} {path}: the file does not exist.")
         for option, path in given.items() if path and not Path(path).is_file()
     ]  # fmt: skip
-    backbone = _given(args.overrides, "spd.backbone") or args.backbone or "target"
     option, tokenizer = "--tokenizer" if args.tokenizer else "--model", None
     try:
         tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
@@ -213,7 +209,7 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
             continue
         try:
             output = folder / f"{split}.parquet"
-            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, backbone)
+            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, _backbone(args))
         except (ValueError, OSError) as error:
             errors.append(error)
     return prepared, errors
@@ -276,6 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plans_only(overrides: Sequence[str]) -> bool:
     """Whether trainer.dry_run is set to one of yaml's spellings of true."""
     return _given(overrides, "trainer.dry_run").lower() in ("true", "yes", "on", "1")
+
+
+def _backbone(args: argparse.Namespace) -> str:
+    """spd.backbone of the settings; the default where they name an unknown one, which the checks report."""
+    given = _given(args.overrides, "spd.backbone") or args.backbone
+    return given if given in BACKBONES else SPDSettings.backbone
 
 
 def _given(overrides: Sequence[str], key: str) -> str:

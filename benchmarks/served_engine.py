@@ -92,7 +92,7 @@ def time_judge(llm: Any) -> list[float]:
 
         return run
 
-    for name in ("admit", "begin", "lift", "finish"):
+    for name in ("register_requests", "begin", "accept_by_raising_logits", "finish"):
         setattr(worker.judge, name, timed(getattr(worker.judge, name)))
     return spent
 

@@ -42,8 +42,8 @@ def made(rng: np.random.Generator, count: int) -> Iterator[dict]:
 
 def measure(folder: Path) -> dict[str, float]:
     """Seconds and peak bytes of preparing the blocks, and of the data set's reading and checks."""
-    from recipe.spd.dataset import SPDRLHFDataset
-    from recipe.spd.prepare import prepare_spd_data_from_real_source
+    from recipe.spd.data.dataset import SPDRLHFDataset
+    from recipe.spd.data.prepare import prepare_spd_data_from_real_source
 
     rng = np.random.default_rng(0)
     blocks, metadata = folder / "blocks.parquet", folder / "metadata.parquet"

@@ -195,7 +195,7 @@ def decoder_tokens(target: str, prompts: list[list[int]], threshold: float) -> l
     import torch
     from transformers import AutoModelForCausalLM
 
-    from recipe.spd.decoder import speculative_generate
+    from recipe.spd.rollout.decoder import speculative_generate
     from scripts.spd_evaluation import rules
     from spd_scorer import AutoModelForSPDScoring
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.harness import Row, alternate, ratios, resident_bytes, restart_peak, row
-from recipe.spd.bernoulli_policy import BernoulliPolicy
+from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy
 from spd_scorer import AutoModelForSPDScoring, ScoringActor, ScoringModelConfig, SPDInputData
 
 PROMPTS, N, GAMMA, VOCABULARY = 32, 8, 8, 512

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipe.spd.answers import extract_answer, is_correct  # noqa: E402
-from recipe.spd.decoder import (  # noqa: E402
+from recipe.spd.rollout.answers import extract_answer, is_correct  # noqa: E402
+from recipe.spd.rollout.decoder import (  # noqa: E402
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,
@@ -40,6 +40,7 @@ from recipe.spd.decoder import (  # noqa: E402
     greedy_generate,
     speculative_generate,
 )
+from recipe.spd.scorer.auto import SCORERS  # noqa: E402
 from scripts.spd_evaluation import rules  # noqa: E402
 from scripts.spd_evaluation.worker import load_model  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
@@ -108,7 +109,7 @@ class Session:
             makers = {"exact": rules.exact, "all": rules.accept_all, "margin": lambda: rules.margin(args.threshold)}
             return makers[args.rule]()
         model = load_scorer(args, self.target)
-        sep = resolve_sep_token_id(self.tokenizer, read=model.config.backbone == "own")
+        sep = resolve_sep_token_id(self.tokenizer, read=model.reads_separator)
         tokens = {"sep_token_id": sep, "pad_token_id": self.tokenizer.pad_token_id, "end_ids": end_ids(self.eos)}
         return rules.scorer(model, args.threshold, **tokens)
 
@@ -140,12 +141,12 @@ class Session:
 def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.Module:
     """The saved scorer; a `target` head shares the loaded target, an `own` scorer brings its backbone along."""
     config = ScoringModelConfig.load(Path(args.scorer))
-    if config.backbone == "own" and config.lora_rank and not Path(config.base_model_path).is_dir():
+    if config.lora_rank and not Path(config.base_model_path).is_dir():
         raise SystemExit(
             f"--scorer {args.scorer}: its adapters belong to the model in {config.base_model_path}, which is not "
             "there; write where it is as base_model_path into its spd_config.json."
         )
-    shared = (args.target, target) if config.backbone == "target" else ()
+    shared = (args.target, target) if not SCORERS[config.backbone].trains_backbone else ()
     try:
         model = AutoModelForSPDScoring.from_pretrained(args.scorer, *shared, torch_dtype=target.dtype)
     except (RuntimeError, SafetensorError) as error:

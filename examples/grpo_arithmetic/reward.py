@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from recipe.spd.answers import extract_answer, is_correct
+from recipe.spd.rollout.answers import extract_answer, is_correct
 
 
 def compute_score(

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
-from recipe.spd.answers import is_correct
-from recipe.spd.decoder import check_tokenizers
+from recipe.spd.rollout.answers import is_correct
+from recipe.spd.rollout.decoder import check_tokenizers
 from verl.utils.tokenizer import stop_ids
 
 EXACT, EVERYTHING = -math.inf, math.inf

@@ -41,7 +41,7 @@ from examples.spd_arithmetic.questions import (
     write_questions,
 )
 from examples.spd_arithmetic.workers import RayWorkers, Workers
-from recipe.spd import decoder as decode
+from recipe.spd.rollout import decoder as decode
 from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.measures import mean_and_error
 from verl.utils.accelerator import default_dtype

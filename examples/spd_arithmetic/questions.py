@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
-from recipe.spd.answers import extract_answer
+from recipe.spd.rollout.answers import extract_answer
 from verl.data.chat_template import render_chat
 from verl.utils.jsonl import read_objects
 

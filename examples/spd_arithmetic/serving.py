@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
-from recipe.spd.answers import is_correct
+from recipe.spd.rollout.answers import is_correct
 from verl.utils.tokenizer import stop_ids
 
 DROP_POINTS = 0.5  # of accuracy on validation questions that a chosen threshold may cost

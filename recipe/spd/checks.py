@@ -7,13 +7,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from loguru import logger
 from omegaconf import OmegaConf
+from transformers import AutoConfig
 
+from recipe.spd.data.blocks import SEP_VARIABLE, resolve_sep_token_id
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.rollout.client import URLS_VARIABLE, CompletionClient, server_urls
+from recipe.spd.rollout.decoder import check_tokenizers
+from recipe.spd.rollout.store import check_store_path
+from recipe.spd.scorer.auto import SCORERS
+from recipe.spd.scorer.config import ScoringModelConfig
+from recipe.spd.scorer.features import StoreError
+from recipe.spd.settings import SPDSettings
 from verl.planning.checks import ModelError, check_url, load_model_part
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
+from verl.utils.fingerprint import folder_fingerprint, model_folder
 from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
+from verl.utils.tokenizer import hf_tokenizer
 
 
 @register_check
@@ -21,13 +34,6 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     """Wrong settings of group spd, a store on a network file system, a missing separator or model; servers that do not
     answer are absent.
     """
-    from transformers import AutoConfig
-
-    from recipe.spd.client import URLS_VARIABLE, server_urls
-    from recipe.spd.dataset import SEP_VARIABLE, resolve_sep_token_id
-    from recipe.spd.settings import SPDSettings
-    from recipe.spd.store import StoreError, check_store_path
-
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "spd":
         return
@@ -56,16 +62,13 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
         yield from _check_pair(settings)
     if findings.tokenizer is not None:
         try:
-            resolve_sep_token_id(findings.tokenizer, read=settings.backbone == "own")
+            resolve_sep_token_id(findings.tokenizer, read=SCORERS[settings.backbone].reads_separator)
         except ValueError as e:
             yield wrong(SEP_VARIABLE, str(e))
 
 
 def _check_pair(settings: Any) -> Iterator[Problem]:
     """A draft of another vocabulary than the target's is wrong."""
-    from recipe.spd.decoder import check_tokenizers
-    from verl.utils.tokenizer import hf_tokenizer
-
     key, draft = "spd.rollout.draft_path", settings.rollout.draft_path
     try:
         target = load_model_part("spd.target_path", settings.target_path, hf_tokenizer)
@@ -78,8 +81,6 @@ def _check_pair(settings: Any) -> Iterator[Problem]:
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
-    from recipe.spd.client import URLS_VARIABLE, VllmEngineServer
-
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
     answering = [url for url in urls if url not in silent]
     for problem in sum(silent.values(), []):
@@ -91,7 +92,7 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
     if not answering:
         return
     options = replace(settings.rollout, timeout_s=10.0)
-    client = VllmEngineServer(answering, settings.target_path, eos_token_ids=[], settings=options)
+    client = CompletionClient(answering, settings.target_path, eos_token_ids=[], settings=options)
     try:
         client.check_model()
     except (RuntimeError, OSError, ValueError) as e:
@@ -105,12 +106,10 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     """Prepared blocks must hold ids within the model's vocabulary, the separator that an own backbone reads, and the
     complete context that a target head's states depend on.
     """
-    from recipe.spd.dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
-
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
     if not blocks or findings.hf_config is None or findings.tokenizer is None:
         return
-    path, own = config.actor_rollout_ref.model.path, config.spd.backbone == "own"
+    path, own = config.actor_rollout_ref.model.path, SCORERS[config.spd.backbone].reads_separator
     vocabulary = findings.hf_config.get_text_config().vocab_size
     try:
         separator = resolve_sep_token_id(findings.tokenizer, read=own)
@@ -145,32 +144,25 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
 @register_check
 def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     """Wrong settings of the scorer; a saved scorer to start from that is damaged or of another model."""
-    from recipe.spd.scoring_config import ScoringModelConfig
-    from recipe.spd.trained import check_trained, described_backbone
-    from verl.utils.fingerprint import folder_fingerprint, model_folder
-
     model = config.actor_rollout_ref.model
     if model.loader.name != "spd_scorer":
         return
-    settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
-    adapter = settings.pop("adapter_path", None)
-    for name in ("feature_store", "draft_path", "compute_dtype"):
-        settings.pop(name, None)
+    given = OmegaConf.to_container(model.loader.kwargs, resolve=True)
+    given.pop("compute_dtype", None)
     try:
-        scorer = ScoringModelConfig(base_model_path=model.path, **settings)
+        scorer, (adapter, *_) = ScoringModelConfig.from_loader(model.path, **given)
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
     if not adapter or findings.hf_config is None:
         return
     scorer.hidden_size = findings.hf_config.get_text_config().hidden_size
-    backbone = None
+    kind = SCORERS[scorer.backbone]
     try:
-        if scorer.backbone == "own":
-            backbone = described_backbone(findings.hf_config, scorer, model.trust_remote_code)
-        if (scorer.backbone == "target" or scorer.lora_rank) and (folder := model_folder(model.path)):
+        backbone = kind.described_backbone(findings.hf_config, scorer, model.trust_remote_code)
+        if not kind.is_complete(scorer) and (folder := model_folder(model.path)):
             scorer.base_fingerprint = folder_fingerprint(folder, findings.hf_config) or ""
-        check_trained(Path(adapter), scorer, backbone)
+        kind.check_trained(Path(adapter), scorer, backbone)
     except (OSError, ValueError, TypeError) as e:
         yield wrong("spd.adapter_path", f"spd.adapter_path={adapter}: {e}")
 
@@ -178,17 +170,14 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
 @MEASURES.register("spd_scorer")
 def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     """Size of the scorer: without vocabulary logits and key/value cache; a `target` scorer trains its head only."""
-    import torch
-
-    from recipe.spd.scoring_config import make_head
-
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])
+    scorer = SCORERS[spd["backbone"]]
     with torch.device("meta"):
-        module = make_head(SimpleNamespace(**{**spd, "hidden_size": size.hidden}))
+        module = scorer.make_head(SimpleNamespace(**{**spd, "hidden_size": size.hidden}))
     head = sum(p.numel() for p in module.parameters())
     size = replace(size, parameters=plain.parameters + head)
-    if spd["backbone"] == "own":
+    if scorer.trains_backbone:
         return replace(size, trainable=plain.trainable + head)
     return replace(size, trainable=head, trained_layers=0, frozen_computes=True)

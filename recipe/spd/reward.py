@@ -1,58 +1,11 @@
 """Reward of a judged block: accepted draft tokens against the effect on the answer."""
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
-from verl.config.fields import check_settings, refuse_unknown, setting
+from recipe.spd.settings import SPDRewardConfig, reward_config
 
-# environment variable -> coefficient; a variable that is set wins over the config
-VARIABLES = {
-    "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
-    "REWARD_CORRECT_BASE": "correct_base",
-}  # fmt: skip
 SCENARIOS = ("A", "B", "C", "D", "zero")
-
-
-@dataclass(frozen=True)
-class SPDRewardConfig:
-    """The coefficients, in points of reward (group spd.reward); VARIABLES override them.
-
-    A larger `penalty_break` is learned more slowly, since everything is rejected first; the last points of accuracy are
-    cheaper by a threshold on the scorer's logit that is chosen on held-out questions.
-    """
-
-    section: ClassVar[str] = "spd.reward"
-    alpha: float = setting(0.125, "For each accepted draft token of a block that ends in a right answer.")
-    penalty_break: float = setting(-16.0, "For a block that turns a right answer wrong: speed against accuracy.")
-    useless: float = setting(0.0, "For a block after which the answer is as wrong as before.")
-    correct_base: float = setting(1.0, "For a block that repairs a wrong answer, in addition to alpha.")
-    length: str = setting(
-        "effective", "effective: every leading accept; gain: those beyond exact match.", choices=("effective", "gain")
-    )
-    zero_length: str = setting(
-        "neutral", "A block with nothing accepted: neutral gives reward 0, mask drops it.", choices=("neutral", "mask")
-    )
-    length_penalty: float = setting(
-        0.0, "Penalty of a correct answer: this times max(0, length - baseline's) / baseline's.", low=0
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
-    """Settings by name, overridden by REWARD_* environment variables; ValueError for an unknown name."""
-    refuse_unknown("spd.reward", settings, [f.name for f in fields(SPDRewardConfig)])
-    values = dict(settings)
-    for variable, name in VARIABLES.items():
-        if variable in os.environ:
-            try:
-                values[name] = float(os.environ[variable])
-            except ValueError as error:
-                raise ValueError(f"{variable}={os.environ[variable]!r} is not a number.") from error
-    return SPDRewardConfig(**values)
 
 
 def leading_matches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:

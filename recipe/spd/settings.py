@@ -1,18 +1,65 @@
-"""The settings of the spd rollout, from the recipe's config group `spd` (passed as rollout.custom)."""
+"""All settings of the recipe: its config group `spd`, with the environment variables that override the reward."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from recipe.spd.reward import SPDRewardConfig, reward_config
-from recipe.spd.scoring_config import ATTENTIONS, BACKBONES, HEAD_INPUTS
 from verl.config.fields import check_settings, refuse_unknown, setting, value_errors
 
 _YAML = "recipe/spd/config/spd_trainer.yaml"
+BACKBONES = ("own", "target")
+ATTENTIONS = ("causal", "spd", "hybrid")
+HEAD_INPUTS = ("state", "pair")
+# environment variable -> coefficient; a variable that is set wins over the config
+VARIABLES = {
+    "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
+    "REWARD_CORRECT_BASE": "correct_base",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SPDRewardConfig:
+    """The coefficients, in points of reward (group spd.reward); VARIABLES override them.
+
+    A larger `penalty_break` is learned more slowly, since everything is rejected first; the last points of accuracy are
+    cheaper by a threshold on the scorer's logit that is chosen on held-out questions.
+    """
+
+    section: ClassVar[str] = "spd.reward"
+    alpha: float = setting(0.125, "For each accepted draft token of a block that ends in a right answer.")
+    penalty_break: float = setting(-16.0, "For a block that turns a right answer wrong: speed against accuracy.")
+    useless: float = setting(0.0, "For a block after which the answer is as wrong as before.")
+    correct_base: float = setting(1.0, "For a block that repairs a wrong answer, in addition to alpha.")
+    length: str = setting(
+        "effective", "effective: every leading accept; gain: those beyond exact match.", choices=("effective", "gain")
+    )
+    zero_length: str = setting(
+        "neutral", "A block with nothing accepted: neutral gives reward 0, mask drops it.", choices=("neutral", "mask")
+    )
+    length_penalty: float = setting(
+        0.0, "Penalty of a correct answer: this times max(0, length - baseline's) / baseline's.", low=0
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
+    """Settings by name, overridden by REWARD_* environment variables; ValueError for an unknown name."""
+    refuse_unknown("spd.reward", settings, [f.name for f in fields(SPDRewardConfig)])
+    values = dict(settings)
+    for variable, name in VARIABLES.items():
+        if variable in os.environ:
+            try:
+                values[name] = float(os.environ[variable])
+            except ValueError as error:
+                raise ValueError(f"{variable}={os.environ[variable]!r} is not a number.") from error
+    return SPDRewardConfig(**values)
 
 
 @dataclass(frozen=True)
@@ -53,9 +100,9 @@ class SPDRolloutSettings:
             )
 
 
-@dataclass(frozen=True)
-class SPDSettings:
-    """Group spd: the scorer, its reward and its rollout."""
+@dataclass(kw_only=True)
+class ScorerSettings:
+    """The settings of group spd that a saved scorer keeps too."""
 
     section: ClassVar[str] = "spd"
     backbone: str = setting(
@@ -73,6 +120,14 @@ class SPDSettings:
         choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
+    seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)
+
+
+@dataclass
+class SPDSettings(ScorerSettings):
+    """Group spd: the scorer, its reward and its rollout."""
+
+    section: ClassVar[str] = "spd"
     feature_store: str | None = setting(None, "Folder that caches the target's hidden states; null recomputes them.")
     adapter_path: str | None = setting(None, "Saved scorer, or a checkpoint's lora_adapter, to start from.")
     sample_temperature: float = setting(
@@ -88,7 +143,6 @@ class SPDSettings:
         "Blocks whose own answer by the target is cut at spd.rollout.max_tokens: exclude, or keep (as wrong).",
         choices=("exclude", "keep"),
     )
-    seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)
     target_path: str = setting(MISSING, "The target model, which completes contexts (folder or name at the servers).")
     reward: SPDRewardConfig = setting(SPDRewardConfig, "The reward of a judged block.")
     rollout: SPDRolloutSettings = setting(SPDRolloutSettings, "Completions of hybrid contexts.")

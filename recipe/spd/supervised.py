@@ -1,75 +1,146 @@
-"""The supervised baseline of the SPD scorer: cross-entropy on counterfactual labels of single mismatches.
+"""Supervised training of the SPD scorer: cross-entropy on counterfactual labels of single mismatches.
 
-Every block is labelled as AutoJudge mines important tokens: mismatches are accepted one by one, the target completes
-the answer after each, and the first one that turns a right answer wrong is harmful. These are the completions that the
-GRPO rollout asks for when it accepts so many mismatches, so both draw on one store, and a budget compares them.
+The labels come from the store and the servers of the GRPO rollout (rollout/labels.py). They train in verl's supervised
+trainer, with the model, engine and optimizer of a GRPO config.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hydra import compose, initialize_config_module
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from torch.utils.data import Dataset
 
-from recipe.spd.client import Completer
-from recipe.spd.dataset import SPDInputData, SPDRLHFDataset, resolve_sep_token_id
-from recipe.spd.rollout import SPDRollout
-from recipe.spd.samples import grade_blocks, judged_block
-from verl.models.loading import get_model_loader, torch_dtype_of
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.rollout.labels import label_blocks
+from recipe.spd.rollout.spd_rollout import SPDRollout
+from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
+from verl.config.common import CheckpointConfig, RunConfig
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.rollout import RolloutConfig
+from verl.trainer.sft.data import RankShares
+from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.utils.distributed import destroy_global_process_group
+from verl.utils.fsdp_utils import full_tensor
+from verl.utils.tokenizer import hf_tokenizer
 
-BLOCKS_AT_A_TIME = 512  # labelled together
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
-FOLDER = "supervised"  # in trainer.default_local_dir: the scorer and supervised.json
+FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
+
+Labels = Mapping[int, Sequence[bool]]  # number of a block -> harmless or not of its first mismatches
 
 
-def label_blocks(
-    infos: Sequence[dict[str, Any]], completer: Completer, tokenizer: Any, eos: Collection[int], max_tokens: int,
-    budget: int | None = None,
-) -> tuple[dict[int, list[bool]], int]:  # fmt: skip
-    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; and the number
-    of distinct completions used.
-
-    Blocks whose baseline is wrong or cut at the limit have no labels, and those with a lost completion lose the rest.
-    Blocks are labelled in order until the `budget` of completions is spent.
+class LabelledBlocks(Dataset):
+    """The labelled blocks of a data set: its tensors, labels [gamma] float32 (1 = harmless) at the mismatches, and
+    loss_mask [1 + gamma], which is 1 after the position of each label.
     """
-    labels: dict[int, list[bool]] = {}
-    used: set = set()
-    for first in range(0, len(infos), BLOCKS_AT_A_TIME):
-        open_blocks = range(first, min(first + BLOCKS_AT_A_TIME, len(infos)))
-        while open_blocks:
-            judged = {}
-            for i in open_blocks:
-                pairs = list(zip(infos[i]["draft_ids"], infos[i]["target_ids"], strict=False))
-                places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen]
-                known = len(labels.get(i, ()))
-                if known < len(places):  # accept all that is known to be harmless and one more
-                    actions = tuple(int(at <= places[known]) for at in range(len(pairs)))
-                    judged[i] = judged_block(infos[i], actions, eos, 1)
-            asked = {i: block.requests(max_tokens) for i, block in judged.items()}
-            for i, wanted in asked.items():
-                if budget is not None and len(used) + len(set(wanted) - used) > budget:
-                    judged = {k: block for k, block in judged.items() if k < i}
-                    budget = len(used)  # spent: this is the last pass
-                    break
-                used.update(wanted)
-            requests = [request for i in judged for request in asked[i]]
-            grade_blocks(list(judged.values()), completer.complete(requests)[0], tokenizer, max_tokens)
-            for i, block in judged.items():
-                if block.baseline_correct and block.correct is not None:
-                    labels.setdefault(i, []).append(block.correct)
-            if budget is not None and len(used) == budget:
-                return labels, len(used)
-            open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
-    return labels, len(used)
+
+    def __init__(self, blocks: SPDRLHFDataset, order: Sequence[int], labels: Labels) -> None:
+        """`order`: the row of the data set that `labels` call block 0, 1, ..."""
+        self.blocks, self.labels = blocks, labels
+        self.rows = [(order[number], number) for number in sorted(labels)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        row, number = self.rows[item]
+        block = self.blocks[row]
+        pairs = zip(block["extra_info"]["draft_ids"], block["extra_info"]["target_ids"], strict=False)
+        places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen][: len(self.labels[number])]
+        labels, loss_mask = torch.zeros(self.blocks.gamma), torch.zeros(1 + self.blocks.gamma, dtype=torch.long)
+        labels[places] = torch.tensor(self.labels[number], dtype=torch.float32)
+        loss_mask[[1 + at for at in places]] = 1
+        names = ("input_ids", "attention_mask", "position_ids", "spd_layout")
+        return {**{name: block[name] for name in names}, "labels": labels, "loss_mask": loss_mask}
+
+
+class SampledShares(RankShares):
+    """Each batch is sampled without replacement from all rows, whatever batches came before it."""
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, count = random.Random(self.seed), len(self)
+        batches = [order.sample(range(self.rows), self.batch_size) for _ in range((self.epoch + 1) * count)]
+        return iter([batch[self.rank :: self.ranks] for batch in batches[-count:]])
+
+
+class SupervisedScorerTrainer(FSDPSFTTrainer):
+    """Cross-entropy of sigmoid(z) at the labelled mismatches, their mean over the global batch.
+
+    The scorer of the lowest cross-entropy in validation is saved in the run's folder; without validation, the last one.
+    """
+
+    policy_type = BernoulliPolicy
+    shares_type = SampledShares
+
+    def __init__(self, training: DictConfig, *arguments: Any) -> None:
+        """`training`: the GRPO config that describes model, engine and optimizer; the others as FSDPSFTTrainer's."""
+        self.training = training
+        self.losses: list[float] = []  # of each step
+        self.validation: dict[int, float] = {}  # after a step
+        super().__init__(*arguments)
+
+    def engine_parts(self, config: Any) -> tuple[Any, ...]:
+        actor = self.training.actor_rollout_ref.actor
+        model = omega_conf_to_dataclass(self.training.actor_rollout_ref.model, HFModelConfig).load()
+        engine = omega_conf_to_dataclass(actor.fsdp_config, FSDPEngineConfig)
+        checkpoint = omega_conf_to_dataclass(actor.checkpoint, CheckpointConfig)
+        optim = omega_conf_to_dataclass(actor.optim, FSDPOptimizerConfig)
+        norm, steps = optim.max_grad_norm(actor.grad_clip), self.total_training_steps
+        return model, engine, replace(optim, clip_grad=norm, total_training_steps=steps), checkpoint
+
+    def cut(self, batch: TensorDict) -> list[TensorDict]:
+        return list(batch.split(self.config.data.micro_batch_size_per_gpu))
+
+    def summed_loss(self, micro: TensorDict) -> torch.Tensor:
+        labels = micro["labels"]
+        with self.engine.autocast():
+            z = fit_width(self.policy.scores(self.engine.module, micro), labels.shape[1])
+        losses = F.binary_cross_entropy_with_logits(z, labels, reduction="none")
+        return (losses * micro["loss_mask"][:, 1:]).sum()
+
+    def training_step(self, batch: TensorDict) -> dict[str, float]:
+        metrics = super().training_step(batch)
+        self.losses.append(metrics.get("train/loss", float("nan")))
+        return metrics
+
+    def _validate(self) -> dict[str, float]:
+        means = super()._validate()
+        self.validation[self.global_steps] = means["val/loss"]
+        if self.best["val/loss"]["step"] == self.global_steps:
+            self.save_scorer()
+        return means
+
+    def save_scorer(self) -> None:
+        """Write the trained weights with spd_config.json into the run's folder."""
+        trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
+        state = {name: full_tensor(p.detach()).cpu() for name, p in trained.items()}
+        self.engine.module.save_pretrained(self.config.trainer.default_local_dir, state_dict=state)
+
+    def variant_state(self) -> dict[str, Any]:
+        return {"losses": self.losses, "validation": self.validation}
+
+    def load_variant_state(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
+        self.validation = {int(step): loss for step, loss in state["validation"].items()}
 
 
 def train_supervised(config: DictConfig, budget: int | None) -> Path:
@@ -79,121 +150,81 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     completions that labels may use; None labels every block. Validation blocks, if they are others than the training
     blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved.
     """
-    from verl.config.compose import omega_conf_to_dataclass
-    from verl.config.optimizer import build_optimizer
-    from verl.config.rollout import RolloutConfig
-    from verl.utils.tokenizer import hf_tokenizer
-    from verl.workers.engine.build import build_lr_scheduler
-
-    model, actor, steps = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.trainer
+    model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
     files = [config.data.train_files]
     if config.data.val_files != config.data.train_files:
         files.append(config.data.val_files)
-    infos, *held_out = (
-        [rows[i]["extra_info"] for i in range(len(rows))]
-        for rows in (SPDRLHFDataset(file, tokenizer, config.data) for file in files)
-    )
-    random.Random(config.data.seed).shuffle(infos)
-    settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
-    rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
+    sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
+    orders = [list(range(len(blocks))) for blocks in sets]
+    random.Random(config.data.seed).shuffle(orders[0])
+    rollout = SPDRollout(
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig), SimpleNamespace(tokenizer=tokenizer),
+        None,
+    )  # fmt: skip
+    labelled, completions = [], []
     try:
-        labels, used = label_blocks(
-            infos, rollout.completer, tokenizer, rollout.eos, rollout.settings.rollout.max_tokens, budget
-        )
-        unseen = [(val, label_blocks(val, rollout.completer, tokenizer, rollout.eos,
-                                     rollout.settings.rollout.max_tokens)[0]) for val in held_out]  # fmt: skip
+        for blocks, order, limit in zip(sets, orders, (budget, None), strict=False):
+            infos = [blocks[row]["extra_info"] for row in order]
+            labels, used = label_blocks(
+                infos, rollout.completer, tokenizer, rollout.eos, rollout.settings.rollout.max_tokens, limit
+            )
+            labelled.append(LabelledBlocks(blocks, order, labels))
+            completions.append(used)
     finally:
         rollout.close()
-    harmful = sum(not all(values) for values in labels.values())
-    logger.info("{} blocks labelled by {} completions, {} with a harmful mismatch", len(labels), used, harmful)
-    if not labels:
-        raise ValueError("no block of the training data has a right baseline to label; prepare others.")
-    if not all(known for _, known in unseen):
-        raise ValueError("no block of the validation data has a right baseline to label; prepare others.")
+    for blocks, what in zip(labelled, ("training", "validation"), strict=False):
+        if not len(blocks):
+            raise ValueError(f"no block of the {what} data has a right baseline to label; prepare others.")
+    harmful = sum(not all(values) for values in labelled[0].labels.values())
+    logger.info("{} blocks labelled by {} completions, {} with a harmful mismatch", len(labelled[0]), completions[0],
+                harmful)  # fmt: skip
 
-    device = torch.device(config.trainer.device)
-    source = SimpleNamespace(local_path=None, path=model.path, trust_remote_code=model.trust_remote_code,
-                            override_config={})  # fmt: skip
-    loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
-    kept, compute = (torch_dtype_of(actor.fsdp_config[name], name) for name in ("model_dtype", "dtype"))
-    scorer = get_model_loader("spd_scorer")(source, kept, **loader).to(device).train()
-    count = steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
-    optim = replace(omega_conf_to_dataclass(actor.optim), total_training_steps=count)
-    optimizer = build_optimizer(scorer.named_parameters(), optim)
-    schedule = build_lr_scheduler(optimizer, optim)
-    sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")
-    order, losses = random.Random(config.spd.seed), []
-    max_norm = optim.max_grad_norm(actor.grad_clip)
-    if actor.use_dynamic_bsz:
-        micro = max(1, actor.ppo_max_token_len_per_gpu // config.data.max_prompt_length)
-    else:
-        micro = max(1, actor.ppo_micro_batch_size_per_gpu // settings.n)  # blocks; GRPO has n samples of each
-    folder = Path(config.trainer.default_local_dir) / FOLDER
-    epoch, validation = -(-len(labels) // config.data.train_batch_size), {}  # steps; cross-entropy after a step
-
-    def shares(batch: list[int], blocks: Sequence[dict[str, Any]], known: dict[int, list[bool]]) -> Iterator:
-        """The parts of the batch's mean cross-entropy that come from one micro-batch after another."""
-        for part in (batch[first : first + micro] for first in range(0, len(batch), micro)):
-            with torch.autocast(device.type, compute, enabled=compute != torch.float32):
-                loss = _summed_loss(scorer, [blocks[i] for i in part], [known[i] for i in part], sep,
-                                    tokenizer.pad_token_id, device)  # fmt: skip
-            yield loss / sum(len(known[i]) for i in batch)
-
-    for step in range(count):
-        batch = order.sample(sorted(labels), min(config.data.train_batch_size, len(labels)))
-        optimizer.zero_grad()
-        losses.append(0.0)
-        for loss in shares(batch, infos, labels):
-            loss.backward()
-            losses[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_norm)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % 10 == 0:
-            logger.info("step {} of {}: cross-entropy {:.4f}", step + 1, count, sum(losses[-10:]) / 10)
-        if unseen and ((step + 1) % epoch == 0 or step + 1 == count):
-            scorer.eval()
-            with torch.no_grad():
-                losses_of = (loss.item() for val, known in unseen for loss in shares([*known], val, known))
-                validation[step + 1] = sum(losses_of)
-            scorer.train()
-            logger.info(
-                "epoch {:.1f}, step {}: cross-entropy {:.4f} in training, {:.4f} in validation", (step + 1) / epoch,
-                step + 1, sum(losses[-epoch:]) / len(losses[-epoch:]), validation[step + 1],
-            )  # fmt: skip
-            if validation[step + 1] == min(validation.values()):
-                scorer.save_pretrained(folder)
-    if not unseen:
-        scorer.save_pretrained(folder)
+    settings = _settings(config, len(labelled[0]))
+    trainer = SupervisedScorerTrainer(config, settings, None, None, tokenizer, *labelled)
+    code = trainer.fit()
+    folder = Path(trainer.config.trainer.default_local_dir)
+    if not trainer.validation:
+        trainer.save_scorer()
+    destroy_global_process_group()
+    if code:
+        sys.exit(code)
+    validation, count, epoch = trainer.validation, trainer.global_steps, settings.trainer.test_freq
     best = min(validation, key=validation.get, default=count)
     if validation and validation[count] > MEMORISED * validation[best]:
+        last = trainer.losses[-epoch:]
         logger.warning(
             "cross-entropy in validation was lowest at step {} ({:.4f}) and rose to {:.4f} at step {}, while that in "
             "training fell to {:.4f}: the scorer memorises its {} blocks. The weights of step {} are saved. Use more "
-            "blocks, or fewer steps.", best, validation[best], validation[count], count,
-            sum(losses[-epoch:]) / len(losses[-epoch:]), len(labels), best,
+            "blocks, or fewer steps.", best, validation[best], validation[count], count, sum(last) / len(last),
+            len(labelled[0]), best,
         )  # fmt: skip
-    figures = {"blocks": len(labels), "harmful": harmful, "completions": used, "steps": count, "loss": losses,
-               "validation": validation, "saved_step": best}  # fmt: skip
+    figures = {"blocks": len(labelled[0]), "harmful": harmful, "completions": completions[0], "steps": count,
+               "loss": trainer.losses, "validation": validation, "saved_step": best}  # fmt: skip
     (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
     return folder
 
 
-def _summed_loss(
-    scorer: Any, infos: Sequence[dict[str, Any]], labels: Sequence[Sequence[bool]], sep: int, pad: int,
-    device: torch.device,
-) -> torch.Tensor:  # fmt: skip
-    """Cross-entropy of sigmoid(z), summed over the labelled mismatches; a label is True where one is harmless."""
-    columns = ([info[name] for info in infos] for name in ("context_ids", "draft_ids", "target_ids"))
-    blocks = SPDInputData.from_blocks(*columns, sep_token_id=sep, pad_token_id=pad, device=device)
-    z = scorer(**blocks.as_kwargs())
-    rows, places, wanted = [], [], []
-    for row, (info, known) in enumerate(zip(infos, labels, strict=True)):
-        pairs = enumerate(zip(info["draft_ids"], info["target_ids"], strict=False))
-        mismatches = [at for at, (drafted, chosen) in pairs if drafted != chosen]
-        rows += [row] * len(known)
-        places += mismatches[: len(known)]
-        wanted += known
-    truth = torch.tensor(wanted, dtype=z.dtype, device=device)
-    return F.binary_cross_entropy_with_logits(z[rows, places], truth, reduction="sum")
+def _settings(config: DictConfig, blocks: int) -> DictConfig:
+    """The settings of the supervised trainer for a GRPO config and a number of labelled blocks."""
+    data, actor, run = config.data, config.actor_rollout_ref.actor, config.trainer
+    size = min(data.train_batch_size, blocks)
+    epoch = -(-blocks // data.train_batch_size)
+    if actor.use_dynamic_bsz:
+        micro = actor.ppo_max_token_len_per_gpu // data.max_prompt_length
+    else:
+        micro = actor.ppo_micro_batch_size_per_gpu // config.actor_rollout_ref.rollout.n  # GRPO has n samples of each
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        settings = compose("sft_trainer")
+    settings.data.update({
+        "train_files": data.train_files, "val_files": data.val_files, "train_batch_size": size,
+        "micro_batch_size_per_gpu": max(1, micro), "dataloader_num_workers": 0,
+    })  # fmt: skip
+    settings.model.partial_pretrain = config.actor_rollout_ref.model.path
+    settings.trainer.update({f.name: run[f.name] for f in fields(RunConfig) if f.name in run})
+    settings.trainer.update({
+        "seed": config.spd.seed, "test_freq": epoch, "val_before_train": False,
+        "total_training_steps": run.total_training_steps or run.total_epochs * epoch,
+        "default_local_dir": str(Path(run.default_local_dir) / FOLDER),
+    })  # fmt: skip
+    return settings

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from recipe.spd.decoder import Block, Judge
+    from recipe.spd.rollout.decoder import Block, Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
@@ -42,7 +42,7 @@ def harm_shares(
 
     Each reachable mismatch is judged as if everything before it in its block had been accepted.
     """
-    from recipe.spd.decoder import replay_blocks  # seconds of imports that read_labels does without
+    from recipe.spd.rollout.decoder import replay_blocks
 
     passed = [[0, 0] for _ in judges]
     total = [0, 0]
@@ -65,7 +65,7 @@ def labelled_scores(
     batch_size: int,
 ) -> list[list[tuple[float, bool]]]:
     """For each block (z, harmful) of its reachable mismatches, in order."""
-    from recipe.spd.decoder import replay_blocks
+    from recipe.spd.rollout.decoder import replay_blocks
 
     labelled: list[list[tuple[float, bool]]] = [[] for _ in blocks]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]

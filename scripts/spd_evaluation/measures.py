@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from recipe.spd.decoder import SpecResult
+    from recipe.spd.rollout.decoder import SpecResult
 
 
 @dataclass

@@ -6,15 +6,12 @@ accepted; the decoder keeps the leading accepts and accepts matches whatever the
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from recipe.spd.dataset import SPDInputData, cut_at_end
-from recipe.spd.decoder import Block, Judge
-from recipe.spd.scoring_cache import CachedScorer
+from recipe.spd.rollout.decoder import Block, Judge
+from recipe.spd.scorer.model import ScoringActor
 
 
 def exact() -> Judge:
@@ -110,50 +107,14 @@ def divergence(threshold: float, *, strict: bool = False, confident: float = 0.9
     return judge
 
 
-def scorer(model: nn.Module, threshold: float, **tokens: Any) -> Judge:
-    """Accept where a scorer's z lies above `threshold`; `tokens` as `scores` takes them."""
-    return above(scores(model, **tokens), threshold)
+def scorer(model: ScoringActor, threshold: float, **tokens: Any) -> Judge:
+    """Accept where a scorer's z lies above `threshold`; `tokens` as `block_scores` takes them."""
+    return above(model.block_scores(**tokens), threshold)
 
 
 def above(z_of: Callable[[Block], torch.Tensor], threshold: float) -> Judge:
     """Accept where z [B, g] lies above `threshold`."""
     return lambda block: z_of(block) > threshold
-
-
-def scores(model: nn.Module, **tokens: Any) -> Callable[[Block], torch.Tensor]:
-    """z [B, g] of a block by a loaded scorer, by the kind of its backbone; `tokens` as `text_scores` takes them."""
-    kinds = {"target": lambda: partial(head_scores, model), "own": lambda: text_scores(model, **tokens)}
-    if model.config.backbone not in kinds:
-        raise ValueError(f"the scorer's config says backbone={model.config.backbone!r}; known: {sorted(kinds)}")
-    return kinds[model.config.backbone]()
-
-
-def head_scores(model: nn.Module, block: Block) -> torch.Tensor:
-    """z of a `target` backbone's head, which reads the hidden states of the verification."""
-    return model.score_features(block.target_hidden, block.draft_ids, block.target_ids[:, :-1])
-
-
-def text_scores(
-    model: nn.Module, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
-) -> Callable[[Block], torch.Tensor]:  # fmt: skip
-    """z of an `own` backbone, -inf after a draft's end token: one more forward, over what is new in the text
-    (CachedScorer), or over all of it where the scorer reads the end of the context only.
-    """
-    ids = {"sep_token_id": sep_token_id, "pad_token_id": pad_token_id}
-    cached = None if model.config.context_tokens else CachedScorer(model, **ids)
-
-    def z_of(block: Block) -> torch.Tensor:
-        pairs = zip(block.draft_ids.tolist(), block.target_ids.tolist(), strict=True)
-        # A draft is shown up to its first end token, as in the training data: nobody reads what follows.
-        drafts, targets = zip(*(cut_at_end(draft, target, end_ids) for draft, target in pairs), strict=True)
-        device = block.draft_ids.device
-        if cached is not None:
-            z = cached(block.rows.tolist(), block.context_ids, drafts, targets, device)  # [B, longest draft]
-        else:
-            z = model(**SPDInputData.from_blocks(block.context_ids, drafts, targets, device=device, **ids).as_kwargs())
-        return torch.nn.functional.pad(z, (0, block.draft_ids.shape[1] - z.shape[1]), value=-math.inf)
-
-    return z_of
 
 
 def _at(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from recipe.spd.answers import is_correct
-from recipe.spd.decoder import (
+from recipe.spd.rollout.answers import is_correct
+from recipe.spd.rollout.decoder import (
     Block,
     Judge,
     SpecResult,
@@ -20,6 +20,7 @@ from recipe.spd.decoder import (
     greedy_generate,
     speculative_generate,
 )
+from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
@@ -120,9 +121,9 @@ class Worker:
         return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
 
     def _scores(self, model: torch.nn.Module) -> Callable[[Block], torch.Tensor]:
-        sep = resolve_sep_token_id(self.tokenizer, read=model.config.backbone == "own")
+        sep = resolve_sep_token_id(self.tokenizer, read=model.reads_separator)
         pad, ends = self.tokenizer.pad_token_id, end_ids(self.eos)
-        return rules.scores(model, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
+        return model.block_scores(sep_token_id=sep, pad_token_id=pad, end_ids=ends)
 
     def _load_scorers(self) -> dict[str, torch.nn.Module]:
         """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config
@@ -132,7 +133,7 @@ class Worker:
         """
 
         def shared(config: ScoringModelConfig) -> torch.nn.Module | None:
-            return self.target if config.backbone == "target" else None
+            return None if SCORERS[config.backbone].trains_backbone else self.target
 
         def load(directory: str) -> torch.nn.Module:
             config = ScoringModelConfig.load(Path(directory))

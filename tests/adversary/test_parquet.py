@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.spd.columns import read_table_rows, row_batches
+from recipe.spd.data.columns import read_table_rows, row_batches
 from verl.data import parquet
 from verl.data.parquet import EXPANSION, SMALL_BYTES, open_parquet
 from verl.data.rl_dataset import DatasetError, RLHFDataset, read_rows

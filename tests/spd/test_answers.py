@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from recipe.spd.answers import extract_answer, is_correct
+from recipe.spd.rollout.answers import extract_answer, is_correct
 
 
 @pytest.mark.parametrize(

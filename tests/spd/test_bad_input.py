@@ -214,13 +214,10 @@ def prepared(bed, tmp_path, change, row=3):
     return write(tmp_path / "train.parquet", rows)
 
 
-# Context 3, draft 4, target 5: draft_start = 3 + 1, target_start = 4 + 4 + 1.
-@pytest.mark.parametrize("where", ["extra_info", "rollout_info"])
-@pytest.mark.parametrize("name, right", [("draft_start", 4), ("target_start", 9), ("draft_len", 4), ("target_len", 5)])
-def test_offsets_outside_the_ids_are_refused(bed, monkeypatch, tmp_path, where, name, right):
-    path = prepared(bed, tmp_path, lambda row: row[where].update({name: 10**12}))
+def test_a_separator_outside_the_vocabulary_is_refused(bed, monkeypatch, tmp_path):
+    path = prepared(bed, tmp_path, lambda row: row.update(sep_token_id=10**6))
     error = one_problem(refusal(monkeypatch, bed, data__train_files=path))
-    assert error.endswith(f"data.train_files: {path}, row 3: {where}.{name} is {10**12}; input_ids says {right}.")
+    assert f"data.train_files: {path}, row 3: sep_token_id must be a token id from 0 to " in error
 
 
 def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
@@ -242,7 +239,7 @@ def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, mon
 
 
 def test_an_empty_draft_and_a_missing_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
-    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[], draft_len=0))
+    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[]))
     assert f"{path}, row 3: draft_ids is empty" in one_problem(refusal(monkeypatch, bed, data__train_files=path))
     path = prepared(bed, tmp_path, lambda row: row.update(extra_info=None))
     error = one_problem(refusal(monkeypatch, bed, data__val_files=path))
@@ -308,7 +305,7 @@ def test_adapters_of_another_model_or_mask_are_refused(bed, monkeypatch, tmp_pat
 def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_path):
     make_tokenizer(["a", "b"]).save_pretrained(tmp_path / "small")  # ids 0 to 6
     text = refusal(monkeypatch, bed, actor_rollout_ref__model__tokenizer_path=tmp_path / "small")
-    assert "row 0: input_ids must be a list of token ids from 0 to 6, those of the tokenizer, but holds 7." in text
+    assert "row 0: context_ids must be a list of token ids from 0 to 6, those of the tokenizer, but holds 7." in text
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "4")
     text = refusal(monkeypatch, bed, spd__backbone="own")
     assert "are separated by token id 3, the tokenizer's separator is 4. Prepare it again, or set " in text
@@ -427,8 +424,8 @@ def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(bed, monkeyp
 
 
 def test_the_trainer_s_command_refuses_a_prepared_row(bed, monkeypatch, tmp_path):
-    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_start=99))
+    path = prepared(bed, tmp_path, lambda row: row.update(sep_token_id=-1))
     changes = settings(bed, trainer__default_local_dir=tmp_path / "out", data__train_files=path)
     text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
-    assert "row 3: extra_info.draft_start is 99; input_ids says 4." in text
+    assert "row 3: sep_token_id must be a token id from 0 to " in text
     assert not (tmp_path / "out").exists()

@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from recipe.spd.client import (
+from recipe.spd.rollout.client import (
+    CompletionClient,
     Health,
     RequestRefused,
-    VllmEngineServer,
     WrongModelError,
     preferred_first,
     same_model,
     server_urls,
 )
+from recipe.spd.rollout.store import Completion
 from recipe.spd.settings import SPDRolloutSettings
-from recipe.spd.store import Completion
 
 FAST = SPDRolloutSettings(timeout_s=30.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
 
@@ -77,7 +77,7 @@ class FakeServer:
 
 @contextmanager
 def client(*urls, settings=FAST):
-    made = VllmEngineServer(list(urls), "target", eos_token_ids=[2], settings=settings, backoff_s=0.01)
+    made = CompletionClient(list(urls), "target", eos_token_ids=[2], settings=settings, backoff_s=0.01)
     try:
         yield made
     finally:
@@ -247,10 +247,10 @@ def test_a_server_that_failed_rests_and_is_asked_again():
     health.failed("b", 131.0)  # both failed: the one whose rest ends first comes first
     health.failed("a", 131.0)
     assert health.order(["a", "b"], 132.0) == ["b", "a"]
-    assert health.answered("a") and not health.answered("a") and health.order(["a", "b"], 132.0) == ["a", "b"]
+    assert health.replied("a") and not health.replied("a") and health.order(["a", "b"], 132.0) == ["a", "b"]
     for k in range(20):
         health.failed("b", 1e6 * (k + 1))
-    assert health.rests_until["b"] == 2e7 + 600
+    assert health.backoff_until["b"] == 2e7 + 600
 
 
 def test_the_preferred_server_serves_again_after_its_rest():
@@ -263,5 +263,5 @@ def test_the_preferred_server_serves_again_after_its_rest():
     with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
-        c.health.rests_until[a] = time.monotonic()
+        c.health.backoff_until[a] = time.monotonic()
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)

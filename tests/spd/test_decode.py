@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from recipe.spd import decoder as decode
-from recipe.spd.decoder import (
+from recipe.spd.rollout import decoder as decode
+from recipe.spd.rollout.decoder import (
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,

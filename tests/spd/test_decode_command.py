@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipe.spd.decoder import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, SpecResult, speculative_generate
+from recipe.spd.rollout.decoder import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, SpecResult, speculative_generate
 from scripts import spd_decode as command
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipe.spd.decoder import SpecResult
+from recipe.spd.rollout.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.pool import Job, Run
@@ -282,7 +282,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
-    labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks, 2)
+    labelled = harm.labelled_scores(model.block_scores(), target, draft, blocks, 2)
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
     swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
     assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch

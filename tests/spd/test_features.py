@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from recipe.spd.features import FeatureStore
-from recipe.spd.store import StoreError
+from recipe.spd.scorer.features import FeatureStore, StoreError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 
 BLOCKS = {
@@ -58,7 +57,7 @@ def test_only_unseen_blocks_of_a_batch_are_forwarded(tiny_llama, tmp_path):
 
 
 def test_a_full_memory_forgets_the_oldest_and_the_files_keep_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipe.spd.features.MEMORY_BYTES", 100)
+    monkeypatch.setattr("recipe.spd.scorer.features.MEMORY_BYTES", 100)
     store = FeatureStore(tmp_path / "s", "t")
     blocks, states = [(i,) for i in range(5)], [torch.full((2, 4), float(i)) for i in range(5)]  # 32 bytes each
     store.put_many(blocks, states)

@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from recipe.spd.hybrid import (
-    action_log_probs,
-    counted_positions,
-    effective_lengths,
-    hybrid_of,
-    sample_actions,
-    uniform_draws,
-)
+from recipe.spd.rollout.hybrid import counted_positions, effective_lengths, hybrid_of, sample_actions, uniform_draws
+from recipe.spd.scorer.bernoulli_policy import action_log_probs
 
 EOS = {2}
 DRAFT, TARGET = [10, 11, 12, 13], [10, 21, 12, 23, 24]  # mismatches at positions 1 and 3

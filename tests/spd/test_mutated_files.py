@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import train_spd_scorer as entry
-from recipe.spd.answers import normalise
-from recipe.spd.dataset import SPDRLHFDataset
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.rollout.answers import normalise
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.spd.test_bad_input import block_rows, metadata_rows, write
 from verl.data.rl_dataset import DatasetError

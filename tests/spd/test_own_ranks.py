@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import spd_scorer  # noqa: F401  (its loader)
-from recipe.spd.scoring_model import AutoModelForSPDScoring
+from recipe.spd.scorer.auto import AutoModelForSPDScoring
 from tests.helpers.engines import leave_group, make_engine, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.protocol import DataProto

@@ -2,7 +2,7 @@
 
 import torch
 
-from recipe.spd.rounds import FurtherRounds
+from recipe.spd.rollout.rounds import FurtherRounds
 from tests.spd.test_decode import noisy_copy, ragged_prompts, tiny_llama
 
 SEP, EOS, GAMMA = 3, 7, 4
@@ -85,5 +85,5 @@ def test_chunks_change_nothing(monkeypatch):
     target = tiny_llama(0)
     contexts = [tuple(ids) for ids in ragged_prompts(9)]
     whole = further(target, noisy_copy(target, 0.08, 1), blocks=2).extend(contexts, parity_scores)
-    monkeypatch.setattr("recipe.spd.rounds.ROWS_AT_A_TIME", 4)
+    monkeypatch.setattr("recipe.spd.rollout.rounds.ROWS_AT_A_TIME", 4)
     assert further(target, noisy_copy(target, 0.08, 1), blocks=2).extend(contexts, parity_scores) == whole

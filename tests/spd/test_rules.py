@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.spd.decoder import Block
+from recipe.spd.rollout.decoder import Block
+from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import rules
 
 
@@ -114,6 +115,9 @@ class SpyScorer(torch.nn.Module):
         self.z = torch.tensor(z)
         self.seen = None
 
+    def block_scores(self, **tokens):
+        return SCORERS[self.config.backbone].block_scores(self, **tokens)
+
     def score_features(self, hidden, draft_ids, target_ids):
         self.seen = (hidden, draft_ids, target_ids)
         return self.z
@@ -157,8 +161,3 @@ def test_text_scorer_shows_a_draft_up_to_its_end_token():
     short = SpyScorer("own", [[1.0]])
     judge = rules.scorer(short, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))
     assert judge(block_of(PROBABILITIES, [[1, 0]])).tolist() == [[True, False]]
-
-
-def test_unknown_backbone_is_named():
-    with pytest.raises(ValueError, match="backbone='mine'"):
-        rules.scorer(SpyScorer("mine", [[0.0]]), 0.0, sep_token_id=0, pad_token_id=0, end_ids=frozenset())

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from recipe.spd.decoder import speculative_generate
+from recipe.spd.rollout.decoder import speculative_generate
+from recipe.spd.scorer.cached_scorer import CachedScorer
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import save_tiny_llama
@@ -32,7 +33,7 @@ def test_every_round_has_the_scores_of_a_whole_forward(pair, tiny_llama, kind):
         for name, weight in model.backbone.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.3)
-    cached = rules.CachedScorer(model, **TOKENS)
+    cached = CachedScorer(model, **TOKENS)
     fed, compared = [], 0
     model.backbone.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
@@ -65,7 +66,7 @@ def test_a_sliding_window_that_would_cut_a_context_is_refused(tmp_path):
     blocks = ([0], [list(range(5, 15))], [[7]], [[8, 9]], torch.device("cpu"))
     for attention in ("causal", "spd"):
         config = ScoringModelConfig(base_model_path=str(tmp_path), backbone="own", attention=attention)
-        cached = rules.CachedScorer(AutoModelForSPDScoring.from_config(config).eval(), **TOKENS)
+        cached = CachedScorer(AutoModelForSPDScoring.from_config(config).eval(), **TOKENS)
         assert cached(*blocks).shape == (1, 1)  # 15 tokens
         longer = ([1], [list(range(5, 25))], *blocks[2:])
         if attention == "spd":  # its mask lets every token see the complete context
@@ -90,7 +91,7 @@ def test_the_judge_of_the_evaluation_gives_the_text_of_the_uncached_one(pair, ti
 
 def test_contexts_of_other_questions_and_longer_ones_are_read_anew(tiny_llama):
     model = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama, backbone="own")).eval()
-    cached = rules.CachedScorer(model, **TOKENS)
+    cached = CachedScorer(model, **TOKENS)
     for rows, contexts in (
         ([0, 1], [[5, 6], [7, 8, 9]]), ([0, 1], [[5, 6, 10], [7, 8, 9, 11, 12]]), ([0, 1], [[6, 6, 10, 4], [7, 8]]),
         ([1], [[7, 8, 13]]), ([2, 1], [[5], [7, 8, 13]]), ([2, 1], [[5] * 300, [7, 8, 13]]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.spd import scoring_model
+from recipe.spd.scorer.masks import MASKS
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
@@ -47,8 +47,8 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
 
 def test_masks_have_the_type_of_the_backbone(tiny_llama, monkeypatch):
     """Kernels of GPUs misread an additive mask of another type than the queries; heads are float32."""
-    types, real = [], scoring_model.MASKS["spd"]
-    monkeypatch.setitem(scoring_model.MASKS, "spd", lambda *args: (types.append(args[-1]), real(*args))[1])
+    types, real = [], MASKS["spd"]
+    monkeypatch.setitem(MASKS, "spd", lambda *args: (types.append(args[-1]), real(*args))[1])
     config = ScoringModelConfig(base_model_path=tiny_llama, backbone="own", attention="spd", context_tokens=2)
     model = AutoModelForSPDScoring.from_config(config, torch.bfloat16).eval()
     assert model(**data().as_kwargs()).dtype == torch.float32 and types == [torch.bfloat16]
@@ -246,7 +246,7 @@ def test_no_gradient_through_mismatches_after_the_first_rejection(tiny_llama):
     """z of the second mismatch gets no gradient when the first was rejected and only counted positions enter."""
     from tensordict import TensorDict
 
-    from recipe.spd.hybrid import counted_positions, hybrid_of
+    from recipe.spd.rollout.hybrid import counted_positions, hybrid_of
 
     model = build(tiny_llama, backbone="target")
     seen = []

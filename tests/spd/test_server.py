@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from recipe.spd.client import Completer
-from recipe.spd.store import Completion, CompletionStore
+from recipe.spd.rollout.client import Completer
+from recipe.spd.rollout.store import Completion, CompletionStore
 from verl.workers.rollout.server_process import SUPERVISOR, LocalServerError, RunningServer
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 

@@ -2,13 +2,8 @@
 
 import pytest
 
-from recipe.spd.reward import (
-    SPDRewardConfig,
-    compute_score,
-    compute_score_batch,
-    leading_matches,
-    reward_config,
-)
+from recipe.spd.reward import compute_score, compute_score_batch, leading_matches
+from recipe.spd.settings import SPDRewardConfig, reward_config
 from verl.reward.rules import default_compute_score
 
 COEFFICIENTS = {"alpha": 0.5, "penalty_break": -7.0, "useless": -0.25, "correct_base": 3.0}

@@ -10,8 +10,8 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from recipe.spd import rollout as spd_rollout
-from recipe.spd.rollout import LostCompletionsError
+from recipe.spd.rollout import spd_rollout
+from recipe.spd.rollout.spd_rollout import LostCompletionsError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
@@ -264,7 +264,7 @@ def test_colours_of_a_block_for_the_report(tiny_llama, tmp_path):
     with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
         out = made.generate_sequences(prompts(rows=[0]))
     for k in range(8):
-        kinds = [s["kind"] for s in out.non_tensor_batch["spd_text"][k]]
+        kinds = [s["kind"] for s in out.non_tensor_batch["response_text"][k]]
         if out.non_tensor_batch["extra_info"][k]["effective_len"] == 1:
             assert kinds == ["match", "rejected", "unused", "correction"]
         else:

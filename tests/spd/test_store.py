@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from recipe.spd.store import Completion, CompletionStore, StoreError
+from recipe.spd.rollout.store import Completion, CompletionStore
+from recipe.spd.scorer.features import StoreError
 
 
 def open_store(path, model="m", **sampling):

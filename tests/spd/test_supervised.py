@@ -1,14 +1,16 @@
 """Labels of single mismatches by hand, and a scorer fitted to them through the command."""
 
 import json
+import random
 
 import pytest
 import torch
 
 import train_spd_scorer as entry
-from recipe.spd.client import CompletionCounts
-from recipe.spd.store import Completion
-from recipe.spd.supervised import label_blocks
+from recipe.spd.rollout.client import CompletionCounts
+from recipe.spd.rollout.labels import label_blocks
+from recipe.spd.rollout.store import Completion
+from recipe.spd.supervised import SampledShares
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 
@@ -81,6 +83,17 @@ def test_the_supervised_training_checks_its_settings_first(tiny_llama, tmp_path,
         entry.main([*options, "spd.rollout.max_tokenz=5"])
     assert entry.main([*options, "spd.rollout.max_tokenz=5", "trainer.dry_run=true"]) == 1
     assert "did you mean spd.rollout.max_tokens" in capsys.readouterr().out
+
+
+def test_batches_are_one_sequence_of_samples_over_the_epochs():
+    shares, order = SampledShares(10, 4, rank=0, ranks=1, seed=3), random.Random(3)
+    batches = []
+    for shares.epoch in range(2):
+        batches += list(shares)
+    assert len(shares) == 3 and batches == [order.sample(range(10), 4) for _ in range(6)]
+    later = SampledShares(10, 4, rank=1, ranks=2, seed=3)  # a resumed run on two ranks
+    later.epoch = 1
+    assert list(later) == [batch[1::2] for batch in batches[3:]]
 
 
 @pytest.mark.process

@@ -20,8 +20,8 @@ from examples.spd_arithmetic import blocks, corpus, hf_tasks, pair, prepare_bloc
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
-from recipe.spd.dataset import cut_at_end
-from recipe.spd.decoder import greedy_generate
+from recipe.spd.data.blocks import cut_at_end
+from recipe.spd.rollout.decoder import greedy_generate
 from tests.helpers.models import make_tokenizer
 
 NUMBER = r"(\d+)"

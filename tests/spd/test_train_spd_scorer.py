@@ -11,9 +11,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import train_spd_scorer as entry
-from recipe.spd.dataset import SPDRLHFDataset
-from recipe.spd.reward import SPDRewardConfig
-from recipe.spd.settings import SPDSettings
+from recipe.spd.data.dataset import SPDRLHFDataset
+from recipe.spd.settings import SPDRewardConfig, SPDSettings
 from spd_scorer import ScoringModelConfig
 from tests.helpers.models import make_tokenizer
 from verl.trainer import main_ppo
@@ -114,8 +113,8 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     assert env["REWARD_PENALTY_BREAK"] == "-64.0" and env["MODEL_PATH"] == "some model"
 
 
-PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature
-loss_positions truncated seed target_path reward.alpha reward.penalty_break reward.useless
+PUBLIC = """backbone attention context_tokens head_inputs head_size seed feature_store adapter_path sample_temperature
+loss_positions truncated target_path reward.alpha reward.penalty_break reward.useless
 reward.correct_base reward.length reward.zero_length reward.length_penalty rollout.servers
 rollout.served_model rollout.server_args rollout.server_log rollout.start_timeout_s rollout.max_model_len
 rollout.store_path rollout.lost_share_max rollout.rounds rollout.draft_path rollout.max_tokens
@@ -128,8 +127,8 @@ def test_public_keys_of_the_recipe_are_frozen_and_the_scorer_s_defaults_are_the_
     keys = [*spd, *(f"{group}.{name}" for group, names in nested.items() for name in names)]
     assert keys == PUBLIC.split(), "users set these keys: enter a new one here and in CHANGES.md"
     of_the_code = asdict(ScoringModelConfig())
-    shared = spd.keys() & of_the_code.keys() - {"seed"}
-    assert len(shared) == 5 and all(spd[name] == of_the_code[name] for name in shared)
+    shared = spd.keys() & of_the_code.keys()
+    assert len(shared) == 6 and all(spd[name] == of_the_code[name] for name in shared)
 
 
 def test_yaml_and_code_agree_on_the_reward_and_the_settings_are_complete():
@@ -172,7 +171,7 @@ def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeyp
 
 
 def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
-    from recipe.spd import server
+    from recipe.spd.rollout import server
     from tests.helpers.models import save_tiny_llama
 
     class Started:

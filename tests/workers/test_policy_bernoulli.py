@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-import recipe.spd.bernoulli_policy  # noqa: F401  (registers the policy)
+import recipe.spd.scorer.bernoulli_policy  # noqa: F401  (registers the policy)
 from verl.workers.policy import get_policy
 
 

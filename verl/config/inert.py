@@ -5,8 +5,10 @@ A row names a field as Class.field and holds for subclasses too.
 
 from collections.abc import Mapping
 
+from verl.utils.registry import installed_plugins
+
 # These generate with the actor's own module: no second engine, no second weights.
-ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
+ROLLOUTS_OF_THE_ACTOR = ("hf", *sorted(installed_plugins("rollouts_of_the_actor")))
 # What these rollouts do instead of reading the settings of an engine, of its client, or of agent loops.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
 _BATCHES = "agent loops and servers need rollout.mode=async"

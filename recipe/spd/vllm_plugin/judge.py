@@ -12,8 +12,8 @@ import torch
 from loguru import logger
 from torch import nn
 
-MATCHED, JUDGED, LET_THROUGH = range(3)
-COUNTS = ("matched", "judged", "let_through")
+MATCHED, JUDGED, ACCEPTED_BY_SCORER = range(3)
+COUNTS = ("matched", "judged", "let_through")  # names on the server; let_through: accepted by the scorer
 KEPT_REQUESTS = 4096  # finished requests whose counts can still be asked for
 PENDING_STEPS = 256  # steps whose counts wait on the device: copying them each step would stall it
 RAISED = 1e4  # above the largest logit: certain at any temperature in use, and finite when divided by it
@@ -45,7 +45,7 @@ class Rows:
     position: torch.Tensor
     matched: torch.Tensor
     judged: torch.Tensor
-    lifted: torch.Tensor
+    accepted: torch.Tensor
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Step:
 
 
 class ServedJudge:
-    """Lifts the logits of accepted mismatches, so that vLLM's own sampling accepts them.
+    """Raises the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
     head: (state before the draft token, embeddings of draft and target, state over the draft token, each [N, H]) ->
     z [N]; embed: ids [N] -> [N, H].
@@ -76,7 +76,7 @@ class ServedJudge:
         self.step: Step | None = None
         self._pending: list[tuple[Sequence[str], torch.Tensor]] = []
 
-    def admit(self, scheduler_output: Any) -> None:
+    def register_requests(self, scheduler_output: Any) -> None:
         """Take in the requests that start with this step, and forget the finished ones' thresholds."""
         for request_id in scheduler_output.finished_req_ids:
             self.thresholds.pop(request_id, None)
@@ -90,7 +90,7 @@ class ServedJudge:
         thresholds = torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
         self.step = Step(list(requests), thresholds, min(values) < math.inf, hidden)
 
-    def lift(
+    def accept_by_raising_logits(
         self, logits: torch.Tensor, rows: torch.Tensor, draft: torch.Tensor, request: torch.Tensor,
         position: torch.Tensor,
     ) -> None:  # fmt: skip
@@ -103,7 +103,7 @@ class ServedJudge:
         target = logits.argmax(-1)
         drafted = draft >= 0
         matched = draft == target
-        lifted = judged = torch.zeros_like(matched)
+        accepted = judged = torch.zeros_like(matched)
         if self.step.judges:
             ids = draft.clamp(min=0).long()
             before, after = self.step.hidden[rows], self.step.hidden[(rows + 1).clamp(max=len(self.step.hidden) - 1)]
@@ -111,10 +111,10 @@ class ServedJudge:
             threshold = self.step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             own = logits.gather(1, ids[:, None]).squeeze(1)
-            lifted = judged & (z > threshold) & (own > -math.inf)
-            raised = torch.where(lifted, logits.amax(-1) + RAISED, own)
+            accepted = judged & (z > threshold) & (own > -math.inf)
+            raised = torch.where(accepted, logits.amax(-1) + RAISED, own)
             logits.scatter_(1, ids[:, None], raised[:, None])
-        self.step.rows.append(Rows(request, position, matched & drafted, judged, lifted))
+        self.step.rows.append(Rows(request, position, matched & drafted, judged, accepted))
 
     def finish(self, accepted: torch.Tensor) -> None:
         """Count the step's decisions: `accepted` [R] are the leading draft tokens that each request keeps."""
@@ -124,13 +124,13 @@ class ServedJudge:
         request, position, *flags = (torch.cat([getattr(r, n) for r in step.rows]) for n in Rows.__annotations__)
         limit = accepted[request]
         kept, reached = position < limit, position <= limit
-        counted = torch.stack([flags[MATCHED] & kept, flags[JUDGED] & reached, flags[LET_THROUGH] & kept], dim=1)
+        counted = torch.stack([flags[MATCHED] & kept, flags[JUDGED] & reached, flags[ACCEPTED_BY_SCORER] & kept], dim=1)
         sums = torch.zeros(len(step.requests), len(COUNTS), device=counted.device)
         self._pending.append((step.requests, sums.index_add_(0, request, counted.float())))
         if len(self._pending) >= PENDING_STEPS:
-            self._fold()
+            self._flush_counts()
 
-    def _fold(self) -> None:
+    def _flush_counts(self) -> None:
         pending, self._pending = self._pending, []
         for requests, sums in pending:
             for request_id, values in zip(requests, sums.long().tolist(), strict=True):
@@ -145,7 +145,7 @@ class ServedJudge:
     def report(self, prefix: str | None = None) -> dict[str, Any]:
         """Totals since the start; with `prefix` those of each known request with this id or an id `prefix`-..., and of
         all for an empty one."""
-        self._fold()
+        self._flush_counts()
         if prefix is None:
             return dict(zip(COUNTS, self.totals, strict=True))
         return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items()

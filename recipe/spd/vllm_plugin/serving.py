@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from loguru import logger
 
-from recipe.spd.scoring_config import ScoringModelConfig
-from recipe.spd.trained import check_trained
+from recipe.spd.scorer.auto import SCORERS
+from recipe.spd.scorer.config import ScoringModelConfig
+from recipe.spd.scorer.target import TargetHeadScorer
 from verl.config.fields import check_settings, refuse_unknown, setting
 from verl.utils.fingerprint import cached_folder_fingerprint, model_folder
 
@@ -70,7 +71,7 @@ class ServedScorer:
             if options.get(name) not in values:
                 raise ValueError(f"{name}={options[name]!r} does not work with a scorer. {instead}")
         saved = ScoringModelConfig.load(Path(self.scorer))
-        if saved.backbone != "target":
+        if SCORERS[saved.backbone] is not TargetHeadScorer:
             raise ValueError(
                 f"{self.scorer} holds a scorer with an own backbone. vLLM serves heads on the target's hidden states: "
                 "train one with spd.backbone=target."
@@ -79,7 +80,7 @@ class ServedScorer:
         if not self.allow_foreign_target:
             here.base_fingerprint = _fingerprint(target)
         try:
-            check_trained(Path(self.scorer), here, None)
+            TargetHeadScorer.check_trained(Path(self.scorer), here, None)
         except ValueError as error:
             if here.base_fingerprint in ("", saved.base_fingerprint):
                 raise

@@ -45,7 +45,8 @@ class JudgedRejectionSampler(RejectionSampler):
             request = np.repeat(np.arange(len(counts)), counts)
             position = np.arange(len(request)) - (counts.cumsum() - counts)[request]
             request, position = torch.from_numpy(np.stack([request, position])).to(logits.device, non_blocking=True)
-            self.judge.lift(logits, metadata.target_logits_indices.long(), metadata.draft_token_ids, request, position)
+            rows = metadata.target_logits_indices.long()
+            self.judge.accept_by_raising_logits(logits, rows, metadata.draft_token_ids, request, position)
         return logits
 
 

@@ -37,7 +37,7 @@ class JudgeProcessor(LogitsProcessor):
         draft = torch.cat([draft, draft.new_full((1,), -1)])
         request = (local == 0).cumsum(0) - 1 + self._requests
         rows = torch.arange(self._rows, self._rows + len(logits), device=logits.device)
-        self.judge.lift(logits, rows, draft, request, local)
+        self.judge.accept_by_raising_logits(logits, rows, draft, request, local)
         self._rows += len(logits)
         self._requests += len(ctx.idx_mapping_np)
         return logits

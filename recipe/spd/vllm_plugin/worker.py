@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import get_pp_group
 
-from recipe.spd.scoring_config import ScoringModelConfig, make_head
-from recipe.spd.trained import HEAD_FILE
+from recipe.spd.scorer.config import ScoringModelConfig
+from recipe.spd.scorer.files import HEAD_FILE
+from recipe.spd.scorer.target import TargetHeadScorer
 from recipe.spd.vllm_plugin.judge import ServedJudge
 from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
 from verl.utils.fingerprint import model_folder
@@ -41,14 +42,14 @@ class SPDWorker(PlatformWorker):
             from recipe.spd.vllm_plugin import v1 as runner_parts
         check_interface(runner_parts)
         self._parts = runner_parts
-        head = make_head(self.scorer).to(self.device).eval()
+        head = TargetHeadScorer.make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
         embed = target_embedding(self.get_model(), self.vllm_config.model_config.model, self.device)
         self.judge = ServedJudge(head, embed, self.served.threshold, self.device)
         runner_parts.install(self.model_runner, self.judge)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        self.judge.admit(scheduler_output)
+        self.judge.register_requests(scheduler_output)
         return super().execute_model(scheduler_output)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.spd.decoder import SpecResult, speculative_generate
+from recipe.spd.rollout.decoder import SpecResult, speculative_generate
 from scripts.spd_evaluation.rules import exact, scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import save_tiny_llama

@@ -30,7 +30,7 @@ def judge(threshold=0.0, over=False):
 def started(judge, **requests):
     """Requests by name with their xargs, taken in as by a worker."""
     new = [SimpleNamespace(req_id=r, sampling_params=SimpleNamespace(extra_args=x)) for r, x in requests.items()]
-    judge.admit(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
+    judge.register_requests(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
     return judge
 
 
@@ -58,7 +58,7 @@ def test_only_accepted_mismatches_are_raised_and_forbidden_tokens_never():
     logits[3, 2] = -math.inf
     before = logits.clone()
     judging.begin(["a", "b", "c"], rows_of([9, 1, -1, 9, 9, 4, 6, 9]))
-    judging.lift(logits, torch.arange(8), draft, request, position)
+    judging.accept_by_raising_logits(logits, torch.arange(8), draft, request, position)
     raised = (logits != before).nonzero().tolist()
     assert raised == [[1, 1], [6, 1]]
     assert logits.argmax(-1).tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
@@ -71,7 +71,8 @@ def test_the_state_over_a_draft_token_is_in_the_next_row_of_the_step():
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 0] = 1.0
     draft, request, position = torch.tensor([1, 1, 1, 1]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-    judging.lift(logits, torch.tensor([0, 1, 3, 4]), draft, request, position)  # states over the drafts: -1, 5, 5, -1
+    rows = torch.tensor([0, 1, 3, 4])  # states over the drafts: -1, 5, 5, -1
+    judging.accept_by_raising_logits(logits, rows, draft, request, position)
     assert logits.argmax(-1).tolist() == [0, 1, 1, 0]
 
 
@@ -82,10 +83,10 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     logits = torch.zeros(7, VOCABULARY)
     logits[:, 0] = 1.0
     judging.begin(["first", "second"], rows_of([0, 1, -1, 1, 0, 1, 0]))
-    judging.lift(logits, torch.arange(7), draft, request, position)
+    judging.accept_by_raising_logits(logits, torch.arange(7), draft, request, position)
     judging.finish(torch.tensor([2, 3]))  # first: rejected at its third token; second: all accepted
     assert judging.report() == {"matched": 3, "judged": 3, "let_through": 2}
-    judging.admit(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
+    judging.register_requests(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
     assert judging.report("first") == {"first": {"matched": 1, "judged": 2, "let_through": 1}}
     assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
     assert judging.report("third") == {} == judging.report("fir")
@@ -97,6 +98,7 @@ def test_a_step_of_opted_out_requests_never_runs_the_head():
     judging.head = None
     judging.begin(["a"], rows_of([9, 9]))
     logits = torch.tensor([[1.0, 0, 0, 0, 0, 0]] * 2)
-    judging.lift(logits, torch.arange(2), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    draft, request, position = torch.tensor([[0, 1], [0, 0], [0, 1]])
+    judging.accept_by_raising_logits(logits, torch.arange(2), draft, request, position)
     judging.finish(torch.tensor([1]))
     assert judging.report() == {"matched": 1, "judged": 0, "let_through": 0}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.spd.scoring_config import CONFIG_FILE
-from recipe.spd.trained import HEAD_FILE
+from recipe.spd.scorer.config import CONFIG_FILE
+from recipe.spd.scorer.files import HEAD_FILE
 from recipe.spd.vllm_plugin import engine_options
 from recipe.spd.vllm_plugin.serving import WORKER
 from scripts import serve_spd

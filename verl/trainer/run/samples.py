@@ -22,12 +22,12 @@ def sample_rows(
     written as <name>_extra.
 
     Reads prompts [B, P], responses [B, R] and attention_mask [B, P+R]. A rollout whose responses are not tokens puts
-    their text into the column `spd_text`: a string, or a list of segments with a `text` each.
+    their text into the column `response_text`: a string, or a list of segments with a `text` each.
     """
     columns = samples.non_tensor_batch
     prompts = tokenizer.batch_decode(samples.batch["prompts"], skip_special_tokens=True)
-    if "spd_text" in columns:
-        outputs = [t if isinstance(t, str) else " ".join(s["text"] for s in t) for t in columns["spd_text"]]
+    if "response_text" in columns:
+        outputs = [t if isinstance(t, str) else " ".join(s["text"] for s in t) for t in columns["response_text"]]
     else:
         mask = samples.batch["attention_mask"][:, -samples.batch["responses"].size(1) :].bool()
         responses = zip(samples.batch["responses"], mask, strict=True)
@@ -52,7 +52,7 @@ def report_rows(
     Conversations of several turns (column __num_turns__) have segments of generated text and text that was given.
     """
     columns = samples.non_tensor_batch
-    texts = columns["spd_text"] if "spd_text" in columns else [""] * len(rows)
+    texts = columns["response_text"] if "response_text" in columns else [""] * len(rows)
     if tokenizer is not None and "__num_turns__" in columns:
         turns = columns["__num_turns__"]
         texts = [_turns(samples, i, tokenizer) if turns[i] > 2 else text for i, text in enumerate(texts)]

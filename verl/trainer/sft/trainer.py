@@ -37,6 +37,7 @@ from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
+from verl.workers.policy.base import Policy
 from verl.workers.policy.packing import ON_HOST, OnHost, on_host, to_device
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class FSDPSFTTrainer:
     """Next-token loss on learned tokens (loss_mask 1), divided by their number in the global batch.
 
     So neither the cut into micro-batches, nor packing, nor the number of ranks changes it. A variant overrides
-    `step_inputs` and `backward` (what a micro-batch adds to the gradient), `validation_step` and `validation_means`,
-    `build_dataset`, `problems`, or `config_type`. All methods are called on all ranks.
+    `step_inputs` and `backward` (what a micro-batch adds to the gradient), `summed_loss`, `validation_step` and
+    `validation_means`, `build_dataset`, `engine_parts`, `cut`, `problems`, or the types below. All methods are called
+    on all ranks.
     `config` is a tree of `config_type`, or a composed one, of which `self.config` is the typed tree.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
     `ulysses_device_mesh` is taken for verl's callers: ulysses_sequence_parallel_size makes the groups.
@@ -56,6 +58,10 @@ class FSDPSFTTrainer:
 
     #: dataclass of the whole config tree, which checks keys and values
     config_type: type[SFTConfig] = SFTConfig
+    #: how a batch becomes log-probs
+    policy_type: type[Policy] = CausalLMPolicy
+    #: which rows are in a batch
+    shares_type: type[RankShares] = RankShares
 
     def __init__(
         self,
@@ -77,10 +83,10 @@ class FSDPSFTTrainer:
                 "(data.train_batch_size); lower the batch size or add samples."
             )
         self.total_training_steps = run.total_training_steps or len(train_dataset) // size * run.total_epochs
-        model, *parts = engine_parts(config, tokenizer, self.total_training_steps)
+        model, *parts = self.engine_parts(config)
         self.engine = FSDPEngine(model, *parts, device=run.device, mesh=device_mesh)
         self.engine.initialize()
-        self.policy = CausalLMPolicy()
+        self.policy = self.policy_type()
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         with self.engine.eval_mode():  # there it is known whether ranks share sequences
             self.policy.bind(self.engine.module)
@@ -96,7 +102,7 @@ class FSDPSFTTrainer:
             raise ValueError(
                 f"data.train_batch_size={size} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}."
             )
-        self.shares = RankShares(len(train_dataset), size, self.engine.rank, ranks, run.seed)
+        self.shares = self.shares_type(len(train_dataset), size, self.engine.rank, ranks, run.seed)
         self.train_stream = PromptStream(make_loader(train_dataset, self.shares, workers))
         self.val_loader = None
         if val_dataset is not None:
@@ -146,6 +152,14 @@ class FSDPSFTTrainer:
     def build_val_dataset(cls, files: Any, config: SFTConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """The same for validation."""
         return cls.build_dataset(files, config, tokenizer, max_samples)
+
+    def engine_parts(self, config: SFTConfig) -> tuple[Any, ...]:
+        """Settings of model, engine, optimizer and checkpoints."""
+        return engine_parts(config, self.tokenizer, self.total_training_steps)
+
+    def cut(self, batch: TensorDict) -> list[TensorDict]:
+        """Micro-batches [b, T] of a rank's share [B, L] of a batch, equally many on every rank."""
+        return cut(batch, self.config.data)
 
     def fit(self) -> int:
         """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report.
@@ -268,7 +282,7 @@ class FSDPSFTTrainer:
 
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's learned tokens of a batch [B, L], by name of the metric that is their mean."""
-        micros = cut(batch, self.config.data)
+        micros = self.cut(batch)
         losses = [self.summed_loss(to_device(micro, self.engine.device)).double() for micro in micros]
         return {"val/loss": float(sum(losses))}
 
@@ -293,7 +307,7 @@ class FSDPSFTTrainer:
         else:
             with self.engine.train_mode():
                 self.engine.optimizer_zero_grad()
-                micros = cut(self._joined(batch), self.config.data)
+                micros = self.cut(self._joined(batch))
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
                     batch = to_device(micro, self.engine.device)

@@ -1,10 +1,9 @@
-"""Compatibility with verl: import path of `recipe.spd.rollout`."""
+"""Compatibility with verl: import path of `recipe.spd.rollout.spd_rollout`, imported when a name is used."""
 
 import importlib
 from typing import Any
 
-_rollout = importlib.import_module("recipe.spd.rollout")
-
 
 def __getattr__(name: str) -> Any:
-    return getattr(_rollout, name)
+    name = "CompletionClient" if name == "VllmEngineServer" else name
+    return getattr(importlib.import_module("recipe.spd.rollout.spd_rollout"), name)

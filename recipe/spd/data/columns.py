@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,17 @@ class TableRows(Sequence):
         return TableRows(self.table.take(pa.array(numbers, pa.int64())))
 
 
-def read_table_rows(path: str | Path) -> TableRows | list[dict[str, Any]]:
+def read_table_rows(
+    path: str | Path, convert: Callable[[pa.RecordBatch], pa.RecordBatch] | None = None
+) -> TableRows | list[dict[str, Any]]:
     """The rows of a data file: of parquet in columns, integers in lists as int32, where its types allow that.
 
-    Raises DatasetError as `read_rows` does.
+    `convert` is called with each part of a table; where it raises, the rows are returned as read. Raises DatasetError
+    as `read_rows` does.
     """
     try:
         batches = [_narrow(batch) for batch in _batches(path, whole=True)]
+        batches = [convert(batch) for batch in batches] if convert is not None else batches
         return TableRows(pa.Table.from_batches(batches))
     except Exception:  # no parquet, damaged, or with numbers that no token id can be: read_rows says what is wrong
         return read_rows(path)

@@ -12,6 +12,8 @@ import numpy as np
 import psutil
 from filelock import FileLock
 
+from recipe.spd.scorer.features import StoreError
+
 _LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
 
@@ -36,10 +38,6 @@ class Completion:
 
     token_ids: tuple[int, ...]
     hit_limit: bool  # cut off by the token limit
-
-
-class StoreError(RuntimeError):
-    """A store cannot be used; the message names the file."""
 
 
 def check_store_path(path: Path) -> None:

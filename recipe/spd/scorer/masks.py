@@ -5,6 +5,7 @@ Every function takes attention_mask [B, P] (1 = text) and spd_layout [B, 5] int6
 """
 
 import torch
+from torch import nn
 
 
 def create_position_ids(
@@ -83,3 +84,20 @@ class _Parts:
 
 MASKS = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
 """Of each attention other than causal."""
+
+
+def refuse_other_attention(model: nn.Module, length: int) -> None:
+    """Raise ValueError where some layer of the model would not attend to all of `length` tokens."""
+    config = model.config.get_text_config().to_dict()
+    usual = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = set(config.get("layer_types") or [usual])
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{type(model).__name__} has layers of {', '.join(sorted(odd))}; the decoder needs full attention, take "
+            "another model"
+        )
+    if "sliding_attention" in kinds and length > config["sliding_window"]:
+        raise ValueError(
+            f"{type(model).__name__} attends to a sliding window of {config['sliding_window']} tokens; a prompt and "
+            f"its answer of {length} tokens exceed it: shorten the prompt or lower max_new_tokens"
+        )

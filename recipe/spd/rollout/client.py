@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 from loguru import logger
 
+from recipe.spd.rollout.store import Completion, CompletionStore
 from recipe.spd.settings import SPDRolloutSettings
-from recipe.spd.store import Completion, CompletionStore
 from verl.utils.fingerprint import model_dir_fingerprint
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
@@ -53,23 +53,23 @@ class Health:
     first_rest_s: float
     in_flight: Counter[str] = field(default_factory=Counter)  # prompts
     failures: dict[str, int] = field(default_factory=dict)  # in a row
-    rests_until: dict[str, float] = field(default_factory=dict)
+    backoff_until: dict[str, float] = field(default_factory=dict)
 
     def order(self, urls: Sequence[str], now: float) -> list[str]:
         """The servers in the order of use at the time `now` (monotonic seconds)."""
-        return sorted(urls, key=lambda url: (max(0.0, self.rests_until.get(url, 0.0) - now), self.in_flight[url]))
+        return sorted(urls, key=lambda url: (max(0.0, self.backoff_until.get(url, 0.0) - now), self.in_flight[url]))
 
     def failed(self, url: str, now: float) -> None:
         """Record a failed request."""
-        if now < self.rests_until.get(url, 0.0):
+        if now < self.backoff_until.get(url, 0.0):
             return
         self.failures[url] = self.failures.get(url, 0) + 1
         rest = self.first_rest_s * 2.0 ** (self.failures[url] - 1)
-        self.rests_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
+        self.backoff_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
 
-    def answered(self, url: str) -> bool:
+    def replied(self, url: str) -> bool:
         """Record a successful request; returns whether the server had failed before."""
-        self.rests_until.pop(url, None)
+        self.backoff_until.pop(url, None)
         return self.failures.pop(url, 0) > 0
 
 
@@ -93,7 +93,7 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
     return [*urls[first:], *urls[:first]]
 
 
-class VllmEngineServer:
+class CompletionClient:
     """Client of one or several servers of the same model.
 
     An event loop in a thread keeps one connection pool for the entire training. A request goes to the server with the
@@ -210,7 +210,7 @@ class VllmEngineServer:
                 if attempt == attempts:
                     raise
             else:
-                if self.health.answered(url):
+                if self.health.replied(url):
                     logger.info("SPD server {} answers again", url)
                 return answers
             finally:
@@ -310,7 +310,7 @@ class Completer:
     """
 
     store: CompletionStore
-    client: VllmEngineServer
+    client: CompletionClient
     before_asking: Callable[[], object] | None = None
 
     def complete(self, requests: Sequence[Request]) -> tuple[dict[Request, Completion], CompletionCounts]:

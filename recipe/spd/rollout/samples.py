@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from recipe.spd.answers import is_correct
-from recipe.spd.client import CompletionCounts, Request
-from recipe.spd.hybrid import Hybrid, counted_positions, hybrid_of
 from recipe.spd.reward import SCENARIOS, scenario_of
-from recipe.spd.store import Completion
+from recipe.spd.rollout.answers import is_correct
+from recipe.spd.rollout.client import CompletionCounts, Request
+from recipe.spd.rollout.hybrid import Hybrid, counted_positions, hybrid_of
+from recipe.spd.rollout.store import Completion
 
 Completions = Mapping[Request, Completion]
 

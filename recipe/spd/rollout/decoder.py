@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe.spd.hybrid import effective_lengths
+from recipe.spd.rollout.hybrid import effective_lengths
+from recipe.spd.scorer.masks import refuse_other_attention
 from verl.utils.kv_cache import RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
@@ -341,23 +342,6 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
-
-
-def refuse_other_attention(model: nn.Module, length: int) -> None:
-    """Raise ValueError where some layer of the model would not attend to all of `length` tokens."""
-    config = model.config.get_text_config().to_dict()
-    usual = "sliding_attention" if config.get("sliding_window") else "full_attention"
-    kinds = set(config.get("layer_types") or [usual])
-    if odd := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"{type(model).__name__} has layers of {', '.join(sorted(odd))}; the decoder needs full attention, take "
-            "another model"
-        )
-    if "sliding_attention" in kinds and length > config["sliding_window"]:
-        raise ValueError(
-            f"{type(model).__name__} attends to a sliding window of {config['sliding_window']} tokens; a prompt and "
-            f"its answer of {length} tokens exceed it: shorten the prompt or lower max_new_tokens"
-        )
 
 
 def check_tokenizers(target: Any, draft: Any, draft_name: str) -> None:

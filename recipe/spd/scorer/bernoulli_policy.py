@@ -97,10 +97,11 @@ class BernoulliPolicy(Policy):
             z = self.scores(model, inputs)[inverse]
         else:
             z = self.scores(model, micro_batch)
-        z = fit_width(z, actions.shape[1]) / temperature
-        log_p = F.logsigmoid(torch.where(actions == 1, z, -z))
+        z = fit_width(z, actions.shape[1])
+        log_p = action_log_probs(z, actions, temperature)
         if not with_entropy:
             return log_p, None
+        z = z / temperature
         # H = -p log p - (1-p) log(1-p), with log(1-p) = log p - z
         return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
 
@@ -120,3 +121,11 @@ def fit_width(z: torch.Tensor, width: int) -> torch.Tensor:
             "at least the longest draft (gamma)."
         )
     return F.pad(z, (0, width - z.shape[1]), value=50.0)
+
+
+def action_log_probs(z: torch.Tensor, actions: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log p(a) under Bernoulli(sigmoid(z / T)): z [B, 1, g] or [B, n, g], actions [B, n, g] -> float32 [B, n, g]; or
+    both [B, g].
+    """
+    scaled = z.float() / temperature
+    return F.logsigmoid(torch.where(actions == 1, scaled, -scaled))

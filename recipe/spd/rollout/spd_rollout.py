@@ -15,12 +15,11 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
-from recipe.spd.bernoulli_policy import MODEL_KEYS, fit_width
-from recipe.spd.client import SAMPLING, Completer, Request, VllmEngineServer, preferred_first, server_urls
-from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
-from recipe.spd.hybrid import action_log_probs, sample_actions, uniform_draws
-from recipe.spd.rounds import FurtherRounds
-from recipe.spd.samples import (
+from recipe.spd.data.blocks import SPDInputData, resolve_sep_token_id
+from recipe.spd.rollout.client import SAMPLING, Completer, CompletionClient, Request, preferred_first, server_urls
+from recipe.spd.rollout.hybrid import sample_actions, uniform_draws
+from recipe.spd.rollout.rounds import FurtherRounds
+from recipe.spd.rollout.samples import (
     Completions,
     CompletionStatus,
     JudgedBlock,
@@ -30,31 +29,33 @@ from recipe.spd.samples import (
     judged_block,
     rank_totals,
 )
-from recipe.spd.server import LOCAL_VARIABLE, server_of
+from recipe.spd.rollout.server import LOCAL_VARIABLE, server_of
+from recipe.spd.rollout.store import CompletionStore
+from recipe.spd.scorer.auto import SCORERS
+from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, action_log_probs, fit_width
 from recipe.spd.settings import SPDSettings
-from recipe.spd.store import CompletionStore
 from verl.protocol import DataProto
+from verl.reward.rows import LOST
+from verl.trainer.ppo.batching import MASKED
 from verl.trainer.run.ranks import all_gather_object
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.tokenizer import stop_ids
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
-from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.server_process import RunningServer
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
-__all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
-
-LOST, MASKED = "__lost__", "masked"
+__all__ = ["LostCompletionsError", "SPDRollout", "CompletionClient"]
 
 
-@register_rollout("spd", "sync")
 class SPDRollout(BaseRollout):
     """One forward of the scorer per prompt, n Bernoulli samples of it, and the target's completion of each distinct
     hybrid context, requested from a vLLM server once in the entire training.
 
     `rollout.temperature` is the T of sampling, of the recorded log-probs and of the update. `rollout.custom` holds the
-    recipe's group `spd`. Without servers the first rank of each node starts one on its machine.
+    recipe's group `spd`. Without servers the first rank of each node starts one on its machine. It is registered as
+    ("spd", "sync") by an entry point, in setup.py.
     """
 
     keeps_weights = True  # they are the actor's own
@@ -95,7 +96,7 @@ class SPDRollout(BaseRollout):
             shared = all_gather_object((socket.gethostname(), self.local_server and self.local_server.handle()))
             handle = next(handle for host, handle in shared if handle and host == socket.gethostname())
             server = RunningServer.from_handle(handle)
-        client = VllmEngineServer(
+        client = CompletionClient(
             preferred_first(self._urls or [server.url], dist.get_rank() if dist.is_initialized() else 0), target,
             eos_token_ids=sorted(self.eos), settings=options,
         )  # fmt: skip
@@ -122,10 +123,10 @@ class SPDRollout(BaseRollout):
             AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval().to(self.engine.device)
             for path in (self.settings.target_path, options.draft_path)
         )
+        reads_separator = SCORERS[self.settings.backbone].reads_separator
         return FurtherRounds(
             target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
-            sep_token_id=resolve_sep_token_id(self.tokenizer, read=self.settings.backbone == "own"),
-            gather=all_gather_object,
+            sep_token_id=resolve_sep_token_id(self.tokenizer, read=reads_separator), gather=all_gather_object,
             rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
         )  # fmt: skip
 
@@ -137,7 +138,7 @@ class SPDRollout(BaseRollout):
         with context_ids, draft_ids, target_ids, ground_truth (question_len). Returns [B*n] rows: prompts,
         input_ids [., P], responses (actions 0/1, padding 0), response_mask (1 = counts in the loss), rollout_log_probs
         (float32) [., R], attention_mask and position_ids [., P+R], spd_layout, sample_index; extra_info (with
-        effective_len, is_correct_hybrid, ...), spd_text, __lost__ ("", "lost" or "masked"). R is
+        effective_len, is_correct_hybrid, ...), response_text, __lost__ ("", "lost" or "masked"). R is
         data.max_response_length. Raises LostCompletionsError, and RuntimeError where a rank failed.
         """
         if self.engine is None:
@@ -179,8 +180,8 @@ class SPDRollout(BaseRollout):
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in blocks])[which].unbind(1)
         texts = [block.segments(self.tokenizer) for block in blocks]
-        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
-        columns["spd_text"][:] = [texts[number] for number in which]
+        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "response_text", LOST)}
+        columns["response_text"][:] = [texts[number] for number in which]
         columns["extra_info"][:] = [sample.extra_info() for sample in samples]
         columns[LOST][:] = ""
         if self.settings.reward.zero_length == "mask" and not validate:

@@ -11,32 +11,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
 
-from recipe.spd.columns import ROWS_AT_A_TIME, row_batches
-from recipe.spd.dataset import (
+from recipe.spd.data.blocks import (
     IDS,
-    OFFSETS,
-    block_error,
-    build_spd_input,
     cut_at_end,
-    facts_error,
     resolve_sep_token_id,
-    truth_error,
+    validate_block,
+    validate_ground_truth,
+    validate_optional,
 )
+from recipe.spd.data.columns import ROWS_AT_A_TIME, row_batches
+from recipe.spd.scorer.auto import SCORERS
 from verl.data.rl_dataset import read_rows
 from verl.utils.tokenizer import stop_ids
 
-_OFFSETS = [(name, pa.int64()) for name in OFFSETS]
-_EXTRA = [
-    ("index", pa.int64()), ("question_id", pa.string()), *_OFFSETS, *((name, pa.list_(pa.int32())) for name in IDS),
-    ("is_correct_baseline", pa.int64()), ("baseline_length", pa.int64()), ("question_len", pa.int64()),
-]  # fmt: skip
 SCHEMA = pa.schema(
     [
-        ("data_source", pa.string()), ("prompt", pa.string()), ("input_ids", pa.list_(pa.int32())),
-        ("extra_info", pa.struct(_EXTRA)), ("rollout_info", pa.struct(_OFFSETS)),
+        ("data_source", pa.string()), ("prompt", pa.string()), ("sep_token_id", pa.int32()),
+        ("extra_info", pa.struct([
+            ("index", pa.int64()), ("question_id", pa.string()), *((name, pa.list_(pa.int32())) for name in IDS),
+            ("is_correct_baseline", pa.int64()), ("baseline_length", pa.int64()), ("question_len", pa.int64()),
+        ])),
         ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
     ]
 )  # fmt: skip
+"""The columns of a prepared file; docs/spd.md describes them."""
 
 
 class DataError(ValueError):
@@ -76,8 +74,9 @@ def prepare_spd_data_from_real_source(
             kept = [row for row in batch if row is not None]
             writer.write_table(pa.Table.from_pylist(kept, SCHEMA))
             read, rows = read + len(batch), rows + len(kept)
-            longest = max(longest, *(len(row["input_ids"]) for row in kept), 0)
-            gamma = max(gamma, *(row["extra_info"]["draft_len"] for row in kept), 0)
+            for row in kept:
+                parts = [len(row["extra_info"][name]) for name in IDS]
+                longest, gamma = max(longest, sum(parts) + len(parts)), max(gamma, parts[1])  # with the separators
     if not rows:
         partial.unlink()
         raise DataError(f"{blocks_path}: none of its {read} blocks has a mismatch to judge; generate more.")
@@ -91,20 +90,16 @@ def _rows(
     backbone: str,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
     """The training row of each block; None for a block without a mismatch."""
-    sep, ends = resolve_sep_token_id(tokenizer, read=backbone == "own"), frozenset(stop_ids(tokenizer))
+    sep, ends = resolve_sep_token_id(tokenizer, read=SCORERS[backbone].reads_separator), frozenset(stop_ids(tokenizer))
     kept = 0
     for number, block in enumerate(itertools.chain.from_iterable(row_batches(blocks_path))):
         where = f"{blocks_path}, row {number}"
         _refuse_missing(where, block, ("question_id", *IDS))
         if block["question_id"] not in questions:
             raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
-        if error := block_error(block, len(tokenizer)):
+        if error := validate_block(block, len(tokenizer)):
             raise DataError(f"{where}: {error}")
-        context, draft, target = (list(block[name]) for name in ("context_ids", "draft_ids", "target_ids"))
-        try:
-            ids, offsets = build_spd_input(context, draft, target, sep)
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
+        context, draft, target = (list(block[name]) for name in IDS)
         if (block.get("question_len") or 0) > len(context):
             raise DataError(
                 f"{where}: question_len is {block['question_len']}, but the context has {len(context)} ids."
@@ -116,7 +111,7 @@ def _rows(
         meta = questions[block["question_id"]]
         baseline = block.get("is_correct_baseline")
         extra = {
-            "index": kept, "question_id": str(block["question_id"]), **offsets,
+            "index": kept, "question_id": str(block["question_id"]),
             "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
             **{name: None if block.get(name) is None else int(block[name])
@@ -124,8 +119,8 @@ def _rows(
         }  # fmt: skip
         kept += 1
         yield {
-            "data_source": "spd_scorer", "prompt": meta["question"], "input_ids": ids, "extra_info": extra,
-            "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])}, "rollout_info": offsets,
+            "data_source": "spd_scorer", "prompt": meta["question"], "sep_token_id": sep, "extra_info": extra,
+            "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
         }  # fmt: skip
 
 
@@ -137,7 +132,7 @@ def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[
         _refuse_missing(where, row, ("question_id", "question", "ground_truth", "is_correct_baseline"))
         if not isinstance(row["question"], str):
             raise DataError(f"{where}: question must be a string, not {str(row['question'])[:80]}.")
-        if wrong := facts_error(row) or truth_error(row["ground_truth"]):
+        if wrong := validate_optional(row) or validate_ground_truth(row["ground_truth"]):
             raise DataError(f"{where}: {wrong}")
         if row["question_id"] in questions:
             raise DataError(f"{where}: question_id {row['question_id']!r} occurs twice; keep one.")

@@ -15,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from recipe.spd.store import StoreError
-
 MEMORY_BYTES = 1 << 30  # of features; the files hold all of them
+
+
+class StoreError(RuntimeError):
+    """A store of completions or features cannot be used; the message names the file."""
 
 
 class FeatureStore:

@@ -33,12 +33,6 @@ def uniform_draws(
     return torch.from_numpy(draws)
 
 
-def action_log_probs(z: torch.Tensor, actions: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log p(a) under Bernoulli(sigmoid(z / T)): z [B, 1, g] or [B, n, g], actions [B, n, g] -> float32 [B, n, g]."""
-    scaled = z.float() / temperature
-    return torch.nn.functional.logsigmoid(torch.where(actions == 1, scaled, -scaled))
-
-
 @dataclass(frozen=True)
 class Hybrid:
     """H = context + d_1..d_L + t_{L+1}; cut at an accepted end token."""

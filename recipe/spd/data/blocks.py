@@ -1,0 +1,156 @@
+"""Drafted blocks: the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and what a valid block looks like."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.utils.problems import one_line
+
+OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
+IDS = ("context_ids", "draft_ids", "target_ids")
+# Of a block; the first then comes from the metadata.
+OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len")
+SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
+
+
+def build_spd_input(
+    context_ids: list[int], draft_ids: list[int], target_ids: list[int], sep_token_id: int
+) -> tuple[list[int], dict[str, int]]:
+    """The scorer's input ids, and the offsets of its parts in it. Raises ValueError without a bonus token."""
+    if error := _bonus_error(draft_ids, target_ids):
+        raise ValueError(error)
+    ids = [*context_ids, sep_token_id, *draft_ids, sep_token_id, *target_ids, sep_token_id]
+    draft_start = len(context_ids) + 1
+    return ids, {
+        "context_len": len(context_ids), "draft_start": draft_start, "draft_len": len(draft_ids),
+        "target_start": draft_start + len(draft_ids) + 1, "target_len": len(target_ids),
+    }  # fmt: skip
+
+
+def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Drop the draft tokens after its end token, which are never used."""
+    end = next((i for i, token in enumerate(draft) if token in ends), None)
+    return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
+
+
+def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
+    """spd_layout: context_start, context_len, draft_start, draft_len, target_start after `padding` columns in front.
+
+    The context ends before the first separator, also after a cut.
+    """
+    draft_start = offsets["draft_start"] + padding
+    context_start = draft_start - 1 - offsets["context_len"]
+    return [context_start, offsets["context_len"], draft_start, offsets["draft_len"], offsets["target_start"] + padding]
+
+
+@dataclass
+class SPDInputData:
+    """Input batch of the scorer; all tensors have the same first dimension."""
+
+    input_ids: torch.Tensor  # [B, P] int64, left-padded
+    attention_mask: torch.Tensor  # [B, P], 1 = text
+    position_ids: torch.Tensor  # [B, P], counted from the context's first token, 0 at padding
+    spd_layout: torch.Tensor  # [B, 5] = context_start, context_len, draft_start, draft_len, target_start
+
+    @classmethod
+    def from_blocks(
+        cls, contexts: Sequence[list[int]], drafts: Sequence[list[int]], targets: Sequence[list[int]], *,
+        sep_token_id: int, pad_token_id: int, device: torch.device | str = "cpu",
+    ) -> SPDInputData:  # fmt: skip
+        """Blocks as ids (each target one longer than its draft), left-padded to the longest."""
+        built = [build_spd_input(c, d, t, sep_token_id) for c, d, t in zip(contexts, drafts, targets, strict=True)]
+        width = max(len(ids) for ids, _ in built)
+        texts = [[pad_token_id] * (width - len(ids)) + ids for ids, _ in built]
+        layout = [left_padded_layout(offsets, width - len(ids)) for ids, offsets in built]
+        layout = torch.tensor(layout, device=device)
+        positions = torch.arange(width, device=device) - layout[:, :1]
+        return cls(torch.tensor(texts, device=device), (positions >= 0).long(), positions.clamp(min=0), layout)
+
+    def as_kwargs(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of ScoringActor.forward."""
+        return dict(vars(self))
+
+
+def validate_block(block: Mapping[str, Any], vocabulary: int) -> str:
+    """The error in the ids and optional columns of a block; empty if there is none."""
+    wrong = (validate_ids(name, block[name], vocabulary) for name in IDS)
+    error = next(filter(None, (*wrong, validate_optional(block), validate_column_names(tuple(block)))), "")
+    return error or _bonus_error(block["draft_ids"], block["target_ids"])
+
+
+def _bonus_error(draft_ids: Sequence[int], target_ids: Sequence[int]) -> str:
+    if len(target_ids) == len(draft_ids) + 1:
+        return ""
+    needed = "one more target id (the bonus token) is needed"
+    return f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; {needed}."
+
+
+def validate_ids(name: str, ids: Any, vocabulary: int) -> str:
+    """The error in a column of token ids of a tokenizer with `vocabulary` entries; empty if there is none."""
+    if isinstance(ids, list) and not ids:
+        return f"{name} is empty; it needs at least one token id."
+    rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
+    if not isinstance(ids, list):
+        return f"{rule}, not {one_line(ids)}."
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
+        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocabulary)
+        return f"{rule}, but holds {one_line(bad)}. Name the tokenizer that the ids were made with."
+    return ""
+
+
+def validate_optional(block: Mapping[str, Any]) -> str:
+    """The error in a column of OPTIONAL (None: unknown); empty if there is none."""
+    for name, low, high, rule in (
+        ("is_correct_baseline", 0, 1, "0 or 1"),
+        *((name, 0, 2**31 - 1, "a number of tokens") for name in ("baseline_length", "question_len")),
+    ):  # fmt: skip
+        value = block.get(name)
+        if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
+            return f"{name} must be {rule}, not {one_line(value)}."
+    return ""
+
+
+def validate_ground_truth(truth: Any) -> str:
+    """The error in a ground truth, which must be a non-empty string or a finite number; empty if there is none."""
+    if (isinstance(truth, str) and truth.strip()) or (type(truth) in (int, float) and abs(truth) < float("inf")):
+        return ""
+    return f"ground_truth must be a string or a number, not {one_line(repr(truth))}."
+
+
+@functools.cache
+def validate_column_names(names: tuple[str, ...]) -> str:
+    """The error of a column name that nearly matches an optional column; empty if there is none."""
+    for name in names:
+        if name not in OPTIONAL and (close := difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)):
+            return f"'{name}' is not a known column; did you mean '{close[0]}'? Rename it."
+    return ""
+
+
+def resolve_sep_token_id(tokenizer: Any, read: bool = True) -> int:
+    """SPD_SEP_TOKEN_ID, else the tokenizer's sep token, else its first reserved special token; else an error.
+
+    Without `read` (a `target` head, which sees no separator) the pad or end token does, instead of the error.
+    """
+    if SEP_VARIABLE in os.environ:
+        text = os.environ[SEP_VARIABLE]
+        if not text.isdecimal() or int(text) >= len(tokenizer):
+            raise ValueError(f"{SEP_VARIABLE}={text!r} is not a token id below {len(tokenizer)}, the tokenizer's size.")
+        return int(text)
+    if tokenizer.sep_token_id is not None:
+        return tokenizer.sep_token_id
+    reserved = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if "reserved" in token.content.lower())
+    if reserved:
+        return reserved[0]
+    if not read:
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    raise ValueError(
+        "an own backbone reads a separator, but the tokenizer has neither a sep nor a reserved special token: set "
+        f"{SEP_VARIABLE} to a token id that never occurs in text, or use spd.backbone=target."
+    )

@@ -1,0 +1,1 @@
+"""The scorer: settings, heads, the model on either backbone, its policy, and its files."""

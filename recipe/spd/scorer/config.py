@@ -1,0 +1,78 @@
+"""The settings of a scorer, as saved in its `spd_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from recipe.spd.settings import ScorerSettings, SPDSettings
+from verl.config.fields import check_settings
+
+CONFIG_FILE = "spd_config.json"
+
+
+@dataclass
+class ScoringModelConfig(ScorerSettings):
+    """Group spd's settings of the scorer, with its base model, its adapters and the models it was trained with."""
+
+    base_model_path: str = ""  # Hugging Face directory: the own backbone, or the target whose hidden states are read
+    hidden_size: int = 0  # of the base model; 0 = from its config
+    lora_rank: int = 0  # 0 trains the full `own` backbone
+    lora_alpha: int = 16
+    lora_target_modules: str | list[str] = "all-linear"
+    mismatch_logit_value: float = 50.0  # logit where draft and target agree: accepted for certain, no gradient
+    base_fingerprint: str = ""  # of the model that a `target` head or adapters were trained on; set when it is built
+    draft_fingerprint: str = ""  # of the draft model whose blocks it was trained on, where that was named
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.backbone == "target" and self.context_tokens:
+            raise ValueError(
+                f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "
+                "reads so many tokens of the context, or all with 0; a target head needs 0."
+            )
+        if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
+            raise ValueError(
+                f"spd.backbone=target runs the frozen target causally, but spd.attention={self.attention!r} and "
+                f"lora_rank={self.lora_rank} are set. Use spd.attention=causal and lora_rank=0, or spd.backbone=own."
+            )
+
+    @classmethod
+    def from_loader(
+        cls, base_model_path: str, spd: Mapping[str, Any] | None = None, adapter_path: str | None = None,
+        feature_store: str | None = None, draft_path: str | None = None, **settings: Any,
+    ) -> tuple[ScoringModelConfig, tuple[str | None, str | None, str | None]]:  # fmt: skip
+        """The scorer of a loader's keyword arguments, with adapter_path, feature_store and draft_path.
+
+        `spd`: the config group, in place of these paths and of the fields that it has; `settings`: the other fields.
+        """
+        paths = adapter_path, feature_store, draft_path
+        if spd is not None:
+            group = SPDSettings.from_custom(spd)
+            settings |= {f.name: getattr(group, f.name) for f in fields(ScorerSettings)}
+            paths = group.adapter_path, group.feature_store, group.rollout.draft_path
+        return cls(base_model_path=base_model_path, **settings), paths
+
+    def save(self, directory: Path) -> None:
+        """Write spd_config.json."""
+        (directory / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> ScoringModelConfig:
+        """Read spd_config.json. Raises FileNotFoundError, or ValueError for a damaged file or an unknown key."""
+        file = directory / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer.")
+        try:
+            values = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); save the scorer again.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} is not a JSON object; save the scorer again.")
+        values.pop("target_fingerprint", None)  # of older scorers: a hash of too few weights
+        if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
+            raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
+        return cls(**values)

@@ -1,0 +1,49 @@
+"""The heads of a scorer: one logit for each judged draft token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ScoreHead(nn.Module):
+    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's state over t_i."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.inner = nn.Linear(hidden_size, hidden_size // 4)
+        self.out = nn.Linear(hidden_size // 4, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, g, H] -> [B, g]."""
+        hidden = hidden.to(self.norm.weight.dtype)
+        return self.out(F.gelu(self.inner(self.norm(hidden)))).squeeze(-1)
+
+
+class PairHead(nn.Module):
+    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state over the token before d_i (in the target
+    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states (0 or 1).
+
+    With tied embeddings h * (d - t) sums to the logit difference of d_i and t_i, which linear layers learn slowly.
+    """
+
+    def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
+        super().__init__()
+        self.more = more
+        self.first = nn.Linear((4 + more) * hidden_size, width)
+        self.second = nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(
+        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
+    ) -> torch.Tensor:
+        """Three or more of [B, g, H] -> [B, g]; states beyond `more` are ignored.
+
+        All are normalised: embeddings may be far smaller than states.
+        """
+        dtype = self.first.weight.dtype
+        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more[: self.more]))
+        features = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
+        return self.out(F.gelu(self.second(F.gelu(self.first(features))))).squeeze(-1)

@@ -1,0 +1,122 @@
+"""The scorer that reads the hidden states which the target computed when it verified the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recipe.spd.scorer.config import ScoringModelConfig
+from recipe.spd.scorer.features import FeatureStore
+from recipe.spd.scorer.heads import PairHead
+from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
+from verl.trainer.run.ranks import any_rank
+from verl.workers.policy.packing import OnHost
+
+if TYPE_CHECKING:
+    from recipe.spd.rollout.decoder import Block
+
+
+class TargetHeadScorer(ScoringActor):
+    """A small head over the frozen target's last hidden states and the embeddings of d_i and t_i; trains the head."""
+
+    reads_separator = False
+    trains_backbone = False
+    belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
+
+    def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
+        super().__init__(config, backbone)
+        self.features: FeatureStore | None = None  # set by the training's loader
+        self.backbone.requires_grad_(False)
+
+    @classmethod
+    def make_head(cls, config: ScoringModelConfig) -> nn.Module:
+        return PairHead(config.hidden_size, config.head_size, more=int(config.head_inputs == "pair"))
+
+    @classmethod
+    def is_complete(cls, config: ScoringModelConfig) -> bool:
+        return False
+
+    def train(self, mode: bool = True) -> TargetHeadScorer:
+        """As usual, but a frozen target never leaves evaluation mode."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+        spd_layout: torch.Tensor, remove_padding: bool = False, host: OnHost | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        pack = self.packs(remove_padding)
+        texts = input_ids if host is None else host.columns.get("input_ids", input_ids)
+        (layout,) = host_columns(host, spd_layout=spd_layout)
+        gamma = int(layout[:, 3].max())
+        draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, gamma)
+        hidden = self._target_hidden(input_ids, texts, layout, gamma, pack)
+        return self.mask_padding(self.score_features(hidden, draft_ids, target_ids), spd_layout[:, 3:4])
+
+    def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        """hidden [B, g + 1, H]: the target's states (after its final norm) over the token before d_1 and over d_1 to
+        d_g, of which the i-th predicted t_i; ids [B, g] -> z [B, g].
+        """
+        z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:])
+        return self.mask_matches(z, draft_ids, target_ids)
+
+    def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
+        """See ScoringActor; reads the hidden states of the verification."""
+        return lambda block: self.score_features(block.target_hidden, block.draft_ids, block.target_ids[:, :-1])
+
+    def _target_hidden(
+        self, input_ids: torch.Tensor, texts: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
+    ) -> torch.Tensor:
+        """[B, gamma + 1, H]: the frozen target's last hidden states where it predicted t_1..t_{gamma+1}.
+
+        texts: input_ids, wherever it is cheap to read. With a feature store only blocks that were never seen are
+        forwarded.
+        """
+        if self.features is None:
+            return self._forward_target(input_ids, layout, gamma, pack)
+        blocks = [
+            (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
+            for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
+        ]
+        states = self.features.get_many(blocks)
+        missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
+        if any_rank(bool(missing), input_ids.device):
+            # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
+            rows = missing or [0]
+            hidden = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
+            fresh = [hidden[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
+            self.features.put_many([blocks[i] for i in rows], fresh)
+            states = self.features.get_many(blocks)
+        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, H]
+        return F.pad(hidden, (0, 0, 0, gamma + 1 - hidden.shape[1])).to(input_ids.device)
+
+    def _forward_target(
+        self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
+    ) -> torch.Tensor:
+        """The same by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
+        device = input_ids.device
+        start, context_len, draft_start, draft_len = (layout[:, i : i + 1] for i in range(4))  # [B, 1]
+        length = context_len + draft_len
+        width = int(length.max())
+        first = width - length
+        position = torch.arange(width)[None, :] - first  # [B, W], below 0 in the padding
+        column = torch.where(position < context_len, start + position, draft_start + position - context_len)
+        text = (position >= 0).long()
+        # The state over the token before d_i predicted t_i.
+        predicting = first + context_len - 1 + torch.arange(gamma + 1)
+        column, positions, predicting = (
+            x.to(device, non_blocking=True) for x in (column * text, position.clamp(min=0), predicting)
+        )
+        with torch.no_grad():
+            ids = input_ids.gather(1, column)
+            output = self.states(ids, text if pack else text.to(device), positions, pack)
+        return rows_at(output, predicting)
+
+    def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        save_head(Path(directory), self.state_dict() if state_dict is None else state_dict, self.config)
