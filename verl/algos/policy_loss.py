@@ -208,9 +208,9 @@ def choose_tokens(
     best = F.pad(scores, (0, max(0, number - len(scores))), value=-torch.inf).topk(number)
     values, own = gather(best.values)
     highest = values.topk(number).indices - own
-    mine = highest[(highest >= 0) & (highest < number)]
-    mine = best.indices[mine][best.values[mine] > -torch.inf]
-    return torch.zeros_like(counted).flatten().index_fill(0, mine, True).view_as(counted)
+    local = highest[(highest >= 0) & (highest < number)]
+    local = best.indices[local][best.values[local] > -torch.inf]
+    return torch.zeros_like(counted).flatten().index_fill(0, local, True).view_as(counted)
 
 
 def _chosen(name: str, inputs: LossInputs, config: ActorConfig) -> Tensor:

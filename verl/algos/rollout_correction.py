@@ -167,16 +167,16 @@ def compute_offpolicy_metrics(
     def mean_log_prob(log_prob: Tensor) -> Tensor:
         return masked_sum(log_prob.detach()[kept], mask, axis=-1) / mask.sum(-1)
 
-    ours = mean_log_prob(old_log_prob)
-    measures = {"training_ppl": (-ours).exp().mean(), "training_log_ppl": -ours.mean()}
+    trained = mean_log_prob(old_log_prob)
+    measures = {"training_ppl": (-trained).exp().mean(), "training_log_ppl": -trained.mean()}
     if rollout_log_prob is not None:
-        theirs = mean_log_prob(rollout_log_prob)
+        sampled = mean_log_prob(rollout_log_prob)
         log_ratio = (old_log_prob - rollout_log_prob).detach()[kept]
-        gap = theirs - ours  # log perplexity of the trained model minus the rollout's
+        gap = sampled - trained  # log perplexity of the trained model minus the rollout's
         bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         total = masked_sum(log_ratio, mask, axis=-1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measures |= {
-            "rollout_ppl": (-theirs).exp().mean(), "rollout_log_ppl": -theirs.mean(),
+            "rollout_ppl": (-sampled).exp().mean(), "rollout_log_ppl": -sampled.mean(),
             "kl": masked_mean(-log_ratio, mask), "k3_kl": masked_mean(bounded.exp() - 1 - bounded, mask),
             "log_ppl_diff": gap.mean(), "log_ppl_abs_diff": gap.abs().mean(), "log_ppl_diff_max": gap.max(),
             "log_ppl_diff_min": gap.min(), "ppl_ratio": gap.exp().mean(),

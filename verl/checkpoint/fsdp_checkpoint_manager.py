@@ -134,13 +134,13 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         All ranks take part, by gloo, after they have written their files. Raises `error`, with which this rank could
         not; OSError if another one could not.
         """
-        mine: dict[str, tuple[int, str]] = {}
+        digests: dict[str, tuple[int, str]] = {}
         try:
-            mine = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else mine
+            digests = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else digests
         except OSError as e:  # reported to the other ranks before it is raised
             error = e
         gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (str(error) if error else None, mine), group=self.background_group)
+        dist.all_gather_object(gathered, (str(error) if error else None, digests), group=self.background_group)
         if error is not None:
             raise error
         if messages := [message for message, _ in gathered if message is not None]:
@@ -199,8 +199,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def _check_room(self, folder: Path, tensors: list[torch.Tensor]) -> int:
         """The bytes that all ranks are about to write; refuses before writing when the disk cannot hold them."""
-        mine = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
-        needed = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        nbytes = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
+        needed = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
         dist.all_reduce(needed)
         if shutil.disk_usage(folder).free < needed.item():
             raise disk_full(folder, int(needed.item()))

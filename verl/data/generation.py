@@ -33,8 +33,8 @@ WITHOUT_EFFECT = {"data.path", "data.output_path", "data.batch_size", "model.pat
 
 def own_keys(message: str) -> str:
     """A message with the keys of main_generation in place of main_ppo's."""
-    for theirs, ours in SHARED_KEYS.items():
-        message = message.replace(theirs, ours)
+    for key, own_key in SHARED_KEYS.items():
+        message = message.replace(key, own_key)
     return message
 
 

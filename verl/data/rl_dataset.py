@@ -25,7 +25,7 @@ from verl.utils.problems import one_line
 
 TOOLS = "pkg://verl.workers.rollout.tools.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no model of ours reads
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no supported model reads
 
 
 class DatasetError(ValueError):

@@ -212,13 +212,14 @@ def differences(options: MergeOptions, test_hf_dir: Path, report: Callable[[str]
         report(f"{name}: only in {test_hf_dir if name in reference.described else options.local_dir}")
     wrong = len(odd)
     for name in sorted(set(weights.described) & set(reference.described)):
-        mine, theirs = weights.read(name), reference.read(name)
-        if mine.shape != theirs.shape:
-            report(f"{name}: shape {tuple(mine.shape)}, {test_hf_dir} has {tuple(theirs.shape)}")
+        tensor, expected = weights.read(name), reference.read(name)
+        if tensor.shape != expected.shape:
+            report(f"{name}: shape {tuple(tensor.shape)}, {test_hf_dir} has {tuple(expected.shape)}")
             wrong += 1
             continue
-        coarser = min(mine.dtype, theirs.dtype, key=lambda t: t.itemsize)
-        gap = (mine.to(coarser).double() - theirs.to(coarser).double()).abs().max().item() if mine.numel() else 0.0
+        coarser = min(tensor.dtype, expected.dtype, key=lambda t: t.itemsize)
+        gaps = (tensor.to(coarser).double() - expected.to(coarser).double()).abs()
+        gap = gaps.max().item() if gaps.numel() else 0.0
         if not gap <= atol:
             report(f"{name}: differs by up to {gap:.3g}")
             wrong += 1

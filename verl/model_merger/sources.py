@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file per rank."""
+"""Reads the tensors of a checkpoint one at a time, in torch's distributed format or as one file per rank."""
 
 import pickle
 from abc import ABC, abstractmethod

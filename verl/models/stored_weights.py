@@ -164,13 +164,13 @@ def _ranks_of_this_node() -> tuple[list[int], dist.ProcessGroup | None]:
     """The ranks on this machine, the first of which reads, and their group (None: the default one)."""
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, _boot_id())
-    mine: tuple[list[int], dist.ProcessGroup | None] = ([], None)
+    own_group: tuple[list[int], dist.ProcessGroup | None] = ([], None)
     members = [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
     for ranks in members:
         group = dist.new_group(ranks) if len(members) > 1 else None  # every rank takes part in making each
         if dist.get_rank() in ranks:
-            mine = ranks, group
-    return mine
+            own_group = ranks, group
+    return own_group
 
 
 def _boot_id() -> str:

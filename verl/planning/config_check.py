@@ -124,25 +124,25 @@ def known_tree(config_name: str | None = None, overrides: Sequence[str] | None =
     return compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
 
 
-def unknown_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:
+def unknown_keys(settings: Mapping[str, Any], known: Mapping[str, Any]) -> list[Problem]:
     """Keys that the known tree does not have (with the nearest it has), sections turned into values, removed keys."""
-    return list(_compare(mine, theirs, "", list(paths(theirs))))
+    return list(_compare(settings, known, "", list(paths(known))))
 
 
-def _compare(mine: Mapping, theirs: Mapping, path: str, names: list[str]) -> Iterator[Problem]:
-    for key, value in mine.items():
+def _compare(settings: Mapping, known: Mapping, path: str, names: list[str]) -> Iterator[Problem]:
+    for key, value in settings.items():
         full = f"{path}.{key}" if path else str(key)
         if full in ADDABLE or is_open(full):
             continue
-        if key not in theirs:
+        if key not in known:
             yield wrong(full, f"{full} is not a known key{nearest_key(full, names)}")
-        elif isinstance(theirs[key], dict) and isinstance(value, dict):
-            yield from _compare(value, theirs[key], full, names)
+        elif isinstance(known[key], dict) and isinstance(value, dict):
+            yield from _compare(value, known[key], full, names)
         elif isinstance(value, dict):
             yield wrong(full, f"{full} is one value, not a section; it has no key {', '.join(map(str, value))}.")
-        elif isinstance(theirs[key], dict) and not is_interpolation(value):
-            yield wrong(full, f"{full}={value} is a section; set one of its keys: {', '.join(map(str, theirs[key]))}.")
-    for full in (f"{path}.{key}" if path else str(key) for key in theirs if key not in mine):
+        elif isinstance(known[key], dict) and not is_interpolation(value):
+            yield wrong(full, f"{full}={value} is a section; set one of its keys: {', '.join(map(str, known[key]))}.")
+    for full in (f"{path}.{key}" if path else str(key) for key in known if key not in settings):
         yield wrong(full, f"{full} was removed from the config; leave it in, and change its value.")
 
 

@@ -17,8 +17,8 @@ from verl.reward.rows import GRADED, rows_of
 
 def can_stream(reward_fn: Any) -> bool:
     """Whether the manager scores each sample by itself, by its own `__call__`, so that samples can be graded early."""
-    ours = type(reward_fn).__call__ in (SampleRewardManager.__call__, NaiveRewardManager.__call__)
-    return isinstance(reward_fn, SampleRewardManager) and ours and reward_fn.can_stream
+    is_standard = type(reward_fn).__call__ in (SampleRewardManager.__call__, NaiveRewardManager.__call__)
+    return isinstance(reward_fn, SampleRewardManager) and is_standard and reward_fn.can_stream
 
 
 class RewardStream:

@@ -193,9 +193,9 @@ def _has_weights_of(folder: Path, model: PreTrainedModel) -> bool:
     prefix = f"{model.base_model_prefix}."
     loaded = {name.removeprefix(prefix): p.detach() for name, p in model.named_parameters()}
     for name, stored in _stored_weights(files):
-        mine = loaded.get(name.removeprefix(prefix))
-        if mine is not None and (
-            mine.shape != stored.shape or not torch.equal(stored.to(mine.device, mine.dtype), mine)
+        tensor = loaded.get(name.removeprefix(prefix))
+        if tensor is not None and (
+            tensor.shape != stored.shape or not torch.equal(stored.to(tensor.device, tensor.dtype), tensor)
         ):
             return False
     return True

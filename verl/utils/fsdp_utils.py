@@ -275,11 +275,11 @@ def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -
         ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
         # A rank's rows of a tensor, as on the first one: the last may have fewer, or none.
         widths = [-(-len(t) // ranks) * math.prod(t.shape[1:]) for t in sharded.values()]
-        mine = next(iter(sharded.values())).to_local().new_zeros(sum(widths))
-        for part, t in zip(mine.split(widths), sharded.values(), strict=True):
+        local = next(iter(sharded.values())).to_local().new_zeros(sum(widths))
+        for part, t in zip(local.split(widths), sharded.values(), strict=True):
             part[: t.to_local().numel()] = t.to_local().flatten()
-        received = mine.new_empty(ranks, len(mine))
-        dist.all_gather_single(received.view(-1), mine, group=group)
+        received = local.new_empty(ranks, len(local))
+        dist.all_gather_single(received.view(-1), local, group=group)
         parts = dict(zip(sharded, received.split(widths, dim=1), strict=True))
         blocks.append(received)
     whole = {name: full_tensor(t) for name, t in bucket if name not in parts}

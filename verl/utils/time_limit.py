@@ -32,12 +32,12 @@ class Child:
 
     def __init__(self, function: Callable) -> None:
         self.name, caller = function.__qualname__, os.getpid()
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, child_connection = multiprocessing.Pipe()
         self._pid: int | None = os.fork()  # multiprocessing refuses a child to daemonic grading workers
         if self._pid == 0:
             self._connection.close()
-            _serve(function, theirs, caller)
-        theirs.close()
+            _serve(function, child_connection, caller)
+        child_connection.close()
 
     def call(self, seconds: float, *args: Any, **kwargs: Any) -> Any:
         """The result of a call, or its exception. After TimeoutError or ChildDied it is `gone`: create another."""

@@ -1,4 +1,4 @@
-"""Names a user's own code in messages: where a function is defined, and which frame of a traceback is theirs."""
+"""Names a user's own code in messages: where a function is defined, and which frame of a traceback belongs to it."""
 
 import functools
 import inspect

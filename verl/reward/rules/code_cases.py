@@ -97,8 +97,9 @@ def _text(value: Any) -> str:
 
 def same_output(output: str, expected: str) -> bool:
     """Equal line by line, whitespace aside; numbers with a decimal point within 1e-6."""
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
-    return list(map(len, ours)) == list(map(len, theirs)) and all(map(_same_word, chain(*ours), chain(*theirs)))
+    lines, expected_lines = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
+    same_lengths = list(map(len, lines)) == list(map(len, expected_lines))
+    return same_lengths and all(map(_same_word, chain(*lines), chain(*expected_lines)))
 
 
 def _same_word(word: str, expected: str) -> bool:

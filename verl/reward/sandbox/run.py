@@ -58,19 +58,20 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
     request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "folder": folder}
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     try:
-        with ours:
-            with theirs:
+        with parent_end:
+            with child_end:
                 process = subprocess.Popen(
-                    [_PYTHON, "-I", "-S", _JAIL, str(theirs.fileno())], pass_fds=[theirs.fileno()], env={}, cwd="/",
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                    [_PYTHON, "-I", "-S", _JAIL, str(child_end.fileno())], pass_fds=[child_end.fileno()], env={},
+                    cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    start_new_session=True,
                 )  # fmt: skip
             with process:
                 try:
-                    return _exchange(process, ours, json.dumps(request).encode(), stdin, limits)
+                    return _exchange(process, parent_end, json.dumps(request).encode(), stdin, limits)
                 finally:
-                    ours.close()  # the jail kills its program then; a jail that hangs is killed itself
+                    parent_end.close()  # the jail kills its program then; a jail that hangs is killed itself
                     try:
                         process.wait(timeout=_GRACE_S)
                     except subprocess.TimeoutExpired:

@@ -145,7 +145,7 @@ class RolloutPhase:
         return without_lost(samples)[0], metrics
 
     def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
-        """None unless loops of ours report finished samples and the manager can grade them one by one."""
+        """None unless the built-in agent loops report finished samples and the manager grades samples one by one."""
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
             return None
         return RewardStream(reward_fn) if self.agent_loops.reports_finished and can_stream(reward_fn) else None

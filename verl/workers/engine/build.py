@@ -127,9 +127,9 @@ def outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
 def check_same_weights(module: nn.Module) -> None:
     """Refuses ranks that start from different trained weights (a loader that draws without the common seed)."""
     drawn = [p.detach() for p in module.parameters() if p.requires_grad and not is_placeholder(p)]
-    mine = sum(float(p.double().sum()) for p in drawn)
+    checksum = sum(float(p.double().sum()) for p in drawn)
     sums = [0.0] * dist.get_world_size()
-    dist.all_gather_object(sums, mine)
+    dist.all_gather_object(sums, checksum)
     if len(set(sums)) > 1:
         raise RuntimeError(
             f"the ranks built models with different trained weights (sums {sums}): the model loader must draw new "

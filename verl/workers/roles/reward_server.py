@@ -80,16 +80,16 @@ class RewardServerWorker(ModelWorker):
         devices: list[str | None] = [None] * self.world_size
         dist.all_gather_object(devices, visible_device() if self.device_name == "cuda" else None)
         if self.rank % size == 0:
-            own, mine = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
+            visible, selected = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
             token = secrets.token_urlsafe(16)
             log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
             try:
                 if self.device_name == "cuda":
-                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(selected)
                 self.server = RewardModelServer(config, log, self.discriminative, host_to_bind(), token)
             finally:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-                os.environ |= {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
+                os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
             self.server.wait_ready(self.start_timeout, START_KEY)
         dist.barrier()
 

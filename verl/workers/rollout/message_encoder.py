@@ -116,12 +116,12 @@ class MessageEncoder:
             return None
         pairs = enumerate(zip(ids, expected, strict=False))
         start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
-        ours, theirs = (self.tokenizer.decode(side[start:]) for side in (ids, expected))
-        if mode == "ignore_strippable" and ours.strip() == theirs.strip():
+        text, expected_text = (self.tokenizer.decode(side[start:]) for side in (ids, expected))
+        if mode == "ignore_strippable" and text.strip() == expected_text.strip():
             return None
         return (f"the ids differ from those of the finished messages, encoded at once, from position {start}: "
-                f"{ours[:80]!r} against {theirs[:80]!r}. The generated ids are kept; with multi_turn.row_per_turn=true "
-                "each turn follows what the template renders.")  # fmt: skip
+                f"{text[:80]!r} against {expected_text[:80]!r}. The generated ids are kept; with "
+                "multi_turn.row_per_turn=true each turn follows what the template renders.")  # fmt: skip
 
     def _difference(
         self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool,

@@ -74,8 +74,8 @@ class AgentLoopManager:
     @property
     def reports_finished(self) -> bool:
         """Whether `generate_sequences` reports each conversation as it ends: no subclass overrides it."""
-        ours = self.agent_loop_workers_class.generate_sequences is AgentLoopWorkerBase.generate_sequences
-        return ours and type(self).generate_sequences is AgentLoopManager.generate_sequences
+        is_standard = self.agent_loop_workers_class.generate_sequences is AgentLoopWorkerBase.generate_sequences
+        return is_standard and type(self).generate_sequences is AgentLoopManager.generate_sequences
 
     def generate_sequences(
         self, prompts: DataProto, on_finished: Callable[[int, DataProto], None] | None = None
