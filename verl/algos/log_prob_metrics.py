@@ -1,4 +1,4 @@
-"""How far two sets of log-probs of the same tokens are apart."""
+"""Differences between two sets of log-probs of the same tokens."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Batch sizes: what a step is cut into on each rank, with the cuts that do not come out even."""
+"""Batch sizes of a step on each rank, and checks that the batches can be divided evenly."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Dataclass fields that carry all there is to know of a setting: default, description, permitted values, use."""
+"""Dataclass fields of settings: default, description, permitted values, and whether the setting is used."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Metrics of a step, by the names that dashboards know."""
+"""Metrics of a step, under verl's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number

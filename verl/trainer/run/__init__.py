@@ -1,1 +1,1 @@
-"""What surrounds a training loop: log, checkpoints, validation, sessions."""
+"""Parts of a run outside of the training loop: log, checkpoints, validation, sessions."""
