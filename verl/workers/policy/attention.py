@@ -233,7 +233,7 @@ def packed_attention(
 
     Without `packing` it is transformers' own attention, and with a soft cap, which its "sdpa" leaves out, this one's.
     Where ranks share the flat row, T is this rank's part of it, and each rank runs attention for some of the heads
-    (DeepSpeed Ulysses, arXiv 2309.14509). A window counts tokens of a segment; an `attention_mask` replaces it.
+    (DeepSpeed Ulysses, arXiv 2309.14509). A window counts tokens of a segment; `packing.attention_mask` replaces it.
     """
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
     if packing is None:
