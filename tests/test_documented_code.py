@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.documents import ROOT, pages
 from tests.helpers.sft_run import compose_sft
+from tests.reward.test_managers import TOKENIZER, batch
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import get_sft_dataset_class
@@ -44,7 +45,7 @@ def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
         ("docs/quickstart.md", 0), ("docs/quickstart.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
-        ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/rewards.md", 2), ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -52,6 +53,12 @@ def test_the_reward_function():
     score = names_after("docs/rewards.md")["compute_score"]
     assert score("any", " 4\n", "4", bonus=0.5) == {"score": 1.5, "acc": True}
     assert score("any", "5", "4") == {"score": 0.0, "acc": False}
+
+
+def test_the_reward_manager_takes_a_cost_from_each_token():
+    manager = names_after("docs/rewards.md", 2)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
+    scores = manager(batch(answers=("1 2 3", "7")))  # 3 tokens and 1
+    assert scores.tolist() == [[0, 0, 0.25, 0], [0.75, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("answer", "score"), [("Yes.", 1.0), ("No.", 0.0)])

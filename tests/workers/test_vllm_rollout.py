@@ -160,6 +160,8 @@ def test_a_hand_over_that_breaks_off_leaves_an_engine_that_does_not_answer(hybri
 def test_weights_of_a_start_do_not_serve_an_actor():
     loaded = object.__new__(vLLMRollout)  # as after load_format=auto
     loaded.has_weights = True
+    native = SimpleNamespace(using_transformers_backend=lambda: False)
+    loaded.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=native))
     loaded.bind_actor(None, None)
     with pytest.raises(RuntimeError, match="not given the actor's weights since it started or slept"):
         loaded.generate_sequences(prompts())

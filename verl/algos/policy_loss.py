@@ -54,7 +54,8 @@ PolicyLoss = Callable[[LossInputs, ActorConfig], LossAndMetrics]
 
 LOSS_FUNCTIONS: Registry[str, PolicyLoss] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
+    "Your own: register it with register_loss or register_policy_loss in a module named by "
+    "actor_rollout_ref.model.external_lib.",
 )
 # Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
 # A loss with verl's signature is registered with `verl.trainer.ppo.core_algos.register_policy_loss`.

@@ -309,12 +309,12 @@ def compute_advantage(
     """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names.
 
     That is a tensor column, a setting or `index` (the column `uid`); a parameter without a default can also name
-    another column of the batch, or a value that the reward function returned besides the score (a list of B values).
+    another column of the batch, or a value that the reward function returned besides the score: a list of B values.
     """
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
-    columns = {**reward_extras(data), **data.non_tensor_batch}
+    columns = reward_extras(data) | {name: column.tolist() for name, column in data.non_tensor_batch.items()}
     advantages, returns = advantage.estimate_advantages(adv_estimator, inputs, columns)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
