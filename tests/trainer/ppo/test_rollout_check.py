@@ -54,7 +54,7 @@ def test_a_run_compares_the_first_weights_before_anything_else(tmp_path, dtype):
 def test_a_head_that_keeps_its_first_weights_ends_the_run_before_a_validation(tmp_path, monkeypatch):
     from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
 
-    monkeypatch.setattr(PlatformWorker, "_renew_tied_heads", staticmethod(lambda model: None))
+    monkeypatch.setattr(PlatformWorker, "_pack_again", staticmethod(lambda model: None))
     with pytest.raises(RuntimeError) as failed:
         run(tmp_path)
     text = str(failed.value)
