@@ -12,7 +12,6 @@ from aiohttp import web
 
 from recipe.spd.rollout.client import (
     CompletionClient,
-    Health,
     RequestRefused,
     WrongModelError,
     preferred_first,
@@ -21,6 +20,8 @@ from recipe.spd.rollout.client import (
 )
 from recipe.spd.rollout.store import Completion
 from recipe.spd.settings import SPDRolloutSettings
+from verl.utils import request_router
+from verl.utils.request_router import RequestRouter
 
 FAST = SPDRolloutSettings(timeout_s=30.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
 
@@ -178,7 +179,7 @@ def test_a_broken_and_a_hanging_server_are_left_for_one_that_works():
     broken, hanging, working = FakeServer(fail), FakeServer(hang), FakeServer()
     with broken.running() as a, hanging.running() as b, working.running() as good:
         with client(a, b, good, settings=replace(FAST, timeout_s=2.0)) as c:
-            c.health.first_rest_s = 600.0
+            c.router.backoff_s = 600.0
             start = time.monotonic()
             assert ask(c) == EXPECTED
             assert time.monotonic() - start < 30
@@ -236,21 +237,35 @@ def test_servers_of_environment_config_and_rank(monkeypatch):
     assert preferred_first(["x", "y", "z"], rank=1) == ["y", "z", "x"]
 
 
-def test_a_server_that_failed_rests_and_is_asked_again():
-    health = Health(first_rest_s=10.0)
-    assert health.order(["a", "b"], 0.0) == ["a", "b"]
-    health.failed("a", 100.0)
-    health.failed("a", 101.0)  # was under way: no second failure
-    assert health.order(["a", "b"], 109.9) == ["b", "a"] and health.order(["a", "b"], 110.0) == ["a", "b"]
-    health.failed("a", 110.0)
-    assert health.order(["a", "b"], 129.9) == ["b", "a"] and health.order(["a", "b"], 130.0) == ["a", "b"]
-    health.failed("b", 131.0)  # both failed: the one whose rest ends first comes first
-    health.failed("a", 131.0)
-    assert health.order(["a", "b"], 132.0) == ["b", "a"]
-    assert health.replied("a") and not health.replied("a") and health.order(["a", "b"], 132.0) == ["a", "b"]
+def test_a_server_that_failed_rests_and_is_asked_again(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(request_router.time, "monotonic", lambda: now[0])
+    router = RequestRouter(2, backoff_s=10.0)
+
+    def order(seconds: float) -> list[int]:
+        now[0] = seconds
+        first = router.acquire(weight=0)
+        return [first, router.acquire(exclude=[first], weight=0)]
+
+    def failed(server: int, seconds: float) -> None:
+        now[0] = seconds
+        router.release(server, lost=True, weight=0)
+
+    assert order(0.0) == [0, 1]
+    failed(0, 100.0)
+    failed(0, 101.0)  # was under way: no second failure
+    assert order(109.9) == [1, 0] and order(110.0) == [0, 1]
+    failed(0, 110.0)
+    assert order(129.9) == [1, 0] and order(130.0) == [0, 1]
+    failed(1, 131.0)  # both failed: the one whose rest ends first comes first
+    failed(0, 131.0)
+    assert order(132.0) == [1, 0]
+    assert router.failures[0] > 0
+    router.release(0, weight=0)
+    assert router.failures[0] == 0 and order(132.0) == [0, 1]
     for k in range(20):
-        health.failed("b", 1e6 * (k + 1))
-    assert health.backoff_until["b"] == 2e7 + 600
+        failed(1, 1e6 * (k + 1))
+    assert router._backoff_until[1] == 2e7 + 600
 
 
 def test_the_preferred_server_serves_again_after_its_rest():
@@ -263,5 +278,5 @@ def test_the_preferred_server_serves_again_after_its_rest():
     with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
-        c.health.backoff_until[a] = time.monotonic()
+        c.router._backoff_until[0] = time.monotonic()
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)

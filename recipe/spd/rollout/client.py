@@ -6,10 +6,8 @@ import json
 import os
 import random
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from loguru import logger
 from recipe.spd.rollout.store import Completion, CompletionStore
 from recipe.spd.settings import SPDRolloutSettings
 from verl.utils.fingerprint import model_dir_fingerprint
+from verl.utils.request_router import RequestRouter
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
-_LONGEST_REST_S = 600.0
 _LONGEST_BACKOFF_S = 10.0
 # Stated in every request: a server takes what is missing from the model's generation_config.json, where chat models
 # have penalties that change greedy text.
@@ -40,37 +38,6 @@ class WrongModelError(RuntimeError):
 
 class RequestRefused(RuntimeError):
     """A server refused a request as invalid: a retry would not help."""
-
-
-@dataclass
-class Health:
-    """Load of the servers, and back-off of failing ones: one time-out, doubled with each consecutive failure.
-
-    A server in back-off is used last, else the one with the least in flight first. Requests that were in flight when a
-    back-off began do not extend it.
-    """
-
-    first_rest_s: float
-    in_flight: Counter[str] = field(default_factory=Counter)  # prompts
-    failures: dict[str, int] = field(default_factory=dict)  # in a row
-    backoff_until: dict[str, float] = field(default_factory=dict)
-
-    def order(self, urls: Sequence[str], now: float) -> list[str]:
-        """The servers in the order of use at the time `now` (monotonic seconds)."""
-        return sorted(urls, key=lambda url: (max(0.0, self.backoff_until.get(url, 0.0) - now), self.in_flight[url]))
-
-    def failed(self, url: str, now: float) -> None:
-        """Record a failed request."""
-        if now < self.backoff_until.get(url, 0.0):
-            return
-        self.failures[url] = self.failures.get(url, 0) + 1
-        rest = self.first_rest_s * 2.0 ** (self.failures[url] - 1)
-        self.backoff_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
-
-    def replied(self, url: str) -> bool:
-        """Record a successful request; returns whether the server had failed before."""
-        self.backoff_until.pop(url, None)
-        return self.failures.pop(url, 0) > 0
 
 
 def server_urls(configured: Sequence[str] | str | None) -> list[str]:
@@ -97,7 +64,8 @@ class CompletionClient:
     """Client of one or several servers of the same model.
 
     An event loop in a thread keeps one connection pool for the entire training. A request goes to the server with the
-    least in flight (the first of `urls` among equals) and, if that fails or is too slow, to another (Health).
+    fewest prompts in flight (the first of `urls` among equals) and, if that fails or is too slow, to another one. A
+    server that fails is used last for a time-out, which doubles with each consecutive failure (RequestRouter).
     """
 
     def __init__(
@@ -112,7 +80,7 @@ class CompletionClient:
         self.eos = frozenset(eos_token_ids)
         self.settings = settings
         self.backoff_s = backoff_s
-        self.health = Health(settings.timeout_s)
+        self.router = RequestRouter(len(self.urls), backoff_s=settings.timeout_s)
         self.last_error = ""
         self._names: dict[str, str] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -157,13 +125,13 @@ class CompletionClient:
     def check_model(self) -> None:
         """Raise WrongModelError if a server that answers serves another model, ConnectionError if none answers."""
         answering = 0
-        for url in self.urls:
+        for server, url in enumerate(self.urls):
             try:
                 self._run(self._model_name(url))
                 answering += 1
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
-                self.health.failed(url, time.monotonic())
+                self.router.release(server, lost=True, weight=0)
                 self.last_error = f"{type(error).__name__}: {error}"
         if not answering:
             raise ConnectionError(
@@ -195,26 +163,28 @@ class CompletionClient:
 
     async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
         """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""
-        attempts, tried = self.settings.attempts, set()
+        attempts = self.settings.attempts
+        tried: set[int] = set()
         for attempt in itertools.count(1):
-            order = self.health.order(self.urls, time.monotonic())
-            url = next((url for url in order if url not in tried), order[0])
-            tried = {url} if len(tried) == len(order) else {*tried, url}
-            self.health.in_flight[url] += len(requests)
+            if len(tried) == len(self.urls):
+                tried = set()
+            server = self.router.acquire(exclude=tried, weight=len(requests))
+            tried.add(server)
+            url, lost = self.urls[server], False
             try:
                 answers = await self._ask(url, requests)
             except (aiohttp.ClientError, TimeoutError) as error:
-                self.health.failed(url, time.monotonic())
+                lost = True
                 logger.warning("SPD server {}: attempt {} of {} failed: {}: {}", url, attempt, attempts,
                                type(error).__name__, error)  # fmt: skip
                 if attempt == attempts:
                     raise
             else:
-                if self.health.replied(url):
+                if self.router.failures[server]:
                     logger.info("SPD server {} answers again", url)
                 return answers
             finally:
-                self.health.in_flight[url] -= len(requests)
+                self.router.release(server, lost=lost, weight=len(requests))
             await asyncio.sleep(random.uniform(0, min(_LONGEST_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1))))
 
     async def _ask(self, url: str, requests: list[Request]) -> list[Completion]:
