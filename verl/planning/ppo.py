@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -36,11 +35,10 @@ TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
-def rl_entry(create_dataset: Callable[..., Any], look_ups: Mapping[str, Callable[[DictConfig], Any]]) -> Entry:
+def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
     """The checks of RL runs and their dry run.
 
-    `create_dataset` has the arguments of the trainer's create_rl_dataset. `look_ups`: key -> function that raises if
-    the part of the trainer that the key names does not exist. Recipes add checks through
+    `create_dataset` has the arguments of the trainer's create_rl_dataset. Recipes add checks through
     `verl.utils.problems.register_check`.
     """
 
@@ -50,12 +48,12 @@ def rl_entry(create_dataset: Callable[..., Any], look_ups: Mapping[str, Callable
         if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
             return []
         findings = Findings(to_start=True)
-        check_input(config, findings, create_dataset, look_ups, ROWS_AT_START)
+        check_input(config, findings, create_dataset, ROWS_AT_START)
         return findings.problems
 
     def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
         findings = Findings()
-        check_input(config, findings, create_dataset, look_ups, ROWS_CHECKED)
+        check_input(config, findings, create_dataset, ROWS_CHECKED)
         wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
         _print_plan(console, config, findings, wrong_sizes)
         return findings.problems
@@ -63,10 +61,7 @@ def rl_entry(create_dataset: Callable[..., Any], look_ups: Mapping[str, Callable
     return Entry(PPOConfig, (rl_problems,), plan, start_problems, plans_wrong_configs=True)
 
 
-def check_input(
-    config: DictConfig, findings: Findings, create_dataset: Callable[..., Any],
-    look_ups: Mapping[str, Callable[[DictConfig], Any]], rows: int,
-) -> None:  # fmt: skip
+def check_input(config: DictConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Add the problems of model, plug-ins, data (its first `rows` rows), machine, rollout and registered checks."""
     problems, model, rollout = findings.problems, "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
@@ -75,7 +70,7 @@ def check_input(
     roles = ("actor", "ref") if reads_reference(config) else ("actor",)
     split_by = [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
     problems += check_liger(config, model, *split_by)
-    problems += check_plugins(config, look_ups)
+    problems += check_plugins(config)
     check_data(config, findings, create_dataset, rows)
     problems += [*check_gpus(config), *check_outputs(config)] if findings.to_start else check_machine(config)
     problems += check_group_size(config)
@@ -83,9 +78,10 @@ def check_input(
         problems += check(config, findings)
 
 
-def check_plugins(config: DictConfig, look_ups: Mapping[str, Callable[[DictConfig], Any]]) -> Iterator[Problem]:
-    """Names that the registries of the workers must know, and those of `look_ups`."""
+def check_plugins(config: DictConfig) -> Iterator[Problem]:
+    """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
+    from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.workers.policy import get_policy
     from verl.workers.rollout.base import get_rollout_class
 
@@ -94,7 +90,10 @@ def check_plugins(config: DictConfig, look_ups: Mapping[str, Callable[[DictConfi
         "actor_rollout_ref.model.loader.name": lambda: get_model_loader(model.loader.name),
         "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
-        **{key: partial(look_up, config) for key, look_up in look_ups.items()},
+        "custom_reward_function.path": lambda: get_custom_reward_fn(config),
+        "reward_manager.name": lambda: get_manager_class(config),
+        # Needs the function and the manager that are looked up above.
+        "custom_reward_function.name": lambda: check_reward_arguments(config),
     }
     known: set[str] = set()
     for key, look_up in checks.items():

@@ -39,16 +39,9 @@ def main(config: DictConfig) -> None:
 def rl_checks() -> Entry:
     """The checks and the dry run of RL runs."""
     from verl.planning.ppo import rl_entry
-    from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.trainer.ppo.data_loading import create_rl_dataset
 
-    look_ups = {
-        "custom_reward_function.path": get_custom_reward_fn,
-        "reward_manager.name": get_manager_class,
-        # Needs the function and the manager that are looked up above.
-        "custom_reward_function.name": check_reward_arguments,
-    }
-    return rl_entry(create_rl_dataset, look_ups)
+    return rl_entry(create_rl_dataset)
 
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
