@@ -287,7 +287,7 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
     mask = torch.ones_like(ids)
     groups = torch.arange(micro.rows) // micro.samples if micro.samples > 1 else None
     packing = pack(mask, micro.response, groups, group=group)
-    packing.parts(), packing.restore, packing.length  # noqa: B018 - computed now and kept
+    packing.parts(), packing.restore, packing.length, packing.segment_index, packing.own_segments  # noqa: B018
     return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,
             "chunk_tokens": micro.chunk_tokens}  # fmt: skip
