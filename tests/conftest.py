@@ -1,6 +1,7 @@
 """Shared fixtures: one Ray cluster a session, tiny models made here, one thread a process."""
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,21 @@ def tied_llama(tmp_path_factory) -> str:
 def llama(request) -> str:
     """Either of the two, one after the other."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Show, with a test that failed, how Ray's workers crashed: their logs are not written to the driver's output."""
+    report = yield
+    ray = sys.modules.get("ray")
+    if report.failed and ray is not None and ray.is_initialized():
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+        for log in logs.glob("worker-*.err"):
+            text = log.read_text(errors="replace") if log.stat().st_mtime >= call.start else ""
+            crash = re.search("Fatal Python error|terminate called|[*]{3} SIG", text)
+            if crash:
+                report.sections.append((f"crash in {log.name}", text[max(0, crash.start() - 500) : crash.end() + 4000]))
+    return report
 
 
 # Folders and files whose tests all belong to one group of the Makefile.
