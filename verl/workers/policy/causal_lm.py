@@ -33,11 +33,11 @@ class CausalLMPolicy(Policy):
         if chunk_tokens < 1:
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
-        self.remove_padding = self.share_prompt = False
+        self.remove_padding = self.share_prompt = self.compared = False
         self.forward: Callable = response_log_probs
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
-        self.remove_padding, self.share_prompt = remove_padding, share_prompt
+        self.remove_padding, self.share_prompt, self.compared = remove_padding, share_prompt, False
         if share_prompt:
             self.required_keys = (*type(self).required_keys, "group_index")
 
@@ -52,6 +52,7 @@ class CausalLMPolicy(Policy):
 
         Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
         """
+        self.compared = True
         layouts, (padded, shared) = {}, (partial(self.probe_log_probs, model, share) for share in (False, True))
         if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
             layouts["without padding"] = padded
@@ -91,8 +92,12 @@ class CausalLMPolicy(Policy):
 
         Padded response positions hold 0; so do those where `counted` [B, R] is 0, if the batch has that column: logits
         are computed for the others only. A flat row's keys and values are also stored in `cache`.
+
+        The first call for flat rows compares layouts, unless `compare_layouts` was called before.
         """
         self.bind(model)
+        if (self.remove_padding or self.share_prompt) and not self.compared:
+            self.compare_layouts(model, micro_batch["input_ids"].device)
         inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
         if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
             responses = inputs["responses"].shape[1]
