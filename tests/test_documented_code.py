@@ -44,8 +44,9 @@ def names_after(page, number=0, replaced=(), **names):
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
-        ("docs/quickstart.md", 0), ("docs/quickstart.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
-        ("docs/rewards.md", 2), ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/extending.md", 0), ("docs/quickstart.md", 0), ("docs/quickstart.md", 1), ("docs/rewards.md", 0),
+        ("docs/rewards.md", 1), ("docs/rewards.md", 2), ("docs/rewards.md", 3), ("docs/serving.md", 0),
+        ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -59,6 +60,23 @@ def test_the_reward_manager_takes_a_cost_from_each_token():
     manager = names_after("docs/rewards.md", 2)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
     scores = manager(batch(answers=("1 2 3", "7")))  # 3 tokens and 1
     assert scores.tolist() == [[0, 0, 0.25, 0], [0.75, 0, 0, 0]]
+
+
+def test_a_reward_manager_is_tried_without_a_run(tiny_llama, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_manager.py").write_text(BLOCKS["docs/rewards.md", 2])
+    monkeypatch.syspath_prepend(tmp_path)
+    names = names_after("docs/rewards.md", 3, replaced=[("/models/small", tiny_llama)])
+    scores = [1.0 if answer == "4" else 0.0 for answer in ("4", "It is 5")]
+    scores = [score - 0.001 * len(ids) for score, ids in zip(scores, names["answers"], strict=True)]
+    assert f"'score': {scores}" in capsys.readouterr().out
+
+
+def test_an_estimator_is_tried_without_a_run(capsys):
+    names_after("docs/extending.md")
+    advantages = names_after("docs/extending.md")["compute_median_advantage"](
+        torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2), ["a", "a"]
+    )[0]
+    assert advantages.tolist() == [[1.0, 1.0], [0.0, 0.0]] and "tensor" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("answer", "score"), [("Yes.", 1.0), ("No.", 0.0)])
