@@ -216,7 +216,7 @@ def predicted(path: str, ranks: int, model: dict[str, Any], settings: dict[str, 
     engine = FSDPEngineConfig(dtype="float32", **settings)
     micro = MicroBatch(PLANNED_ROWS, PLANNED_TOKENS // 2, PLANNED_TOKENS - PLANNED_TOKENS // 2)
     hf_config = AutoConfig.from_pretrained(path)
-    return sum(trace_update(hf_config, vars(config), vars(engine), FSDPOptimizerConfig(lr=1e-4), micro, ranks).values())
+    return sum(trace_update(hf_config, config, engine, FSDPOptimizerConfig(lr=1e-4), micro, ranks).values())
 
 
 def planner_rows(folder: Path) -> list[Row]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from recipe.spd.data.blocks import SEP_VARIABLE, resolve_sep_token_id
@@ -21,6 +20,7 @@ from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import StoreError
 from recipe.spd.settings import SPDSettings
+from verl.config.compose import to_plain
 from verl.planning.checks import ModelError, check_url, load_model_part
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
 from verl.utils.fingerprint import folder_fingerprint, model_folder
@@ -147,7 +147,7 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
     if model.loader.name != "spd_scorer":
         return
-    given = OmegaConf.to_container(model.loader.kwargs, resolve=True)
+    given = to_plain(model.loader.kwargs)
     given.pop("compute_dtype", None)
     try:
         scorer, (adapter, *_) = ScoringModelConfig.from_loader(model.path, **given)

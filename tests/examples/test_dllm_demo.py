@@ -38,7 +38,7 @@ def read(command):
     assert command[:2] == [sys.executable, "-m"]
     trainer, folder, name = ENTRIES[command[2]]
     config = configs.compose_ppo(*command[3:], config_dir=folder, config_name=name)
-    assert [p for p in sft_entry(trainer, 1).problems(config) if p.kind != "unused"] == []
+    assert [p for p in sft_entry(trainer, 1).problems(config)[0] if p.kind != "unused"] == []
     return config
 
 

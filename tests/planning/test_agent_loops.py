@@ -8,6 +8,8 @@ import pytest
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
 from verl.planning.agent_loops import check_agent_loops
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -19,7 +21,7 @@ def problems(*overrides, template=TEMPLATE, rows=()):
     tokenizer = make_tokenizer(WORDS)
     tokenizer.chat_template = template
     findings = SimpleNamespace(datasets={"data.train_files": SimpleNamespace(rows=list(rows))}, tokenizer=tokenizer)
-    reported = list(check_agent_loops(compose_ppo(*SOUND, *overrides), findings))
+    reported = list(check_agent_loops(to_settings(compose_ppo(*SOUND, *overrides), PPOConfig), findings))
     return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in reported]
 
 

@@ -8,6 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from tests.helpers.disks import leave_free, small_disk
+from verl.config.engine import FSDPEngineConfig
+from verl.config.sft import SFTTrainerConfig
 from verl.planning.machine import GIB, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import measure_model
 from verl.utils.host_memory import available_memory
@@ -55,7 +57,7 @@ def test_memory_that_is_missing_is_a_problem_and_little_memory_a_warning(monkeyp
 
 
 def run(folder, **more):
-    return {"default_local_dir": str(folder), "save_freq": 10, "max_ckpt_to_keep": None, **more}
+    return SFTTrainerConfig(default_local_dir=str(folder), **{"save_freq": 10, **more})
 
 
 def problems(trainer, one, steps):
@@ -86,9 +88,9 @@ def test_the_disk_needs_room_for_the_checkpoints_that_exist_at_the_same_time(tmp
 
 
 def test_a_checkpoint_holds_trained_weights_moments_and_the_export(tiny_llama):
-    config, engine = AutoConfig.from_pretrained(tiny_llama), {"model_dtype": "fp32"}
+    config, engine = AutoConfig.from_pretrained(tiny_llama), FSDPEngineConfig(model_dtype="fp32")
     full, lora = measure_model(config), measure_model(config, 4)
     three = ["model", "optimizer", "extra"]
     assert checkpoint_bytes(full, engine, three) == 12 * full.parameters
-    assert checkpoint_bytes(full, {"model_dtype": "bfloat16"}, [*three, "hf_model"]) == 8 * full.parameters
+    assert checkpoint_bytes(full, FSDPEngineConfig(model_dtype="bfloat16"), [*three, "hf_model"]) == 8 * full.parameters
     assert checkpoint_bytes(lora, engine, [*three, "hf_model"]) == 12 * lora.trainable + 4 * lora.parameters

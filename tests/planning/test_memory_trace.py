@@ -30,7 +30,7 @@ def no_group():
 def trace(ranks, micro=None, layers=2, on_gpu=False, model=None, **engine):
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers})
     of_model = {"path": "none", "load_tokenizer": False, "enable_gradient_checkpointing": False, **(model or {})}
-    settings = vars(HFModelConfig(**of_model)), vars(FSDPEngineConfig(**{"dtype": "float32", **engine}))
+    settings = HFModelConfig(**of_model), FSDPEngineConfig(**{"dtype": "float32", **engine})
     return trace_update(config, *settings, FSDPOptimizerConfig(), micro or MicroBatch(4, 20, 30), ranks, on_gpu)
 
 
@@ -97,8 +97,8 @@ def on_rank(rank, world_size, path, model, settings):
 def test_ranks_hold_what_was_traced(model, engine, tmp_path):
     path = save_tiny_llama(tmp_path, hidden=128, layers=6)
     config = HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model})
-    settings = vars(FSDPEngineConfig(dtype="float32", **engine))
-    parts = vars(config), settings, FSDPOptimizerConfig(), MicroBatch(4, 4, 6)
+    settings = FSDPEngineConfig(dtype="float32", **engine)
+    parts = config, settings, FSDPOptimizerConfig(), MicroBatch(4, 4, 6)
     expected = sum(trace_update(AutoConfig.from_pretrained(path), *parts, ranks=2).values())
     measured = run_ranks(on_rank, 2, path, model, engine)
     assert measured == pytest.approx([expected] * 2, rel=0.05)

@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
 from verl.config.batch_sizes import plan_batches
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
 from verl.planning.calibration import print_step_time
 from verl.planning.ppo_memory import print_memory
 from verl.trainer.main_ppo import run_ppo
@@ -37,7 +39,7 @@ def no_group():
 def printed(tmp_path, **settings):
     keys = {key.replace(".", "__"): value for key, value in {**GPUS, **settings}.items()}
     console = Console(file=io.StringIO(), width=200)
-    print_memory(console, compose_run(tmp_path, "none", **keys), CONFIG)
+    print_memory(console, to_settings(compose_run(tmp_path, "none", **keys), PPOConfig), CONFIG)
     return console.file.getvalue()
 
 

@@ -170,7 +170,7 @@ def test_a_command_passes_the_dry_run(name, inputs, tmp_path, capsys):
     settings = [*words[start + 1 :], "trainer.dry_run=true"]
     assert "trainer.device=cuda" in settings
     if row.training == "grpo":
-        problems = rl_checks().problems(compose_ppo(*settings), known=compose_ppo())
+        problems, _ = rl_checks().problems(compose_ppo(*settings), known=compose_ppo())
         assert not [problem.message for problem in problems if problem.kind == WRONG]
         return
     tree, main = ENTRIES[words[start]]

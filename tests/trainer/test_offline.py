@@ -22,7 +22,8 @@ from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
-from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.config.compose import to_settings
+from verl.config.offline import EvaluationConfig, EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.planning.offline import generation_entry
 from verl.reward.rows import RewardError
 from verl.single_controller.base import Worker
@@ -360,7 +361,7 @@ def scored(tmp_path, rows, *overrides):
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = (f"data.path={path}", f"custom_reward_function.path={tmp_path / 'reward.py'}", *overrides)
-    return evaluate(compose_ppo(*given, config_name="evaluation"))
+    return evaluate(to_settings(compose_ppo(*given, config_name="evaluation"), EvaluationConfig))
 
 
 def answer(source, truth, responses):

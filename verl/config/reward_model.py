@@ -48,9 +48,10 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(
-        False, "Free the KV cache between scorings.",
+        False,
+        "Free the KV cache between scorings.",
         fixed="a reward model's server stays loaded; gpu_memory_utilization sets its share of the GPU",
-    )  # fmt: skip
+    )
     data_parallel_size: int = setting(1, "Servers that split the requests.", low=1)
     expert_parallel_size: int = setting(1, "Ranks of one server that split the experts; above 1: all of them.", low=1)
     tensor_model_parallel_size: int = setting(1, "Ranks of one server that split each layer.", low=1)

@@ -76,8 +76,8 @@ class GenerationPrompts(RLHFDataset):
         rows = {
             "tokens of all prompts": f"{sum(lengths):,}",
             "tokens of a prompt": f"mean {statistics.mean(lengths):,.1f}, median {statistics.median(lengths):,.0f}, "
-                                  f"longest {max(lengths):,} (row {self.origins[longest][1]})",
-        }  # fmt: skip
+            f"longest {max(lengths):,} (row {self.origins[longest][1]})",
+        }
         return rows | ({"prompts that are too long": f"{cut:,}"} if cut else {})
 
 

@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from verl.config.ppo import PPOConfig
+from verl.config.rollout import MultiTurnConfig
+from verl.planning.config_check import select
 from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resolve_config_path
@@ -20,16 +23,17 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
 
 
-def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
+def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     """Files load, names are known, tools answer their example call, the template allows for added messages."""
     rollout = config.actor_rollout_ref.rollout
     settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
     rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
     needs = {
-        f"{MULTI_TURN}.enable": settings.enable, f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
+        f"{MULTI_TURN}.enable": settings.enable,
+        f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
         f"{MULTI_TURN}.function_tool_path": settings.function_tool_path,
         f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
-    }  # fmt: skip
+    }
     if not serves:
         for key, value in needs.items():
             if value:
@@ -42,7 +46,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         try:
             return function(*args, **kwargs)
         except Exception as error:  # the user's own classes may raise anything
-            value = one_line(OmegaConf.select(config, key))
+            value = one_line(select(config, key))
             problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
 
     try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
@@ -62,10 +66,9 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     interactions = try_call(key, initialize_interactions_from_config, path) if path else None
     parser = try_call(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
     if findings.tokenizer is not None and (tools or interactions):
-        kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
         stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
         stops += parser.stop_token_ids if parser else []
-        encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
+        encoder = MessageEncoder(findings.tokenizer, stops, **config.data.apply_chat_template_kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         schemas = tool_schemas(tools)
         try_call("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
@@ -83,7 +86,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
 
 
 def _tools(
-    settings: DictConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
+    settings: MultiTurnConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
 ) -> list[Any]:
     """The tools of a file, each of which answers the call of its config.example_arguments, if it has them.
 

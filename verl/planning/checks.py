@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-
+from verl.config.base import BaseConfig
+from verl.config.common import RunConfig
+from verl.config.data import DataConfig
+from verl.config.offline import GenerationTrainerConfig
+from verl.config.sft import SFTDataConfig
+from verl.planning.config_check import select
 from verl.utils.fs import copy_to_local, is_non_local
 from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
@@ -100,24 +104,24 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
 
 
-def check_tensor_parallel(config: DictConfig, findings: Findings, key: str) -> Iterator[Problem]:
+def check_tensor_parallel(settings: BaseConfig, findings: Findings, key: str) -> Iterator[Problem]:
     """Whether as many ranks as `key` sets can split the layers of the model."""
     from verl.utils.tensor_parallel import refusal
 
-    size = OmegaConf.select(config, key)
+    size = select(settings, key)
     if size > 1 and findings.hf_config is not None and (reason := refusal(findings.hf_config, size)):
         yield wrong(key, f"{key}={size}: {reason}")
 
 
-def check_liger(config: DictConfig, key: str, *size_keys: str) -> Iterator[Problem]:
+def check_liger(settings: BaseConfig, key: str, *size_keys: str) -> Iterator[Problem]:
     """What use_liger of the model under `key` needs: GPUs, the package, and whole layers (`size_keys`: its ranks)."""
     key = f"{key}.use_liger"
-    if not OmegaConf.select(config, key):
+    if not select(settings, key):
         return
-    if config.trainer.device == "cpu":
+    if settings.trainer.device == "cpu":
         yield wrong(key, f"{key}=true needs GPUs for its kernels, and trainer.device=cpu. Set it to false.")
-    elif split := next((name for name in size_keys if OmegaConf.select(config, name) > 1), None):
-        size = OmegaConf.select(config, split)
+    elif split := next((name for name in size_keys if select(settings, name) > 1), None):
+        size = select(settings, split)
         yield wrong(key, f"{key}=true does not work with {split}={size}: its kernels take whole layers. Disable it.")
     elif importlib.util.find_spec("liger_kernel") is None:
         yield absent(key, f"{key}=true: the package liger-kernel is not installed here; pip install -e .[liger]")
@@ -165,13 +169,9 @@ def check_fills_a_batch(findings: Findings, batch: Any, what: str, key: str = "d
 
 
 def check_splits(
-    data: DictConfig,
-    findings: Findings,
-    rows: int,
-    find_class: Callable[[], Any],
-    make: Callable[[list[str], str], Any],
-    lacks: Callable[[Mapping[str, Any]], str | None],
-) -> bool:
+    data: DataConfig | SFTDataConfig, findings: Findings, rows: int, find_class: Callable[[], Any],
+    make: Callable[[list[str], str], Any], lacks: Callable[[Mapping[str, Any]], str | None],
+) -> bool:  # fmt: skip
     """Files, class and first `rows` rows of data.train_files and data.val_files; False without a usable class.
 
     `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks.
@@ -189,7 +189,7 @@ def check_splits(
     for split in ("train", "val"):
         key = f"data.{split}_files"
         files = data[f"{split}_files"]
-        files = list(files) if isinstance(files, list | ListConfig) else [files] if files is not None else []
+        files = files if isinstance(files, list) else [files] if files is not None else []
         missing = [f for f in files if not is_non_local(f) and not Path(f).expanduser().is_file()]
         if missing:
             rule = f"{key}: the file does not exist: {', '.join(missing)}."
@@ -243,24 +243,23 @@ def row_problems(
         yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")
 
 
-def check_machine(config: DictConfig) -> Iterator[Problem]:
+def check_machine(trainer: RunConfig) -> Iterator[Problem]:
     """GPUs and packages that the run needs and this machine lacks."""
-    yield from check_gpus(config)
-    yield from check_outputs(config)
-    if config.trainer.nnodes > 1 and config.trainer.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
-        text = f"trainer.nnodes={config.trainer.nnodes}: this command alone starts one node. Start the others too"
+    yield from check_gpus(trainer)
+    yield from check_outputs(trainer)
+    if trainer.nnodes > 1 and trainer.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
+        text = f"trainer.nnodes={trainer.nnodes}: this command alone starts one node. Start the others too"
         yield absent("trainer.nnodes", f"{text} (ray start and RAY_ADDRESS for RL, torchrun --nnodes for SFT).")
 
 
-def check_outputs(config: DictConfig) -> Iterator[Problem]:
+def check_outputs(trainer: RunConfig) -> Iterator[Problem]:
     """Unknown names in trainer.logger, packages that are not installed, and no command for trainer.default_hdfs_dir."""
     from verl.utils.tracking import refuse_unknown_backend
 
-    key, remote = "trainer.default_hdfs_dir", config.trainer.default_hdfs_dir
+    key, remote = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
     if remote is not None and is_non_local(remote) and shutil.which("hdfs") is None:
         yield absent(key, f"{key}={remote}: the `hdfs` command is not on PATH. Install it, or name a mounted folder.")
-    backends = config.trainer.logger
-    for backend in [backends] if isinstance(backends, str) else backends:
+    for backend in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
         try:
             refuse_unknown_backend(backend)
         except ValueError as e:
@@ -271,11 +270,11 @@ def check_outputs(config: DictConfig) -> Iterator[Problem]:
             yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {package}")
 
 
-def check_gpus(config: DictConfig) -> Iterator[Problem]:
+def check_gpus(trainer: RunConfig | GenerationTrainerConfig) -> Iterator[Problem]:
     """Ranks of trainer.device=cuda for which this machine has no GPU."""
     import torch
 
-    trainer, wanted = config.trainer, config.trainer.n_gpus_per_node
+    wanted = trainer.n_gpus_per_node
     if trainer.device == "cuda" and (here := torch.cuda.device_count()) < wanted:  # through NVML: makes no context
         key = "trainer.n_gpus_per_node"
         need = f"{key}={wanted} with trainer.device=cuda: this machine has {here} GPUs"

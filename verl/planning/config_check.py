@@ -9,7 +9,9 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.batch_sizes import batch_problems
+from verl.config.batch_sizes import batch_problems, rank_count
+from verl.config.common import RunConfig
+from verl.config.compose import to_settings
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
@@ -53,39 +55,38 @@ def find_problems(
     `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
     PPOConfig are compared. The two roles follow from the config where they are not given.
     """
-    problems, plain = tree_problems(config, PPOConfig, known)
-    if plain is None:
+    problems, settings = tree_problems(config, PPOConfig, known)
+    if settings is None:
         return problems
-    return problems + rl_problems(config, plain, problems, use_reference_policy, use_critic)
+    return problems + rl_problems(settings, problems, use_reference_policy, use_critic)
 
 
 def rl_problems(
-    config: DictConfig, plain: Mapping[str, Any], problems: list[Problem], use_reference_policy: bool | None = None,
+    settings: PPOConfig, problems: list[Problem], use_reference_policy: bool | None = None,
     use_critic: bool | None = None,
-) -> list[Problem]:
+) -> list[Problem]:  # fmt: skip
     """Problems beyond keys and values: names of registered parts, batch arithmetic, rules between sections.
 
-    `plain` is the resolved tree, `problems` what is known of it: batch sizes with a wrong value are not computed with.
+    `problems` are those that are known: batch sizes with a wrong value are not computed with.
     """
-    if "actor_rollout_ref" not in plain or "algorithm" not in plain:
-        return []
-    more = registered_names(plain)
-    sections = [*PPOConfig(), *(f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))]
-    complete = all(isinstance(select(plain, name, None), Mapping) for name in sections if name != "_target_")
+    more = registered_names(settings)
+    roles = settings.actor_rollout_ref
+    complete = all(isinstance(part, Mapping) for part in (roles.model, roles.actor, roles.ref, roles.rollout))
     if complete and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in problems):
-        reference = reads_reference(plain) if use_reference_policy is None else use_reference_policy
-        critic = need_critic(plain) if use_critic is None else use_critic
-        more += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
-        more += cross_problems(plain)
+        reference = reads_reference(settings) if use_reference_policy is None else use_reference_policy
+        critic = need_critic(settings) if use_critic is None else use_critic
+        more += batch_problems(settings, use_reference_policy=reference, use_critic=critic)
+        more += cross_problems(settings)
     return more
 
 
 def tree_problems(
     config: DictConfig, config_type: type, known: DictConfig | None = None
-) -> tuple[list[Problem], dict[str, Any] | None]:
-    """Unknown keys, missing values, types and ranges of any tree; and the resolved tree, None where that fails.
+) -> tuple[list[Problem], Any]:
+    """Unknown keys, missing values, types and ranges of any tree; and the typed tree, None where there can be none.
 
     `config_type` is the dataclass of the tree; sections that it does not have, such as a recipe's, are not checked.
+    A tree with problems has their values as they are.
     """
     known, config_type = known_tree() if known is None else known, tree_type(config_type, config)
     raw = OmegaConf.to_container(config, resolve=False)
@@ -100,7 +101,14 @@ def tree_problems(
         return issues, None
     reported = {p.key for p in issues}
     values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
-    return issues + drop_followers(values + grading_problems(plain), raw), plain
+    issues += drop_followers(values + grading_problems(plain), raw)
+    sections = [name for name, hint in field_types(config_type).items() if section_type(hint) is not None]
+    if not all(isinstance(plain.get(name), Mapping) for name in sections):
+        return issues, None
+    try:
+        return issues, to_settings(plain, config_type, checked=not issues)
+    except (AttributeError, ImportError, ValueError) as e:  # of a class in _target_
+        return [*issues, wrong("_target_", f"the config cannot be read: {e}")], None
 
 
 def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:
@@ -193,13 +201,13 @@ def drop_followers(problems: list[Problem], raw: Mapping[str, Any]) -> list[Prob
     return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in reported]
 
 
-def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
+def registered_names(settings: PPOConfig) -> list[Problem]:
     """Names that registries of this floor must know; external_lib is imported first, since it may add some."""
     from verl.algos.names import POLICY_LOSSES, AdvantageEstimator
 
     issues = []
     key = "actor_rollout_ref.model.external_lib"
-    if module := select(plain, key, None):
+    if module := select(settings, key, None):
         try:
             import_external_libs(module)
         except ImportError as e:
@@ -208,7 +216,7 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
         "algorithm.adv_estimator": tuple(AdvantageEstimator),
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }
-    others = {key: name for key, known in built_in.items() if (name := select(plain, key, MISSING)) not in known}
+    others = {key: name for key, known in built_in.items() if (name := select(settings, key, MISSING)) not in known}
     if others:
         from verl.algos.advantage import get_adv_estimator_fn  # takes seconds
         from verl.algos.policy_loss import get_loss_fn
@@ -222,72 +230,74 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     return issues
 
 
-def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
+def cross_problems(settings: PPOConfig) -> list[Problem]:
     """Rules between keys of different sections."""
-    sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
-    issues = algorithm_problems(plain)
-    ranks = plain["trainer"]["nnodes"] * plain["trainer"]["n_gpus_per_node"]
-    if plain["trainer"]["local"] and ranks > 1:
+    actor, rollout, trainer = settings.actor_rollout_ref.actor, settings.actor_rollout_ref.rollout, settings.trainer
+    sampling, key = rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    issues = algorithm_problems(settings)
+    ranks = rank_count(settings)
+    if trainer.local and ranks > 1:
         rule = f"trainer.local=true runs one rank in this process, but {ranks} ranks are requested."
         issues.append(wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1."))
-    if plain["actor_rollout_ref"]["rollout"]["temperature"] == 0:
+    if rollout.temperature == 0:
         reported = "actor_rollout_ref.rollout.temperature"
         rule = f"{reported}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
         issues.append(wrong(reported, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
-    if sampling["do_sample"] and sampling["temperature"] == 0:
+    if sampling.do_sample and sampling.temperature == 0:
         rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
         issues.append(wrong(f"{key}.temperature", rule))
-    if not sampling["do_sample"] and sampling["n"] > 1:
-        rule = f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true"
+    if not sampling.do_sample and sampling.n > 1:
+        rule = f"{key}.n={sampling.n} greedy samples would be all the same. Set {key}.do_sample=true"
         issues.append(wrong(f"{key}.n", f"{rule} and a temperature."))
-    correction, rollout = plain["algorithm"]["rollout_correction"], plain["actor_rollout_ref"]["rollout"]
+    correction = settings.algorithm.rollout_correction
     parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
     used = {f"algorithm.rollout_correction.{name}": correction[name] for name in parts if correction}
-    used["actor_rollout_ref.actor.use_rollout_log_probs"] = plain["actor_rollout_ref"]["actor"]["use_rollout_log_probs"]
-    if not rollout["calculate_log_probs"] and (set_ones := {key: value for key, value in used.items() if value}):
+    used["actor_rollout_ref.actor.use_rollout_log_probs"] = actor.use_rollout_log_probs
+    if not rollout.calculate_log_probs and (set_ones := {key: value for key, value in used.items() if value}):
         key, value = next(iter(set_ones.items()))
         rule = f"{key}={text(value)} needs the rollout's log-probs, which are not requested."
         issues.append(wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true."))
-    split = plain["actor_rollout_ref"]["actor"]["fsdp_config"]["tensor_parallel_size"]
-    if split > 1 and rollout["name"] in ROLLOUTS_OF_THE_ACTOR:
+    split = actor.fsdp_config.tensor_parallel_size
+    if split > 1 and rollout.name in ROLLOUTS_OF_THE_ACTOR:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
-        rule = f"{key}={split}: rollout.name={rollout['name']} generates with the actor's own module, which it"
+        rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it"
         issues.append(wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm."))
-    if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
+    if settings.algorithm.use_pf_ppo and actor.share_prompt_forward:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
-    reward = plain["reward_model"]
-    if serves_reward_model(plain) and not reward["enable_resource_pool"]:
+    reward = settings.reward_model
+    if serves_reward_model(settings) and not reward.enable_resource_pool:
         key, other = ("reward_model.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization")
-        shares = [reward["rollout"]["gpu_memory_utilization"], rollout["gpu_memory_utilization"]]
-        engines = plain["trainer"]["device"] == "cuda" and rollout["name"] not in ROLLOUTS_OF_THE_ACTOR
+        shares = [reward.rollout.gpu_memory_utilization, rollout.gpu_memory_utilization]
+        engines = trainer.device == "cuda" and rollout.name not in ROLLOUTS_OF_THE_ACTOR
         if engines and round(sum(shares), 6) > 0.9:
             rule = f"{key}={shares[0]} and {other}={shares[1]} are shares of the same GPU, which also holds the actor."
             fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
             issues.append(wrong(key, f"{rule} {fix}"))
-    return issues + profiler_problems(plain) + resume_problems(plain["trainer"])
+    return issues + profiler_problems(settings) + resume_problems(trainer)
 
 
-def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
+def algorithm_problems(settings: PPOConfig) -> list[Problem]:
     """What an estimator, a KL term or n samples of a prompt need and the config does not give."""
-    algorithm, actor, rollout = plain["algorithm"], plain["actor_rollout_ref"]["actor"], "actor_rollout_ref.rollout"
-    sampling, issues = plain["actor_rollout_ref"]["rollout"], []
+    algorithm, roles = settings.algorithm, settings.actor_rollout_ref
+    actor, sampling, rollout = roles.actor, roles.rollout, "actor_rollout_ref.rollout"
+    issues = []
     kl_terms = {
-        "algorithm.kl_penalty": algorithm["kl_penalty"] if algorithm["use_kl_in_reward"] else None,
-        "actor_rollout_ref.actor.kl_loss_type": actor["kl_loss_type"] if actor["use_kl_loss"] else None,
+        "algorithm.kl_penalty": algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
+        "actor_rollout_ref.actor.kl_loss_type": actor.kl_loss_type if actor.use_kl_loss else None,
     }
     for key, estimator in kl_terms.items():
         if estimator in ("full", "full+"):
             rule = f"{key}={estimator} needs the log-probs of the full vocabulary, which are never held here."
             issues.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
-    if (estimator := algorithm["adv_estimator"]) in LEARNS_VALUES and not need_critic(plain):
+    if (estimator := algorithm.adv_estimator) in LEARNS_VALUES and not need_critic(settings):
         rule = f"critic.enable=false with algorithm.adv_estimator={estimator}, which rests on the critic's values."
         issues.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
-    n, key = sampling["n"], f"{rollout}.n"
-    if algorithm["adv_estimator"] == "grpo_passk" and n < 2:
+    n, key = sampling.n, f"{rollout}.n"
+    if estimator == "grpo_passk" and n < 2:
         rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
         issues.append(wrong(key, f"{rule} Set {key} to 2 or more."))
-    if n > 1 and not sampling["do_sample"]:
+    if n > 1 and not sampling.do_sample:
         rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
         issues.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
     return issues
@@ -310,35 +320,34 @@ def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
     return issues
 
 
-def profiler_problems(plain: Mapping[str, Any]) -> list[Problem]:
+def profiler_problems(settings: PPOConfig) -> list[Problem]:
     """Whether global_profiler.steps records anything: a tool for this device, and a role with profiler.enable=true."""
-    settings, issues = plain.get("global_profiler") or {}, []
-    if not settings.get("steps"):
+    if not settings.global_profiler.steps:
         return []
-    tool, device = settings["tool"], plain["trainer"]["device"]
+    issues, tool = [], settings.global_profiler.tool
     if tool is None:
         issues.append(wrong("global_profiler.tool", "global_profiler.steps is set without a tool. Set it to torch."))
-    elif tool != "torch" and device == "cpu":
+    elif tool != "torch" and settings.trainer.device == "cpu":
         rule = f"global_profiler.tool={tool} records CUDA only, and trainer.device=cpu. Set global_profiler.tool=torch."
         issues.append(wrong("global_profiler.tool", rule))
     roles = [f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")] + ["critic", "reward_model"]
-    if not any(select(plain, f"{role}.profiler.enable", False) for role in roles):
+    if not any(select(settings, f"{role}.profiler.enable", False) for role in roles):
         rule = "global_profiler.steps names steps, but no role is profiled. Set actor_rollout_ref.actor.profiler.enable"
         issues.append(wrong("global_profiler.steps", f"{rule}=true, with .all_ranks=true or .ranks=[0]."))
     return issues
 
 
-def resume_problems(run: Mapping[str, Any]) -> list[Problem]:
+def resume_problems(run: RunConfig) -> list[Problem]:
     """Whether trainer.resume_mode=resume_path has a path."""
-    key, path = "trainer.resume_from_path", run["resume_from_path"]
-    if run["resume_mode"] != "resume_path" or (path is not None and "global_step_" in path):
+    key, path = "trainer.resume_from_path", run.resume_from_path
+    if run.resume_mode != "resume_path" or (path is not None and "global_step_" in path):
         return []
     return [wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")]
 
 
-def select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The value at a dotted path; the default where there is none."""
-    node: Any = plain
+def select(settings: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path of a typed tree or of nested dictionaries; the default where there is none."""
+    node: Any = settings
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return default

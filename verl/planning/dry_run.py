@@ -16,40 +16,47 @@ from verl.planning.memory_estimate import ModelSize
 from verl.utils.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
 
-Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]
+Check = Callable[[Any, list[Problem]], Iterable[Problem]]
 
 
 @dataclass(frozen=True)
 class Entry:
     """A command that reads a config: what its dry run checks and plans, and what stops its start.
 
-    `config_type` is the dataclass of the tree. `checks(config, plain, problems)` are rules beyond types and ranges;
-    `plain` is the resolved tree, `problems` what is known before. `plan(console, config, problems)` prints the plan and
-    returns further problems, for example of data and models; it is left out for a config with problems unless
-    `plans_wrong_configs`. `input_problems(config)` are those of model, data and machine at a start; settings with
-    problems may make it raise.
+    `config_type` is the dataclass of the tree; the functions get the tree as its instance, `settings`.
+    `checks(settings, problems)` are rules beyond types and ranges, `problems` what is known before.
+    `plan(console, settings, problems)` prints the plan and returns further problems, for example of data and models; it
+    is left out for a config with problems unless `plans_wrong_configs`. `input_problems(settings)` are those of model,
+    data and machine at a start; settings with problems may make it raise.
     """
 
     config_type: type
     checks: tuple[Check, ...]
-    plan: Callable[[Console, DictConfig, list[Problem]], Iterable[Problem]]
-    input_problems: Callable[[DictConfig], Iterable[Problem]] = lambda config: ()
+    plan: Callable[[Console, Any, list[Problem]], Iterable[Problem]]
+    input_problems: Callable[[Any], Iterable[Problem]] = lambda settings: ()
     plans_wrong_configs: bool = False
 
-    def problems(self, config: DictConfig, known: DictConfig | None = None) -> list[Problem]:
-        """The problems of the tree itself; `known` is the tree without overrides, see `tree_problems`."""
-        problems, plain = tree_problems(config, self.config_type, known)
-        if plain is not None:
-            for check in self.checks:
-                problems += check(config, plain, problems)
-            problems += unused_settings(config, self.config_type)
-        return problems
+    def problems(self, config: DictConfig, known: DictConfig | None = None) -> tuple[list[Problem], Any]:
+        """The problems of the tree itself, and the typed tree, None where keys are missing or cannot be read.
 
-    def refuse_problems(self, config: DictConfig, known: DictConfig | None = None, warn: bool = True) -> None:
-        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect."""
-        problems = self.problems(config, known)
+        `known` is the tree without overrides, see `tree_problems`.
+        """
+        problems, settings = tree_problems(config, self.config_type, known)
+        if settings is not None:
+            for check in self.checks:
+                problems += check(settings, problems)
+            problems += unused_settings(config, self.config_type)
+        complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
+        return problems, settings if complete else None
+
+    def refuse_problems(self, config: DictConfig, known: DictConfig | None = None, warn: bool = True) -> Any:
+        """The typed tree of a config that can run here; warns of settings without effect.
+
+        Raises one ConfigError with everything that is wrong or absent here.
+        """
+        problems, settings = self.problems(config, known)
         try:
-            problems += self.input_problems(config)
+            problems += self.input_problems(settings) if settings is not None else ()
         except Exception as error:
             if all(problem.kind == UNUSED for problem in problems):
                 raise
@@ -59,15 +66,15 @@ class Entry:
         for problem in problems if warn else ():
             if problem.kind == UNUSED:
                 logger.warning("{}", problem.message)
+        return settings
 
     def dry_run(self, config: DictConfig, known: DictConfig | None = None) -> int:
         """Print plan and problems; the exit code, 1 if anything is wrong on every machine."""
-        problems = self.problems(config, known)
+        problems, settings = self.problems(config, known)
         console = Console(soft_wrap=True)
-        complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
-        if complete and (self.plans_wrong_configs or not any(p.kind == WRONG for p in problems)):
-            problems += self.plan(console, config, problems)
-        elif complete:
+        if settings is not None and (self.plans_wrong_configs or not any(p.kind == WRONG for p in problems)):
+            problems += self.plan(console, settings, problems)
+        elif settings is not None:
             console.print("No plan: the config itself has problems.")
         problems = list(dict.fromkeys(problems))
         console.rule("Problems")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.publish import published_steps
+from verl.config.common import RunConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.planning.memory_estimate import BYTES, ModelSize
 from verl.utils.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
@@ -40,25 +42,23 @@ def check_memory(needed: int, what: str, remedies: Mapping[str, str]) -> Iterato
         yield Problem(UNUSED, key, f"{text}, {more}. To need less: {advice}.")
 
 
-def checkpoint_bytes(size: ModelSize, engine: Mapping[str, Any], contents: Sequence[str]) -> int:
+def checkpoint_bytes(size: ModelSize, engine: FSDPEngineConfig, contents: Sequence[str]) -> int:
     """Bytes of a model's part of one checkpoint: trained weights, two moments, the full model for transformers."""
-    master = BYTES[engine["model_dtype"]]
+    master = BYTES[engine.model_dtype]
     parts = {"model": size.trainable, "optimizer": 2 * size.trainable, "hf_model": size.parameters}
     return master * sum(count for name, count in parts.items() if name in contents)
 
 
-def check_disk(
-    trainer: Mapping[str, Any], one: int, steps: int | None, keep: str, contents: str
-) -> Iterator[Problem]:  # fmt: skip
+def check_disk(trainer: RunConfig, one: int, steps: int | None, keep: str, contents: str) -> Iterator[Problem]:
     """Space of trainer.default_local_dir for the checkpoints of `one` bytes that a run of `steps` steps keeps.
 
     `keep` (below trainer) and `contents` are the keys of their number and of what they hold. Checkpoints that are in
     the folder count as some of them.
     """
-    every, kept = trainer["save_freq"], trainer[keep]
+    every, kept = trainer.save_freq, trainer[keep]
     saved = 0 if every == 0 else -(-steps // every) if every > 0 and steps else 1
     most = saved if kept is None else min(saved, kept + 1)  # the oldest one goes when the next one is complete
-    root = Path(trainer["default_local_dir"]).expanduser().absolute()
+    root = Path(trainer.default_local_dir).expanduser().absolute()
     there = len(published_steps(root))
     needed = one * max(0, most - there)
     free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free

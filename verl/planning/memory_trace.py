@@ -10,10 +10,9 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.config.model import LOGITS_CHUNK
-from verl.config.optimizer import build_optimizer
+from verl.config.engine import FSDPEngineConfig
+from verl.config.model import LOGITS_CHUNK, HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import torch_dtype_of
 from verl.utils import fsdp_utils
 from verl.utils.peft_weights import without_adapters
@@ -62,18 +62,17 @@ class MicroBatch:
 
 
 def trace_update(
-    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, ranks: int,
-    on_gpu: bool = False,
-) -> dict[str, int]:
+    hf_config: Any, model: HFModelConfig, engine: FSDPEngineConfig, optimizer: FSDPOptimizerConfig, micro: MicroBatch,
+    ranks: int, on_gpu: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """Bytes of one rank by part at the moment of an update in which it holds most; together they are its peak.
 
-    `model` and `engine` have the settings of HFModelConfig and FSDPEngineConfig, `optimizer` is an
-    FSDPOptimizerConfig. An update has weights and optimizer on its device whatever param_offload and optimizer_offload
-    say; `offload_policy` and offloaded activations leave a GPU, while on CPU ranks the former changes nothing and the
-    latter are copies. Raises whatever a model raises that cannot run without numbers (mixtures of experts with a loop
-    over their experts), and RuntimeError in a process that has a process group.
+    An update has weights and optimizer on its device whatever param_offload and optimizer_offload say; `offload_policy`
+    and offloaded activations leave a GPU, while on CPU ranks the former changes nothing and the latter are copies.
+    Raises whatever a model raises that cannot run without numbers (mixtures of experts with a loop over their experts),
+    and RuntimeError in a process that has a process group.
     """
-    whole, splitting = hf_config.get_text_config().num_hidden_layers, engine["tensor_parallel_size"]
+    whole, splitting = hf_config.get_text_config().num_hidden_layers, engine.tensor_parallel_size
     counts = LAYERS if whole > LAYERS[-1] else (whole,)
     # Ranks that split layers are modelled as fewer ranks with narrower layers: each holds full embeddings.
     with _imagined_ranks(ranks // splitting):
@@ -83,7 +82,7 @@ def trace_update(
         steps = (whole - counts[0]) // (counts[1] - counts[0])
         traces = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
     parts = traces[0]
-    if on_gpu and engine["offload_policy"]:
+    if on_gpu and engine.offload_policy:
         parts |= {"weights": 0, "gradients": 0, "optimizer (two moments)": 0, TEMPORARY: 0}
     step = parts.pop(TEMPORARY)
     moment = {name: parts[name] for name in (GATHERED, ACTIVATIONS, LOGITS)}
@@ -94,13 +93,10 @@ def trace_update(
     return {name: size for name, size in parts.items() if name not in (GATHERED, ACTIVATIONS, LOGITS)} | moment
 
 
-def traced_update(
-    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, ranks: int,
-    on_gpu: bool,
-) -> dict[str, int] | None:
+def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
     """`trace_update`, or None for a model that cannot be traced, with the reason in the log."""
     try:
-        return trace_update(hf_config, model, engine, optimizer, micro, ranks, on_gpu)
+        return trace_update(hf_config, *args)
     except Exception as e:  # the model's code may raise anything
         logger.info("the memory of {} cannot be traced: {!r}", type(hf_config).__name__, one_line(e))
         return None
@@ -180,34 +176,34 @@ class _Live(TorchDispatchMode):
 
 
 def _trace(
-    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, on_gpu: bool
-) -> dict[str, int]:
+    hf_config: Any, model: HFModelConfig, engine: FSDPEngineConfig, optimizer: FSDPOptimizerConfig, micro: MicroBatch,
+    on_gpu: bool,
+) -> dict[str, int]:  # fmt: skip
     """The parts of a model with these layers; TEMPORARY is what the optimizer's step adds to the first three."""
     from transformers import AutoModelForCausalLM
 
-    settings, options = SimpleNamespace(**engine), SimpleNamespace(**{**model, "lora_adapter_path": None})
-    sharing, shards = settings.ulysses_sequence_parallel_size, settings.fsdp_size
+    sharing, shards = engine.ulysses_sequence_parallel_size, engine.fsdp_size
     if shards > 0:
-        shards //= settings.tensor_parallel_size
+        shards //= engine.tensor_parallel_size
     mesh = fsdp_utils.create_device_mesh(dist.get_world_size(), shards, "cpu")
     group = dist.new_group(list(range(sharing))) if sharing > 1 else None
     batch = _batch(micro, group)
-    compute, live = torch_dtype_of(settings.dtype, "dtype"), _Live()
-    master = torch_dtype_of(settings.model_dtype, "model_dtype")
+    compute, live = torch_dtype_of(engine.dtype, "dtype"), _Live()
+    master = torch_dtype_of(engine.model_dtype, "model_dtype")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(hf_config, dtype=master)
-        module = build.add_adapters(module, options, trains=True)
+        module = build.add_adapters(module, replace(model, lora_adapter_path=None), trains=True)
     if not make_packable(without_adapters(module)):
         raise ValueError(f"the attention of {type(module).__name__} cannot be replaced")
     shapes = {tuple(p.shape) for p in module.parameters()}
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         _without_storage(module, master)
-        if options.enable_gradient_checkpointing:
+        if model.enable_gradient_checkpointing:
             without_adapters(module).gradient_checkpointing_enable({"use_reentrant": False})
         module = fsdp_utils.apply_fsdp2(
-            module, mesh, wrap_policy=dict(settings.wrap_policy or {}), offload_policy=False,
-            reshard_after_forward=settings.reshard_after_forward, forward_prefetch=settings.forward_prefetch,
-            mp_policy=build.mixed_precision_policy(settings),
+            module, mesh, wrap_policy=dict(engine.wrap_policy or {}), offload_policy=False,
+            reshard_after_forward=engine.reshard_after_forward, forward_prefetch=engine.forward_prefetch,
+            mp_policy=build.mixed_precision_policy(engine),
         )  # fmt: skip
         shapes |= {tuple(fsdp_utils.local_tensor(p).shape) for p in module.parameters()}
         module.train()
@@ -238,9 +234,9 @@ def _trace(
         live.reset()
         lower = torch.autocast("cpu", dtype=compute) if compute != torch.float32 else nullcontext()
         away = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else fsdp_utils.activations_on_cpu()
-        offload = away if options.enable_activation_offload else nullcontext()
-        module.set_requires_gradient_sync(not settings.defer_gradient_sync)
-        for _ in range(1 + settings.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
+        offload = away if model.enable_activation_offload else nullcontext()
+        module.set_requires_gradient_sync(not engine.defer_gradient_sync)
+        for _ in range(1 + engine.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
             with lower, offload:
                 log_probs, _ = call_as_forward(module, response_log_probs, temperature=1.0, **batch)
             (-log_probs.mean()).backward()

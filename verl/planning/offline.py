@@ -1,10 +1,9 @@
 """Dry runs of the entries that train nothing: main_generation, main_eval."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
@@ -12,7 +11,7 @@ from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import read_rows
 from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models, row_problems
-from verl.planning.config_check import select, text
+from verl.planning.config_check import text
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.utils.problems import Problem, one_line, wrong
 
@@ -20,7 +19,7 @@ from verl.utils.problems import Problem, one_line, wrong
 def generation_entry(rows: int | None = None) -> Entry:
     """main_generation; its start tokenizes the first `rows` prompts, None for all."""
 
-    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
+    def plan(console: Console, config: GenerationConfig, known: list[Problem]) -> list[Problem]:
         prompts, problems = check_inputs(config, Findings())
         count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
         kept = 0 if prompts is None else len(PartialAnswers(config).read())
@@ -36,36 +35,34 @@ def generation_entry(rows: int | None = None) -> Entry:
         })  # fmt: skip
         return problems
 
-    def start_problems(config: DictConfig) -> list[Problem]:
+    def start_problems(config: GenerationConfig) -> list[Problem]:
         return check_inputs(config, Findings(to_start=True), rows)[1]
 
     return Entry(GenerationConfig, (_generation_rules,), plan, start_problems)
 
 
-def _generation_rules(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> Iterator[Problem]:
+def _generation_rules(config: GenerationConfig, problems: list[Problem]) -> Iterator[Problem]:
     """Rules between keys of main_generation; `problems` of single keys are known already."""
-    keys = ("data.n_samples", "rollout.temperature", "rollout.do_sample")
-    samples, temperature, draws = values = [select(plain, key, None) for key in keys]
-    known = None not in values and not {p.key for p in problems} & {*keys}
-    if known and samples > 1 and (temperature == 0 or not draws):
-        what = f"data.n_samples={samples} answers of rollout.temperature={temperature}"
-        what += f", rollout.do_sample={text(draws)} would be one text {samples} times"
+    rollout, samples = config.rollout, config.data.n_samples
+    known = not {p.key for p in problems} & {"data.n_samples", "rollout.temperature", "rollout.do_sample"}
+    if known and samples > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        what = f"data.n_samples={samples} answers of rollout.temperature={rollout.temperature}"
+        what += f", rollout.do_sample={text(rollout.do_sample)} would be one text {samples} times"
         yield wrong("data.n_samples", f"{what}. Set data.n_samples=1.")
-    own_module = select(plain, "rollout.name", None) in ROLLOUTS_OF_THE_ACTOR
-    if not own_module and select(plain, "rollout.load_format", None) == "dummy":
+    if rollout.name not in ROLLOUTS_OF_THE_ACTOR and rollout.load_format == "dummy":
         what = "rollout.load_format=dummy would answer with random weights"
         yield wrong("rollout.load_format", f"{what}. Set rollout.load_format=auto.")
 
 
 def check_inputs(
-    config: DictConfig, findings: Findings, rows: int | None = None
+    config: GenerationConfig, findings: Findings, rows: int | None = None
 ) -> tuple[Sequence[Any] | None, list[Problem]]:
     """The prompts (rows without a tokenizer; None where they cannot be read), and the problems of model, prompts,
     machine and kept answers. The first `rows` prompts are tokenized; None for all.
     """
     check_models(config.model, findings, "model", "model.path")
     findings.problems += check_length(config.rollout, findings, "rollout")
-    findings.problems += [*check_liger(config, "model"), *check_gpus(config)]
+    findings.problems += [*check_liger(config, "model"), *check_gpus(config.trainer)]
     tokenizer, problems = findings.tokenizer, findings.problems
     read = read_rows if tokenizer is None else lambda _: GenerationPrompts(config, tokenizer)
     prompts = _tried(problems, "data.path", lambda: read(config.data.path))
@@ -75,13 +72,15 @@ def check_inputs(
     return prompts, [replace(problem, message=own_keys(problem.message)) for problem in problems]
 
 
-def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:
-    """main_eval; `read_answers()` checks and returns the answers, `load_reward()` the reward function."""
+def evaluation_entry(
+    read_answers: Callable[[EvaluationConfig], tuple[Any, Any]], load_reward: Callable[[EvaluationConfig], Any]
+) -> Entry:
+    """main_eval; `read_answers` checks and returns the answers with their rows, `load_reward` the reward function."""
 
-    def plan(console: Console, config: DictConfig, known: list[Problem]) -> list[Problem]:
+    def plan(console: Console, config: EvaluationConfig, known: list[Problem]) -> list[Problem]:
         problems: list[Problem] = []
-        _tried(problems, "custom_reward_function", load_reward)
-        answers = _tried(problems, "data.path", read_answers)
+        _tried(problems, "custom_reward_function", lambda: load_reward(config))
+        answers = _tried(problems, "data.path", lambda: read_answers(config)[1])
         console.rule("Plan")
         count = None if answers is None else len(answers)
         print_rows(console, {"answers": count_text(count), "processes": count_text(config.reward_model.num_workers)})

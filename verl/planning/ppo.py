@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.algos.names import COMPARES_SAMPLES
@@ -42,16 +41,15 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
     `verl.utils.problems.register_check`.
     """
 
-    def start_problems(config: DictConfig) -> list[Problem]:
+    def start_problems(config: PPOConfig) -> list[Problem]:
         """For a start on this machine. On a cluster (RAY_ADDRESS) nothing is checked: its nodes have the files."""
-        settings = config.ray_kwargs.ray_init
-        if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
+        if os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address"):
             return []
         findings = Findings(to_start=True)
         check_input(config, findings, create_dataset, ROWS_AT_START)
         return findings.problems
 
-    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
+    def plan(console: Console, config: PPOConfig, problems: list[Problem]) -> list[Problem]:
         findings = Findings()
         check_input(config, findings, create_dataset, ROWS_CHECKED)
         wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
@@ -61,7 +59,7 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
     return Entry(PPOConfig, (rl_problems,), plan, start_problems, plans_wrong_configs=True)
 
 
-def check_input(config: DictConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
+def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Add the problems of model, plug-ins, data (its first `rows` rows), machine, rollout and registered checks."""
     problems, model, rollout = findings.problems, "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
@@ -72,13 +70,14 @@ def check_input(config: DictConfig, findings: Findings, create_dataset: Callable
     problems += check_liger(config, model, *split_by)
     problems += check_plugins(config)
     check_data(config, findings, create_dataset, rows)
-    problems += [*check_gpus(config), *check_outputs(config)] if findings.to_start else check_machine(config)
+    trainer = config.trainer
+    problems += [*check_gpus(trainer), *check_outputs(trainer)] if findings.to_start else check_machine(trainer)
     problems += check_group_size(config)
     for check in (check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
         problems += check(config, findings)
 
 
-def check_plugins(config: DictConfig) -> Iterator[Problem]:
+def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
     from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
@@ -107,7 +106,7 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
             known.add(str(e))
 
 
-def check_group_size(config: DictConfig) -> Iterator[Problem]:
+def check_group_size(config: PPOConfig) -> Iterator[Problem]:
     """A warning of one sample per prompt for an estimator that compares those of a prompt."""
     estimator, key = config.algorithm.adv_estimator, "actor_rollout_ref.rollout.n"
     if config.actor_rollout_ref.rollout.n == 1 and estimator in COMPARES_SAMPLES:
@@ -115,7 +114,7 @@ def check_group_size(config: DictConfig) -> Iterator[Problem]:
         yield Problem(UNUSED, key, f"{what} has no baseline. Set {key}=2 or more, or another estimator.")
 
 
-def check_data(config: DictConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
+def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.data.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
     from verl.reward.rules import has_rule, truth_problem, unknown_source
@@ -159,7 +158,7 @@ def check_data(config: DictConfig, findings: Findings, create_dataset: Callable[
             check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
 
 
-def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
+def _count_steps(config: PPOConfig, prompts: int | None) -> tuple[int | None, int | None]:
     """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
     drawn, wanted = config.data.gen_batch_size, config.data.train_batch_size
     sound = isinstance(drawn, int) and isinstance(wanted, int)
@@ -169,10 +168,10 @@ def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, i
     return prompts // max(drawn, wanted), steps
 
 
-def _print_plan(console: Console, config: DictConfig, findings: Findings, wrong_sizes: bool) -> None:
+def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     per_epoch, steps = _count_steps(config, findings.train_prompts)
-    plan = None if wrong_sizes else plan_batches(OmegaConf.to_container(config, resolve=True))
+    plan = None if wrong_sizes else plan_batches(config)
     print_rows(
         console,
         {
@@ -192,7 +191,7 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings, wrong_
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
 
 
-def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
+def _longest_prompt(config: PPOConfig, findings: Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
     from verl.data.chat_template import ChatTemplateError, render_chat
     from verl.data.rl_dataset import DatasetError, RLHFDataset

@@ -5,14 +5,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.common import TrainerConfig
 from verl.config.model import LOGITS_CHUNK
-from verl.config.optimizer import FSDPOptimizerConfig
+from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
+from verl.planning.config_check import select
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
 from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
@@ -27,30 +27,29 @@ LEFT = 0.95  # of a GPU: the rest is the CUDA context, NCCL's buffers and what t
 Phases = dict[str, dict[str, int]]
 
 
-def print_memory(console: Console, config: DictConfig, hf_config: Any, steps: int | None = None) -> list[Problem]:
+def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int | None = None) -> list[Problem]:
     """Print a rank's memory by part and phase; on GPUs also what does not fit, and settings that do.
 
     Returns the problems of this machine: memory of CPU ranks, and disk space for the checkpoints of `steps` steps.
     """
-    plain = OmegaConf.to_container(config, resolve=True)
-    size, exact = measure_loaded(hf_config, plain)
-    limit = _gpu_bytes(plain["trainer"])
-    phases, traced = _memory(plain, size, hf_config, limit)
+    size, exact = measure_loaded(hf_config, config)
+    limit = _gpu_bytes(config.trainer)
+    phases, traced = _memory(config, size, hf_config, limit)
     table = memory_table(size, phases, traced)
     if not exact:
-        loader = plain["actor_rollout_ref"]["model"]["loader"]["name"]
+        loader = config.actor_rollout_ref.model.loader.name
         table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
     console.print(table)
-    problems = list(_disk_problems(plain, size, steps))
+    problems = list(_disk_problems(config, size, steps))
     if limit is None:
-        return [*problems, *_memory_problems(plain, phases)]
+        return [*problems, *_memory_problems(config, phases)]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > LEFT * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
         return problems
     for name, needed in over.items():
         console.print(f"{name} does not fit: {needed / GIB:.1f} GiB of {LEFT * limit / GIB:.1f} GiB usable.")
-    if changes := _nearest(plain, size, hf_config, limit):
+    if changes := _nearest(config, size, hf_config, limit):
         words = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
         console.print(f"The nearest settings that fit: {words}", highlight=False)
     else:
@@ -58,140 +57,140 @@ def print_memory(console: Console, config: DictConfig, hf_config: Any, steps: in
     return problems
 
 
-def _memory_problems(plain: dict[str, Any], phases: Phases) -> Iterator[Problem]:
+def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
     """Whether this machine has the memory of its CPU ranks and of the driver."""
-    roles, ranks = plain["actor_rollout_ref"], plain["trainer"]["n_gpus_per_node"]
-    actor, rollout, remedies = roles["actor"], roles["rollout"], {}
-    if roles["model"]["enable_gradient_checkpointing"] is False:
+    roles, ranks = config.actor_rollout_ref, config.trainer.n_gpus_per_node
+    actor, rollout, remedies = roles.actor, roles.rollout, {}
+    if roles.model.enable_gradient_checkpointing is False:
         key = f"{MODEL}.enable_gradient_checkpointing"
         remedies[key] = f"set {key}=true"
-    size = "ppo_max_token_len_per_gpu" if actor["use_dynamic_bsz"] else "ppo_micro_batch_size_per_gpu"
+    size = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     keys = [f"{ACTOR}.{size}"]
-    keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout["name"] == "vllm" else []
+    keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout.name == "vllm" else []
     keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []
     needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
     what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
     yield from check_memory(needed, what, remedies | {key: f"lower {key}" for key in keys})
 
 
-def _disk_problems(plain: dict[str, Any], size: ModelSize, steps: int | None) -> Iterator[Problem]:
+def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
     """Whether the disk has the space of the run's checkpoints, of the critic too, taken for the actor's size."""
-    actor, critic = plain["actor_rollout_ref"]["actor"], plain["critic"]
-    one = checkpoint_bytes(size, actor["fsdp_config"], actor["checkpoint"]["save_contents"])
-    if need_critic(plain):
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    one = checkpoint_bytes(size, actor.fsdp_config, actor.checkpoint.save_contents)
+    if need_critic(config):
         full = dataclasses.replace(size, trainable=size.parameters)
-        one += checkpoint_bytes(full, critic["model"]["fsdp_config"], critic["checkpoint"]["save_contents"])
+        one += checkpoint_bytes(full, critic.model.fsdp_config, critic.checkpoint.save_contents)
     contents = f"{ACTOR}.checkpoint.save_contents"
-    yield from check_disk(plain["trainer"], one, steps, "max_actor_ckpt_to_keep", contents)
+    yield from check_disk(config.trainer, one, steps, "max_actor_ckpt_to_keep", contents)
 
 
-def _gpu_bytes(trainer: Mapping[str, Any]) -> float | None:
+def _gpu_bytes(trainer: TrainerConfig) -> float | None:
     """Memory of a GPU, in bytes; None on CPU ranks."""
-    if trainer["device"] != "cuda":
+    if trainer.device != "cuda":
         return None
-    if trainer["gpu_memory_gib"] is not None:
-        return trainer["gpu_memory_gib"] * GIB
+    if trainer.gpu_memory_gib is not None:
+        return trainer.gpu_memory_gib * GIB
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_GIB * GIB
 
 
-def _memory(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
+def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
     """Bytes by phase and part, and whether the update was traced."""
-    plan, roles, data = plan_batches(plain), plain["actor_rollout_ref"], plain["data"]
-    actor, model, update = roles["actor"], roles["model"], None
-    if (model["loader"]["name"], model["policy"]["name"]) == ("auto", "causal_lm"):
-        engine = actor["fsdp_config"]
-        sharing = engine["ulysses_sequence_parallel_size"] if actor["use_dynamic_bsz"] else 1  # budgets are per rank
-        samples = roles["rollout"]["n"] if actor["share_prompt_forward"] else 1
+    plan, roles, data = plan_batches(config), config.actor_rollout_ref, config.data
+    actor, model, update = roles.actor, roles.model, None
+    if (model.loader.name, model.policy.name) == ("auto", "causal_lm"):
+        engine = actor.fsdp_config
+        sharing = engine.ulysses_sequence_parallel_size if actor.use_dynamic_bsz else 1  # budgets are per rank
+        samples = roles.rollout.n if actor.share_prompt_forward else 1
         micro = MicroBatch(
-            plan.micro_batch_size * sharing, data["max_prompt_length"], data["max_response_length"], samples,
+            plan.micro_batch_size * sharing, data.max_prompt_length, data.max_response_length, samples,
             several=plan.samples_per_mini_batch > plan.micro_batch_size * plan.ranks,
-            chunk_tokens=model["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK),
-            with_entropy=actor["entropy_coeff"] != 0 or actor["calculate_entropy"],
+            chunk_tokens=model.policy.kwargs.get("chunk_tokens", LOGITS_CHUNK),
+            with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
         )  # fmt: skip
         if limit is None:
             tokens = micro.rows * micro.response + -(-micro.rows // samples) * micro.prompt
-            setting, ranks = model["enable_gradient_checkpointing"], plain["trainer"]["n_gpus_per_node"]
-            asked = checkpoints_layers(setting, hf_config, tokens, engine["dtype"], ranks)
-            model = model | {"enable_gradient_checkpointing": asked}
-        optimizer = omega_conf_to_dataclass(actor["optim"], FSDPOptimizerConfig)
-        update = traced_update(hf_config, model, engine, optimizer, micro, plan.ranks, limit is not None)
+            setting, ranks = model.enable_gradient_checkpointing, config.trainer.n_gpus_per_node
+            checkpointed = checkpoints_layers(setting, hf_config, tokens, engine.dtype, ranks)
+            changed = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed})
+            model = changed.actor_rollout_ref.model
+        update = traced_update(hf_config, model, engine, actor.optim, micro, plan.ranks, limit is not None)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
-    return estimate_memory(size, plain, *sizes, update, limit), update is not None
+    return estimate_memory(size, config, *sizes, update, limit), update is not None
 
 
-def _nearest(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float) -> dict[str, Any]:
+def _nearest(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float) -> dict[str, Any]:
     """Few changes, of those that cost least, with which every phase fits; empty if there are none."""
 
     def fits(changes: Mapping[str, Any]) -> bool:
-        phases, _ = _memory(_changed(plain, changes), size, hf_config, limit)
+        phases, _ = _memory(_changed(config, changes), size, hf_config, limit)
         return all(sum(parts.values()) <= LEFT * limit for parts in phases.values())
 
     changes: dict[str, Any] = {}
-    for key, value in _cheapest_first(plain, hf_config):
+    for key, value in _cheapest_first(config, hf_config):
         tried = changes | {key: value}
-        if not _is_sound(_changed(plain, tried)):
+        if not _is_sound(_changed(config, tried)):
             continue
         changes = tried
         if fits(changes):
             for needless in list(changes):  # the last change may make earlier ones needless
                 fewer = {k: v for k, v in changes.items() if k != needless}
-                if fewer and _is_sound(_changed(plain, fewer)) and fits(fewer):
+                if fewer and _is_sound(_changed(config, fewer)) and fits(fewer):
                     changes = fewer
             return changes
     return {}
 
 
-def _cheapest_first(plain: dict[str, Any], hf_config: Any) -> Iterator[tuple[str, Any]]:
+def _cheapest_first(config: PPOConfig, hf_config: Any) -> Iterator[tuple[str, Any]]:
     """(key, value) of changes that save memory, in the order of what they cost; results stay the same."""
-    roles, data, trainer = plain["actor_rollout_ref"], plain["data"], plain["trainer"]
-    actor, engine = roles["actor"], roles["actor"]["fsdp_config"]
-    if not roles["model"]["enable_gradient_checkpointing"]:
+    roles, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    actor, engine = roles.actor, roles.actor.fsdp_config
+    if not roles.model.enable_gradient_checkpointing:
         yield f"{MODEL}.enable_gradient_checkpointing", True
     for name in ("optimizer_offload", "param_offload"):
         if not engine[name]:
             yield f"{ACTOR}.fsdp_config.{name}", True
-    if actor["use_dynamic_bsz"]:
-        tokens = actor["ppo_max_token_len_per_gpu"] // 2
-        while tokens >= data["max_prompt_length"] + data["max_response_length"]:
+    if actor.use_dynamic_bsz:
+        tokens = actor.ppo_max_token_len_per_gpu // 2
+        while tokens >= data.max_prompt_length + data.max_response_length:
             yield f"{ACTOR}.ppo_max_token_len_per_gpu", tokens
             tokens //= 2
     else:
-        rows = plan_batches(plain).micro_batch_size // 2
+        rows = plan_batches(config).micro_batch_size // 2
         while rows >= 1:
             yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", rows
             rows //= 2
-    share = roles["rollout"]["gpu_memory_utilization"]
+    share = roles.rollout.gpu_memory_utilization
     for lower in (0.4, 0.3, 0.2):
         if lower < share:
             yield f"{ROLLOUT}.gpu_memory_utilization", lower
     heads = hf_config.get_text_config().num_attention_heads
     for ranks in (2, 4, 8):
-        if heads % ranks == 0 and ranks > engine["ulysses_sequence_parallel_size"]:
+        if heads % ranks == 0 and ranks > engine.ulysses_sequence_parallel_size:
             yield f"{ACTOR}.ulysses_sequence_parallel_size", ranks
-    if not engine["offload_policy"]:
+    if not engine.offload_policy:
         yield f"{ACTOR}.fsdp_config.offload_policy", True
     for factor in (2, 4, 8):
-        yield "trainer.nnodes", factor * trainer["nnodes"]
+        yield "trainer.nnodes", factor * trainer.nnodes
 
 
-def _changed(plain: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    changed = copy.deepcopy(plain)
+def _changed(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
+    """A copy with these values and those that follow them; other values may be wrong."""
+    changed, values = copy.deepcopy(config), dict(changes)
     for key, value in changes.items():
-        *path, name = key.split(".")
-        node = changed
-        for part in path:
-            node = node[part]
-        node[name] = value
+        role, _, name = key.rpartition(".")
         if name == "ulysses_sequence_parallel_size":
-            node["fsdp_config"][name] = value
+            values[f"{role}.fsdp_config.{name}"] = value
         if name == "ppo_micro_batch_size_per_gpu":
-            node["ppo_micro_batch_size"] = None
+            values[f"{role}.ppo_micro_batch_size"] = None
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        vars(select(changed, section))[name] = value
     return changed
 
 
-def _is_sound(plain: dict[str, Any]) -> bool:
+def _is_sound(config: PPOConfig) -> bool:
     """Whether the ranks can share these batches."""
-    problems = batch_problems(plain, use_reference_policy=reads_reference(plain), use_critic=need_critic(plain))
+    problems = batch_problems(config, use_reference_policy=reads_reference(config), use_critic=need_critic(config))
     return not any(problem.kind == WRONG for problem in problems)

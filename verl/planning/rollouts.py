@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from verl.config.ppo import PPOConfig
 from verl.utils.problems import Problem, absent, one_line, wrong
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -11,7 +12,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
+def check_cpu_heads(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     """A model whose attention no CPU kernel of vLLM knows."""
     if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cpu" or findings.hf_config is None:
         return
@@ -27,7 +28,7 @@ def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
         yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {remedy}")
 
 
-def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
+def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     """A draft model that cannot be read, or whose vocabulary has another size than the model's."""
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.speculative.draft_path"
     path = rollout.speculative.draft_path
@@ -55,7 +56,7 @@ def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
                          "draft model with the same tokenizer, or rollout.speculative.method=ngram.")  # fmt: skip
 
 
-def check_sglang(config: Any, findings: Any) -> Iterator[Problem]:
+def check_sglang(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     """SGLang, or the kernels that it imports, are not installed."""
     if config.actor_rollout_ref.rollout.name != "sglang":
         return

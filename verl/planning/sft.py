@@ -5,11 +5,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.config.batch_sizes import divides_ranks, rank_count, sharding_ranks, splits_ranks
 from verl.config.model import LOGITS_CHUNK
+from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, model_settings, samples_per_forward
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.planning.checks import (
@@ -36,33 +36,33 @@ TENSOR_PARALLEL = "model.fsdp_config.tensor_parallel_size"
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
 
 
-def ranks_of(config: Mapping[str, Any]) -> int:
+def ranks_of(config: SFTConfig) -> int:
     """Ranks of this torchrun job; outside of one those that trainer.nnodes and trainer.n_gpus_per_node plan."""
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else rank_count(config)
 
 
-def data_parallel_groups(config: Mapping[str, Any], ranks: int) -> int:
+def data_parallel_groups(config: SFTConfig, ranks: int) -> int:
     """Groups of these ranks whose members compute on the same rows; at least 1, also for sizes that do not divide."""
-    shared = config["ulysses_sequence_parallel_size"] * config["model"]["fsdp_config"]["tensor_parallel_size"]
+    shared = config.ulysses_sequence_parallel_size * config.model.fsdp_config.tensor_parallel_size
     return max(1, ranks // shared)
 
 
 def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
     """The checks and the dry run of FSDPSFTTrainer or a subclass; `ranks`: None takes those of `ranks_of`."""
 
-    def checks(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
-        return [] if problems else _tree_problems(config, plain, ranks or ranks_of(plain))
+    def checks(config: SFTConfig, problems: list[Problem]) -> list[Problem]:
+        return [] if problems else _tree_problems(config, ranks or ranks_of(config))
 
-    def check_model(config: DictConfig, findings: Findings) -> None:
+    def check_model(config: SFTConfig, findings: Findings) -> None:
         check_models(model_settings(config), findings, "model", "model.partial_pretrain")
         findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
         findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)
 
-    def start_problems(config: DictConfig) -> list[Problem]:
+    def start_problems(config: SFTConfig) -> list[Problem]:
         findings = Findings(to_start=True)
         check_model(config, findings)
-        findings.problems += check_outputs(config)
+        findings.problems += check_outputs(config.trainer)
         if config.trainer.device == "cuda":
             import torch
 
@@ -71,7 +71,7 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
                 findings.problems.append(wrong("trainer.device", rule))
         return findings.problems
 
-    def plan(console: Console, config: DictConfig, problems: list[Problem]) -> list[Problem]:
+    def plan(console: Console, config: SFTConfig, problems: list[Problem]) -> list[Problem]:
         findings = Findings()
         check_model(config, findings)
         data, tokenizer = config.data, findings.tokenizer
@@ -83,31 +83,31 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
         if check_splits(data, findings, ROWS_CHECKED, lambda: get_sft_dataset_class(data), make, _missing_columns):
             check_fills_a_batch(findings, data.train_batch_size, "samples")
         _print_plan(console, config, findings, trainer_class)
-        return [*findings.problems, *check_machine(config)]
+        return [*findings.problems, *check_machine(config.trainer)]
 
     return Entry(trainer_class.config_type, (checks,), plan, start_problems)
 
 
-def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> list[Problem]:
+def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
     """Rules between keys: shares of the ranks, resume, plug-ins, optimizer."""
-    problems, key, size = [], "data.train_batch_size", plain["data"]["train_batch_size"]
+    problems, key, size = [], "data.train_batch_size", config.data.train_batch_size
     if size % ranks:
         rule = f"{key}={size} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}."
         problems.append(wrong(key, rule))
-    problems += divides_ranks("model.fsdp_config.fsdp_size", plain["model"]["fsdp_config"], ranks)
-    problems += divides_ranks("ulysses_sequence_parallel_size", plain, ranks)
-    sequences = plain["ulysses_sequence_parallel_size"]
-    problems += splits_ranks("model.fsdp_config", plain["model"]["fsdp_config"], ranks, sequences)
-    problems += resume_problems(plain["trainer"])
+    engine, sequences = config.model.fsdp_config, config.ulysses_sequence_parallel_size
+    problems += divides_ranks("model.fsdp_config.fsdp_size", engine, ranks)
+    problems += divides_ranks("ulysses_sequence_parallel_size", config, ranks)
+    problems += splits_ranks("model.fsdp_config", engine, ranks, sequences)
+    problems += resume_problems(config.trainer)
     try:
-        samples_per_forward(plain["data"], data_parallel_groups(plain, ranks))
+        samples_per_forward(config.data, data_parallel_groups(config, ranks))
     except ValueError as e:
         problems.append(wrong("data.micro_batch_size", str(e)))
     try:
-        import_external_libs(plain["model"]["external_lib"])
+        import_external_libs(config.model.external_lib)
         engine_parts(config, None, 1)
     except ImportError as e:
-        rule = f"model.external_lib={plain['model']['external_lib']} cannot be imported: {e}."
+        rule = f"model.external_lib={config.model.external_lib} cannot be imported: {e}."
         problems.append(wrong("model.external_lib", rule))
     except ValueError as e:
         problems.append(wrong("optim", str(e)))
@@ -125,18 +125,15 @@ def _missing_columns(row: Mapping[str, Any]) -> str | None:
     return f"a sample has no {', '.join(missing)} (it has {', '.join(sorted(row))})." if missing else None
 
 
-def _print_plan(
-    console: Console, config: DictConfig, findings: Findings, trainer_class: type[Any]
-) -> None:
+def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer_class: type[Any]) -> None:
     console.rule("Plan")
-    plain = OmegaConf.to_container(config, resolve=True)
-    data, run, ranks = plain["data"], plain["trainer"], ranks_of(plain)
-    size, groups = data["train_batch_size"], data_parallel_groups(plain, ranks)
+    data, run, ranks = config.data, config.trainer, ranks_of(config)
+    size, groups = data.train_batch_size, data_parallel_groups(config, ranks)
     micro = samples_per_forward(data, groups)
     samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None
-    steps = run["total_training_steps"] or (epoch and epoch * run["total_epochs"])
-    budget = micro * data["max_length"]
+    steps = run.total_training_steps or (epoch and epoch * run.total_epochs)
+    budget = micro * data.max_length
     rows = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
     print_rows(
         console,
@@ -146,10 +143,10 @@ def _print_plan(
             "ranks": str(ranks),
             "samples a step": count_text(size),
             "samples a step and rank": count_text(size // ranks),
-            "micro-batches a step and rank": f"of at most {budget:,} tokens" if data["packing"] else rows,
+            "micro-batches a step and rank": f"of at most {budget:,} tokens" if data.packing else rows,
             "steps per epoch": count_text(epoch),
             "steps in all": count_text(steps),
-            "warm-up steps": count_text(steps and int(steps * plain["optim"]["lr_warmup_steps_ratio"])),
+            "warm-up steps": count_text(steps and int(steps * config.optim.lr_warmup_steps_ratio)),
         },
     )
     if findings.hf_config is None:
@@ -157,19 +154,17 @@ def _print_plan(
         return
     from verl.planning.memory_trace import MicroBatch, traced_update  # slow
 
-    model = plain["model"]
-    measured = measure_model(findings.hf_config, model["lora_rank"])
-    of_model, of_engine, optimizer, _ = engine_parts(config, None, steps or 1)
-    engine, several = vars(of_engine), data["packing"] or size // groups > micro
-    batch = MicroBatch(micro, 1, data["max_length"] - 1, several=several)
-    on_gpu, processes = run["device"] == "cuda", run["n_gpus_per_node"]
-    checkpointed = of_model.enable_gradient_checkpointing
+    model, engine, optimizer, checkpoint = engine_parts(config, None, steps or 1)
+    measured = measure_model(findings.hf_config, model.lora_rank)
+    batch = MicroBatch(micro, 1, data.max_length - 1, several=data.packing or size // groups > micro)
+    on_gpu, processes = run.device == "cuda", run.n_gpus_per_node
+    checkpointed = model.enable_gradient_checkpointing
     if not on_gpu:
-        checkpointed = checkpoints_layers(checkpointed, findings.hf_config, budget, engine["dtype"], processes)
-        of_model = dataclasses.replace(of_model, enable_gradient_checkpointing=checkpointed)
+        checkpointed = checkpoints_layers(checkpointed, findings.hf_config, budget, engine.dtype, processes)
+        model = dataclasses.replace(model, enable_gradient_checkpointing=checkpointed)
     parts = traced = None
     if trainer_class.has_plain_loss():
-        parts = traced = traced_update(findings.hf_config, vars(of_model), engine, optimizer, batch, ranks, on_gpu)
+        parts = traced = traced_update(findings.hf_config, model, engine, optimizer, batch, ranks, on_gpu)
     if parts is None:
         shards, logits = sharding_ranks(engine, ranks), min(budget, LOGITS_CHUNK)
         parts = training_memory(measured, engine, shards, budget, logits, checkpointed)
@@ -182,6 +177,6 @@ def _print_plan(
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
-    one = checkpoint_bytes(measured, engine, run["checkpoint"]["save_contents"])
+    one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
     findings.problems += check_disk(run, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

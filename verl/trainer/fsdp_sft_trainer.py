@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from loguru import logger
 from omegaconf import DictConfig
 
-from verl.config.compose import hydra_main, to_settings
+from verl.config.compose import hydra_main
 from verl.config.sft import SFTConfig
 from verl.planning.sft import refuse_bad_rows, sft_entry
 from verl.trainer.run.failure import failure_message
@@ -45,8 +45,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         logger.add(sys.stderr, level="WARNING")
     try:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
-        settings = to_settings(config, trainer_class.config_type)
+        settings = sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
         tokenizer = trainer_class.build_tokenizer(settings)
         datasets = [_dataset(settings, trainer_class, tokenizer, split) for split in ("train", "val")]
     except (ValueError, OSError) as e:  # as a rule every rank has the same one

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.compose import hydra_main, to_settings
+from verl.config.compose import hydra_main
 from verl.config.offline import EvaluationConfig, EvaluationDataConfig
 from verl.data.rl_dataset import DatasetError, read_rows
 from verl.planning.offline import evaluation_entry
@@ -22,24 +22,22 @@ from verl.reward.rules import truth_problem
 
 @hydra_main(config_path="config", config_name="evaluation")
 def main(config: DictConfig) -> None:
-    entry = evaluation_entry(lambda: read_answers(config)[1], lambda: get_custom_reward_fn(config))
+    entry = evaluation_entry(read_answers, get_custom_reward_fn)
     if config.trainer.dry_run:
         sys.exit(entry.dry_run(config))
     try:
-        entry.refuse_problems(config)
-        scores = evaluate(config)
+        scores = evaluate(entry.refuse_problems(config))
     except (ValueError, OSError, RewardError, RuntimeError, AttributeError, OmegaConfBaseException) as error:
         sys.exit(str(error))
     sys.stdout.write(json.dumps(scores, indent=1) + "\n")
 
 
-def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
+def evaluate(config: EvaluationConfig) -> dict[str, float]:
     """{"test_score/<data_source>": mean over rows of the mean over a row's answers}.
 
     Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded raises a
     RewardError that names its row, or is left out (reward_model.error=drop).
     """
-    config = to_settings(config, EvaluationConfig)
     settings = config.reward_model
     rows, texts = read_answers(config)
     items = [
@@ -62,9 +60,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 
-def read_answers(config: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
+def read_answers(config: EvaluationConfig) -> tuple[list[Row], list[str]]:
     """The row of each answer of data.path, and its text."""
-    config = to_settings(config, EvaluationConfig, checked=False)
     data = config.data
     by_rule = config.custom_reward_function.path is None
     rows: list[Row] = []

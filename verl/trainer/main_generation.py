@@ -19,10 +19,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.common import CheckpointConfig
-from verl.config.compose import hydra_main, to_settings
+from verl.config.compose import hydra_main
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
-from verl.config.offline import GenerationConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
@@ -60,8 +60,7 @@ def run_generation(config: DictConfig) -> None:
     Raises one ConfigError with all problems of settings, model, prompts and machine before anything is loaded.
     """
     first = os.environ.get("RANK", "0") == "0"  # checks all prompts for all ranks
-    generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
-    settings = to_settings(config, GenerationConfig)
+    settings = generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
     trainer, data, rollout_config, model = settings.trainer, settings.data, settings.rollout, settings.model.load()
     prompts, partial = GenerationPrompts(settings, model.tokenizer), PartialAnswers(settings)
     rank, ranks = _join(trainer)

@@ -97,9 +97,8 @@ class HFRollout(BaseRollout):
         return build_rollout_batch(prompts, n, responses, response_mask, kept)
 
     def _forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        cache: dict[str, Cache],
-    ) -> tuple[torch.Tensor, dict[str, Cache]]:  # fmt: skip
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: dict[str, Cache]
+    ) -> tuple[torch.Tensor, dict[str, Cache]]:
         """Logits [B, V] of the last position, and the model's cache under the name of the argument that takes it.
 
         input_ids and position_ids [B, q], attention_mask [B, cached + q]. Without a cache the model makes its own: that

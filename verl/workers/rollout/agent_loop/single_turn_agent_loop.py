@@ -29,9 +29,10 @@ class SingleTurnAgentLoop(AgentLoopBase):
         limit = self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(
-            kwargs.get("request_id") or str(id(self)), prompt_ids=prompt_ids,
+            kwargs.get("request_id") or str(id(self)),
+            prompt_ids=prompt_ids,
             sampling_params={"max_tokens": limit, **sampling_params},
-        )  # fmt: skip
+        )
         conversation = Conversation(prompt_ids)
         conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
         return AgentLoopOutput(

@@ -203,9 +203,9 @@ class ToolAgentLoop(AgentLoopBase):
     def _check_tokenization(self, data: AgentData) -> None:
         """Warn once in a worker if the ids differ from those of the finished messages."""
         mode = self.settings.tokenization_sanity_check_mode
-        if not self.session.warned_of_tokenization and (deviation := self.encoder.deviation(
-            data.conversation.ids, data.messages, self.tool_schemas, mode=mode
-        )):  # fmt: skip
+        if not self.session.warned_of_tokenization and (
+            deviation := self.encoder.deviation(data.conversation.ids, data.messages, self.tool_schemas, mode=mode)
+        ):
             self.session.warned_of_tokenization = True
             key = f"rollout.multi_turn.tokenization_sanity_check_mode={mode}"
             logger.warning(f"conversation {data.request_id}: {deviation} Further ones are not compared ({key}).")

@@ -43,9 +43,8 @@ class SGLangHttpServer(OwnedServer):
     first_request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
     def __init__(
-        self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None,
-        host: str = "127.0.0.1",
-    ) -> None:  # fmt: skip
+        self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.config, self.model_config, self.gpus = config, model_config, gpus
         self.api_key = secrets.token_urlsafe(16)
         options = self._options()

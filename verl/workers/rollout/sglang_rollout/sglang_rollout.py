@@ -209,7 +209,7 @@ class ServerAdapter(BaseRollout):
 
     async def _generate(
         self, client: ServerClient, ids: list[int], params: dict[str, Any], log_probs: bool
-    ) -> TokenOutput:  # fmt: skip
+    ) -> TokenOutput:
         """The answer to one prompt, requested rollout.server.max_attempts times at most."""
         for attempts_left in reversed(range(self.config.server.max_attempts)):
             try:

@@ -38,7 +38,7 @@ class RequestQueue:
 
     def give_back(
         self, rows: torch.Tensor, log_probs: torch.Tensor, per_rank: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Exchange the samples that this engine made for those of this rank's prompts; collective, on the CPU.
 
         rows [N, C] int32 with the sample's number in column 0, log_probs [N, L] float32; rank r owns the `per_rank`

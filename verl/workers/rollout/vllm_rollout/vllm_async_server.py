@@ -452,7 +452,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run_while_idle(super().update_weights, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:

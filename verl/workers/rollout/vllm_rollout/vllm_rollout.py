@@ -199,7 +199,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.has_weights = False
         if peft_config is None:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -318,9 +318,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         first = dist.get_rank(self.tp_group) * len(prompts) * request.n
         return samples[first : first + len(prompts) * request.n]
 
-    def _rows(
-        self, answers: list[tuple[int, Any]], request: GenerationRequest
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _rows(self, answers: list[tuple[int, Any]], request: GenerationRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """Of pairs (number of the sample, vLLM's completion), in their order: rows [N, 2 + R] int32 of number, length
         and tokens, padded with `request.pad_id`, and log-probs [N, R] float32, or [N, 0] without `request.log_probs`.
         """
@@ -342,8 +340,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             return {
                 "prompts": [{"prompt_token_ids": request.prompt_ids[i]} for i in numbers],
                 "sampling_params": [self._params(request, request.seeds[i][0]) for i in numbers],
-                "lora_request": self.adapter, "use_tqdm": False,
-            }  # fmt: skip
+                "lora_request": self.adapter,
+                "use_tqdm": False,
+            }
 
         count, engine = len(request.prompt_ids), self.llm.llm_engine
         if self.queue is None:
