@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
 from verl.config.batch_sizes import plan_batches
-from verl.config.compose import to_settings
+from verl.config.compose import to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.planning.calibration import print_step_time
 from verl.planning.ppo_memory import print_memory
@@ -92,7 +92,7 @@ def printed_seconds(text):
 
 def costs(config, response):
     """Seconds of each phase, by known rates; prompts have 100 tokens."""
-    plan = plan_batches(OmegaConf.to_container(config, resolve=True))
+    plan = plan_batches(config)
     samples = plan.prompts * plan.samples_per_prompt
     tokens = samples * (100 + response)
     return {"gen": response * (0.01 + 0.001 * samples), "reward": 0.1 + 0.01 * samples, "balance": 0.05,
@@ -104,7 +104,8 @@ def test_known_rates_are_found(tmp_path, capfd, prompts):
     """With two prompts on two ranks there is one small run, which has the size of the run itself."""
     trained = []
 
-    def train(small):
+    def train(changes):
+        small = with_values(settings, changes)
         seconds = costs(small, small.data.max_response_length) | {"step": 99.0, "data": 9.0}
         row = {"prompt_length/mean": 100, "response_length/mean": small.data.max_response_length}
         row |= {f"timing_s/{phase}": s for phase, s in seconds.items()}
@@ -117,8 +118,9 @@ def test_known_rates_are_found(tmp_path, capfd, prompts):
     config = compose_run(tmp_path, "none", trainer__n_gpus_per_node=2, data__train_batch_size=prompts,
                          data__max_response_length=longest, trainer__critic_warmup=9,
                          actor_rollout_ref__actor__ppo_mini_batch_size=min(16, prompts))  # fmt: skip
-    print_step_time(config, train)
-    expected = costs(config, longest)
+    settings = to_settings(config, PPOConfig)
+    print_step_time(settings, train)
+    expected = costs(settings, longest)
     assert trained == ([2, 8] if prompts > 2 else [2])
     assert printed_seconds(capfd.readouterr().out) == pytest.approx(
         expected | {"step": sum(expected.values())}, abs=0.006
@@ -129,7 +131,14 @@ def test_known_rates_are_found(tmp_path, capfd, prompts):
 @pytest.mark.slow
 def test_calibration_trains_small_steps_and_keeps_nothing(tiny_llama, tmp_path, capfd):
     config = compose_run(tmp_path, tiny_llama, trainer__local="true", trainer__dry_run="true")
-    print_step_time(config, run_ppo)
+
+    def train(changes):
+        small = config.copy()
+        for key, value in changes.items():
+            OmegaConf.update(small, key, value)
+        run_ppo(small)
+
+    print_step_time(to_settings(config, PPOConfig), train)
     seconds = printed_seconds(capfd.readouterr().out)
     assert seconds["gen"] > 0 and seconds["update_actor"] > 0
     assert seconds.pop("step") == pytest.approx(sum(seconds.values()), abs=0.01 * len(seconds))

@@ -71,6 +71,16 @@ def to_omegaconf(settings: Mapping[str, Any]) -> DictConfig:
     return settings if isinstance(settings, DictConfig) else OmegaConf.create(to_plain(settings))
 
 
+def select(settings: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a dotted path of a typed tree or of nested dictionaries; the default where there is none."""
+    node: Any = settings
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
 def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """A copy of a typed tree with other values, by dotted key. Raises ValueError for a wrong one."""
     changes: dict[str, Any] = {}

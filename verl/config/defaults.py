@@ -1,55 +1,55 @@
 """Defaults that depend on the machine and on other settings: `${verl.default:NAME}` in the yaml files."""
 
+from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+
+ValueOf = Callable[[str], Any]  # the value of a dotted key in the tree that is being composed; None for an absent one
 
 
-def on_cpu(root: DictConfig) -> bool:
+def on_cpu(value_of: ValueOf) -> bool:
     """Whether the ranks have no GPU."""
-    return OmegaConf.select(root, "trainer.device") == "cpu"
+    return value_of("trainer.device") == "cpu"
 
 
-def dtype(root: DictConfig) -> str:
+def dtype(value_of: ValueOf) -> str:
     """bfloat16; float32 on a CPU without instructions for bfloat16 matrices."""
-    if not on_cpu(root):
+    if not on_cpu(value_of):
         return "bfloat16"
     from verl.utils.accelerator import default_dtype
 
     return default_dtype("cpu")
 
 
-def gradient_checkpointing(root: DictConfig) -> bool | None:
+def gradient_checkpointing(value_of: ValueOf) -> bool | None:
     """True on GPUs. On a CPU None: the engine checkpoints a forward whose activations would not fit in memory."""
-    return None if on_cpu(root) else True
+    return None if on_cpu(value_of) else True
 
 
-def share_prompt_forward(root: DictConfig) -> bool:
+def share_prompt_forward(value_of: ValueOf) -> bool:
     """Whether the samples of a prompt share its forward: on a CPU, unless other settings do not permit it.
 
     Those are padding that is kept, one sample a prompt, PF-PPO, a policy other than causal_lm, batches whose prompts
     the ranks cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes that are not positive
     integers do not permit it either: the checks of the settings report them.
     """
-
-    def chosen(*names: str) -> list[Any]:
-        return [OmegaConf.select(root, name) for name in names]
-
-    policy, packs, redraws = chosen(
-        "actor_rollout_ref.model.policy.name", "actor_rollout_ref.model.use_remove_padding", "algorithm.use_pf_ppo"
-    )
-    if not (on_cpu(root) and packs) or policy != "causal_lm" or redraws:
+    if not (on_cpu(value_of) and value_of("actor_rollout_ref.model.use_remove_padding")):
         return False
-    n, nodes, a_node, *prompts = counts = chosen(
-        "actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size",
-        "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size",
-    )  # fmt: skip
+    if value_of("actor_rollout_ref.model.policy.name") != "causal_lm" or value_of("algorithm.use_pf_ppo"):
+        return False
+    names = ("data.train_batch_size", "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
+    n, nodes, a_node, *prompts = counts = [
+        value_of(name)
+        for name in ("actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node", *names)
+    ]
     of_rank, of_all = [], []  # samples in a micro-batch
     for size, switch in (("actor.ppo_", "actor."), *((f"{role}.log_prob_",) * 2 for role in ("rollout", "ref"))):
         key = f"actor_rollout_ref.{size}micro_batch_size"
-        *given, dynamic = chosen(f"{key}_per_gpu", key, f"actor_rollout_ref.{switch}use_dynamic_bsz")
-        for sizes, value in zip((of_rank, of_all), given, strict=True):
-            sizes += [] if dynamic or value is None else [value]
+        if not value_of(f"actor_rollout_ref.{switch}use_dynamic_bsz"):
+            of_rank.append(value_of(f"{key}_per_gpu"))
+            of_all.append(value_of(key))
+    of_rank, of_all = ([size for size in sizes if size is not None] for sizes in (of_rank, of_all))
     if any(type(count) is not int or count < 1 for count in (*counts, *of_rank, *of_all)):
         return False
     ranks = nodes * a_node
@@ -61,4 +61,8 @@ DEFAULTS = {
     "dtype": dtype, "gradient_checkpointing": gradient_checkpointing, "remove_padding": on_cpu,
     "share_prompt_forward": share_prompt_forward,
 }  # fmt: skip
-OmegaConf.register_new_resolver("verl.default", lambda name, *, _root_: DEFAULTS[name](_root_), replace=True)
+OmegaConf.register_new_resolver(
+    "verl.default",
+    lambda name, *, _root_: DEFAULTS[name](lambda key: OmegaConf.select(_root_, key)),
+    replace=True,
+)

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.base import BaseConfig
 from verl.config.common import tensor_parallel_size
+from verl.config.compose import select
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import EngineConfig
 from verl.config.fields import setting
@@ -172,7 +171,7 @@ class MegatronPPOConfig(PPOConfig):
 
 
 
-def tree_type(config_type: type, config: DictConfig) -> type:
-    """The dataclass that checks a composed tree: `config_type`, or MegatronPPOConfig for ppo_megatron_trainer."""
-    has_megatron = OmegaConf.select(config, "actor_rollout_ref.actor.megatron", throw_on_missing=False) is not None
+def tree_type(config_type: type, plain: Mapping[str, Any]) -> type:
+    """The dataclass that checks a tree: `config_type`, or MegatronPPOConfig for that of ppo_megatron_trainer."""
+    has_megatron = select(plain, "actor_rollout_ref.actor.megatron") is not None
     return MegatronPPOConfig if config_type is PPOConfig and has_megatron else config_type

@@ -59,11 +59,6 @@ class EvaluationDataConfig(BaseConfig, section="data"):
     reward_model_key: str = setting("reward_model", "Column that holds {ground_truth: ...}.")
 
 
-def _generation_rollout() -> RolloutConfig:
-    lengths = {"prompt_length": 1536, "response_length": 512}
-    return RolloutConfig(name="vllm", top_k=50, top_p=0.7, load_format="auto", **lengths)
-
-
 @dataclass
 class GenerationConfig(BaseConfig, section=""):
     """The full tree of generation.yaml."""
@@ -71,7 +66,12 @@ class GenerationConfig(BaseConfig, section=""):
     trainer: GenerationTrainerConfig = setting(GenerationTrainerConfig, "The ranks.")
     data: GenerationDataConfig = setting(GenerationDataConfig, "Prompts and answers.")
     model: HFModelConfig = setting(HFModelConfig, "The model that generates.")
-    rollout: RolloutConfig = setting(_generation_rollout, "How answers are generated.")
+    rollout: RolloutConfig = setting(
+        lambda: RolloutConfig(
+            name="vllm", top_k=50, top_p=0.7, load_format="auto", prompt_length=1536, response_length=512
+        ),
+        "How answers are generated.",
+    )
 
 
 @dataclass

@@ -77,7 +77,8 @@ class SFTDataset(FileRows):
         """The text of a row's `prompt` or `response`, through the keys that lead to it."""
         names = {f"data.{each}_key": self.settings[f"{each}_key"] for each in ("prompt", "response")}
         name = names[f"data.{kind}_key"]
-        value, path = self.column(item, name, f"data.{kind}_key", names), f"column '{name}'"
+        value = self.column(item, name, f"data.{kind}_key", names)
+        path = f"column '{name}'"
         for key in self.settings[f"{kind}_dict_keys"] or []:
             if not isinstance(value, Mapping) or key not in value:
                 have = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"

@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import MultiTurnConfig
-from verl.planning.config_check import select
 from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resolve_config_path

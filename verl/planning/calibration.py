@@ -4,13 +4,14 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.config.batch_sizes import plan_batches
+from verl.config.ppo import PPOConfig
 from verl.planning.dry_run import print_rows
 
 STEPS = 3  # the first warms up
@@ -22,15 +23,15 @@ OF_SAMPLES = ("reward",)
 NOT_IN_A_STEP = ("step", "testing", "save_checkpoint", "load_checkpoint", "data")
 
 
-def print_step_time(config: DictConfig, train: Callable[[DictConfig], None]) -> None:
-    """Train small steps of two sizes by `train` and print what a step of `config` takes at their rates.
+def print_step_time(config: PPOConfig, train: Callable[[Mapping[str, Any]], None]) -> None:
+    """Train small steps of two sizes and print what a step of `config` takes at their rates.
 
-    Of a phase that works on samples, the two sizes give a fixed part and one that grows with the samples. An update has
-    the fixed part once for each optimizer step; the other grows with a sample's tokens as well. The seconds of a
-    generation grow with the length of responses, which are counted at their full length: a real step is rather shorter.
-    Other phases stay.
+    `train(changes)` trains with other values of `config`, by dotted key. Of a phase that works on samples, the two
+    sizes give a fixed part and one that grows with the samples. An update has the fixed part once for each optimizer
+    step; the other grows with a sample's tokens as well. The seconds of a generation grow with the length of responses,
+    which are counted at their full length: a real step is rather shorter. Other phases stay.
     """
-    plan = plan_batches(OmegaConf.to_container(config, resolve=True))
+    plan = plan_batches(config)
     n, longest = plan.samples_per_prompt, config.data.max_response_length
     sizes = sorted({plan.ranks * max(1, min(size, plan.prompts // plan.ranks)) for size in PROMPTS})
     measured = [_measure(config, train, prompts) for prompts in sizes]
@@ -57,18 +58,18 @@ def print_step_time(config: DictConfig, train: Callable[[DictConfig], None]) -> 
     print_rows(console, {p: f"{s:,.2f}" for p, s in seconds.items()} | {"step": f"{sum(seconds.values()):,.2f}"})
 
 
-def _measure(config: DictConfig, train: Callable[[DictConfig], None], prompts: int) -> dict[str, float]:
+def _measure(config: PPOConfig, train: Callable[[Mapping[str, Any]], None], prompts: int) -> dict[str, float]:
     """Means of the metrics over small steps of `prompts` prompts."""
     with tempfile.TemporaryDirectory(prefix="verl_calibration_") as folder:
-        train(_small(config, folder, prompts))
+        train(_changes(config, folder, prompts))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line)["data"] for line in lines][1:]
     return {name: statistics.mean(row.get(name, 0.0) for row in rows) for row in rows for name in row}
 
 
-def _small(config: DictConfig, folder: str, prompts: int) -> DictConfig:
-    """The run with `prompts` prompts a step, short responses, and nothing kept."""
-    changes = {
+def _changes(config: PPOConfig, folder: str, prompts: int) -> dict[str, Any]:
+    """What makes a run of `prompts` prompts a step, with short responses, that keeps nothing."""
+    return {
         "trainer.dry_run": False, "trainer.calibrate": False, "trainer.total_training_steps": STEPS,
         "trainer.logger": [], "trainer.report": False, "trainer.val_before_train": False, "trainer.test_freq": -1,
         "trainer.save_freq": 0, "trainer.resume_mode": "disable", "trainer.default_local_dir": folder,
@@ -77,7 +78,3 @@ def _small(config: DictConfig, folder: str, prompts: int) -> DictConfig:
         "data.max_response_length": min(RESPONSE, config.data.max_response_length),
         "actor_rollout_ref.actor.ppo_mini_batch_size": prompts, "critic.ppo_mini_batch_size": prompts,
     }  # fmt: skip
-    small = config.copy()
-    for key, value in changes.items():
-        OmegaConf.update(small, key, value, force_add=False)
-    return small

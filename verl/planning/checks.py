@@ -14,10 +14,10 @@ from urllib.error import HTTPError
 
 from verl.config.base import BaseConfig
 from verl.config.common import RunConfig
+from verl.config.compose import select
 from verl.config.data import DataConfig
 from verl.config.offline import GenerationTrainerConfig
 from verl.config.sft import SFTDataConfig
-from verl.planning.config_check import select
 from verl.utils.fs import copy_to_local, is_non_local
 from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
@@ -203,7 +203,8 @@ def check_splits(
                 findings.problems.append(absent(key, unchecked))
             else:
                 dataset = make(files, split)
-                findings.datasets[key], count = dataset, len(dataset)
+                findings.datasets[key] = dataset
+                count = len(dataset)
                 findings.problems += row_problems(dataset, key, rows, lacks)
         except Exception as e:  # a user's class may raise anything; its text is the problem
             text = f": {one_line(e)}"

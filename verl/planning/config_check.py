@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
-from verl.config.compose import to_settings
+from verl.config.compose import select, to_settings
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
@@ -88,8 +88,9 @@ def tree_problems(
     `config_type` is the dataclass of the tree; sections that it does not have, such as a recipe's, are not checked.
     A tree with problems has their values as they are.
     """
-    known, config_type = known_tree() if known is None else known, tree_type(config_type, config)
+    known = known_tree() if known is None else known
     raw = OmegaConf.to_container(config, resolve=False)
+    config_type = tree_type(config_type, raw)
     issues = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
     issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
@@ -343,16 +344,6 @@ def resume_problems(run: RunConfig) -> list[Problem]:
     if run.resume_mode != "resume_path" or (path is not None and "global_step_" in path):
         return []
     return [wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")]
-
-
-def select(settings: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path of a typed tree or of nested dictionaries; the default where there is none."""
-    node: Any = settings
-    for part in path.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return default
-        node = node[part]
-    return node
 
 
 def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -6,9 +6,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.compose import select
 from verl.config.fields import field_metadata, field_types, section_type
 from verl.config.megatron import tree_type
-from verl.planning.config_check import is_interpolation, paths, select, text
+from verl.planning.config_check import is_interpolation, paths, text
 from verl.utils.problems import UNUSED, Problem
 
 
@@ -22,7 +23,7 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
         plain, raw = (OmegaConf.to_container(config, resolve=r) for r in (True, False))
     except OmegaConfBaseException:  # tree_problems reports it
         return []
-    config_type = tree_type(config_type, config)
+    config_type = tree_type(config_type, plain)
     rollout = select(plain, "actor_rollout_ref.rollout.name", select(plain, "rollout.name", None))
     mode = select(plain, "actor_rollout_ref.rollout.mode", select(plain, "rollout.mode", None))
     default, problems = config_type(), []

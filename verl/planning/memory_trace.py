@@ -161,7 +161,8 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its local tensor comes here afterwards
-        out, known = func(*args, **(kwargs or {})), len(self.shapes)
+        out = func(*args, **(kwargs or {}))
+        known = len(self.shapes)
         for tensor in tree_leaves((out, args)):
             if isinstance(tensor, torch.Tensor):
                 self.shapes.setdefault(tensor.untyped_storage(), (tuple(tensor.shape), tensor.dtype))

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
 from verl.config.common import TrainerConfig
+from verl.config.compose import select
 from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
-from verl.planning.config_check import select
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
 from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
@@ -97,7 +97,9 @@ def _gpu_bytes(trainer: TrainerConfig) -> float | None:
 
 def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
     """Bytes by phase and part, and whether the update was traced."""
-    plan, roles, data = plan_batches(config), config.actor_rollout_ref, config.data
+    plan = plan_batches(config)
+    roles = config.actor_rollout_ref
+    data = config.data
     actor, model, update = roles.actor, roles.model, None
     if (model.loader.name, model.policy.name) == ("auto", "causal_lm"):
         engine = actor.fsdp_config

@@ -61,8 +61,10 @@ def run_generation(config: DictConfig) -> None:
     """
     first = os.environ.get("RANK", "0") == "0"  # checks all prompts for all ranks
     settings = generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
-    trainer, data, rollout_config, model = settings.trainer, settings.data, settings.rollout, settings.model.load()
-    prompts, partial = GenerationPrompts(settings, model.tokenizer), PartialAnswers(settings)
+    trainer, data, rollout_config = settings.trainer, settings.data, settings.rollout
+    model = settings.model.load()
+    prompts = GenerationPrompts(settings, model.tokenizer)
+    partial = PartialAnswers(settings)
     rank, ranks = _join(trainer)
     if rank == 0:
         partial.open()
@@ -78,7 +80,8 @@ def run_generation(config: DictConfig) -> None:
             text = "model loaded; {:,} prompts, {} answers each, at most {} prompts at a time on each of {} ranks"
             logger.info(text, len(pending), data.n_samples, data.batch_size, ranks)
         together = ranks if rollout_config.name in ROLLOUTS_OF_THE_ACTOR else rollout_config.tensor_model_parallel_size
-        queue, started = shared_store(), time.perf_counter()
+        queue = shared_store()
+        started = time.perf_counter()
         for share in shares(queue, len(pending), data.batch_size, together):
             numbers = [pending[i] for i in share]
             partial.add(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer))

@@ -4,12 +4,12 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
@@ -49,10 +49,10 @@ def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     return rl_checks().dry_run(config, known)
 
 
-def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> None:
-    """Exit with one message if there are problems of settings or input; `known` as in `run_ppo`."""
+def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> PPOConfig:
+    """The typed config; exits with one message if there are problems of settings or input. `known`: see `run_ppo`."""
     try:
-        rl_checks().refuse_problems(config, known)
+        return rl_checks().refuse_problems(config, known)
     except ValueError as e:
         sys.exit(str(e))
 
@@ -76,13 +76,19 @@ def run_ppo(
         if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
             from verl.planning.calibration import print_step_time
 
-            print_step_time(config, lambda small: run_ppo(small, task_runner_class, known=known, services=services))
+            def train(changes: Mapping[str, Any]) -> None:
+                small = config.copy()
+                for key, value in changes.items():
+                    OmegaConf.update(small, key, value, force_add=False)
+                run_ppo(small, task_runner_class, known=known, services=services)
+
+            print_step_time(to_settings(config, PPOConfig), train)
         sys.exit(code)
-    exit_if_wrong(config, known)
+    settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
-    plain, settings = isinstance(runner_class, type), to_settings(config, PPOConfig)
+    plain = isinstance(runner_class, type)
     local = settings.trainer.local
     with services(config), nullcontext(True) if local else started_session(settings) as our_own:
         nsight = nsight_options(settings, of_driver=True)

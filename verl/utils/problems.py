@@ -68,7 +68,7 @@ CHECKS: list[Check] = []
 def register_check(check: Check) -> Check:
     """Decorator: a check of a recipe's own, made by every dry run that imports its module (external_lib, custom_cls).
 
-    It gets the config and what the dry run knows so far; `findings.tokenizer` is None where it could not be loaded.
+    It gets the typed config and what the dry run knows; `findings.tokenizer` is None where it could not be loaded.
     """
     if check not in CHECKS:
         CHECKS.append(check)

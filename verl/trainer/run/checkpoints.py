@@ -100,11 +100,13 @@ class Checkpoints:
             mark.touch()
         host_barrier()
         try:
-            seen = [node for part in self.parts.values() for node in _flat(part.nodes_that_see(str(mark)))]
+            answers = [answer for part in self.parts.values() for answer in part.nodes_that_see(str(mark))]
         finally:
             host_barrier()
             if is_first_rank():
                 mark.unlink(missing_ok=True)
+        # An engine answers with a pair, a group with a list of those of each worker.
+        seen = [pair for answer in answers for pair in (answer if isinstance(answer, list) else [answer])]
         if blind := sorted({node for node, sees in seen if not sees}):
             raise ValueError(
                 f"trainer.default_local_dir={str(root)!r} is not the same folder on every node: {', '.join(blind)} "
@@ -203,11 +205,6 @@ class Checkpoints:
             part.load_checkpoint(str(path / name), None, self.delete_after_load)
         self.saved_step = state.global_step
         return state, same_data
-
-
-def _flat(answers: list) -> list[tuple[str, bool]]:
-    """An engine's pairs, or those of every worker in a group."""
-    return [pair for answer in answers for pair in (answer if isinstance(answer, list) else [answer])]
 
 
 def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loader_state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
@@ -65,6 +66,21 @@ class BaseRollout(ABC):
         Gives prompts [B*n, P], responses [B*n, R] (right-padded), input_ids, attention_mask and position_ids
         [B*n, P+R], response_mask [B*n, R].
         """
+
+
+def engine_group(size: int) -> dist.ProcessGroup | None:
+    """The neighbouring ranks that share an engine of `size` ranks with this one (gloo), None for one rank; collective.
+
+    Raises ValueError unless `size` divides the ranks.
+    """
+    if size == 1:
+        return None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks % size:
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        raise ValueError(f"{key}={size} does not divide the {ranks} ranks; use a divisor.")
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
+    return groups[dist.get_rank() // size]
 
 
 # (name, mode) -> class, or its dotted name: what comes with verl is imported when it is requested, since some rollouts

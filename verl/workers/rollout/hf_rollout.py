@@ -134,7 +134,8 @@ class HFRollout(BaseRollout):
         largest = torch.cat([gap, gap.new_zeros(1)]).max()  # there may be no row
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self.compared, limit = True, 1e-3 if whole.dtype == torch.float32 else 0.05
+        self.compared = True
+        limit = 1e-3 if whole.dtype == torch.float32 else 0.05
         if not largest <= limit:
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(

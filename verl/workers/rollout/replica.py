@@ -214,7 +214,8 @@ class RolloutReplica:
         from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
         on_ray = isinstance(pool, RayResourcePool)
-        device, part = "cuda" if on_ray and pool.use_gpu else "cpu", self.get_ray_class_with_init_args()
+        device = "cuda" if on_ray and pool.use_gpu else "cpu"
+        part = self.get_ray_class_with_init_args()
         part.kwargs["device_name"] = device
         group_class = RayWorkerGroup if on_ray else LocalWorkerGroup
         limits = {"init": self.config.server.max_start_wait_time}

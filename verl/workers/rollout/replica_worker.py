@@ -4,10 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import to_settings
 from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.single_controller.base import Worker
@@ -21,7 +20,7 @@ from verl.workers.rollout.base import get_rollout_class
 class RolloutReplicaWorker(Worker):
     """One rank of a rollout that serves the weights in the model's folder, not an actor's."""
 
-    def __init__(self, config: RolloutConfig, model_config: DictConfig | HFModelConfig, device_name: str) -> None:
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_name: str) -> None:
         super().__init__()
         self.config, self.model_config, self.device_name = config, model_config, device_name
 
@@ -33,7 +32,7 @@ class RolloutReplicaWorker(Worker):
         initialize_global_process_group_ray()
         if self.config.load_format == "dummy":  # there is no actor that sends weights
             self.config = replace(self.config, load_format="auto")
-        self.model_config = omega_conf_to_dataclass(self.model_config, HFModelConfig).load()
+        self.model_config = to_settings(self.model_config, HFModelConfig).load()  # verl's users pass a DictConfig
         rollout_class = get_rollout_class(self.config.name, "async")
         mesh = init_device_mesh(self.device_name, (self.world_size,))
         self.rollout = rollout_class(self.config, self.model_config, mesh)

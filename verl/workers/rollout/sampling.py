@@ -22,6 +22,12 @@ class Sampling:
     top_k: int
     top_p: float
 
+    def parameters(self) -> dict[str, float]:
+        """The arguments of an engine: temperature, top_p, top_k; a temperature of 0 alone is greedy."""
+        if self.greedy:
+            return {"temperature": 0.0}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(frozen=True)
 class GenerationRequest:

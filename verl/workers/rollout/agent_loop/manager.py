@@ -13,7 +13,9 @@ import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import to_settings
+from verl.config.model import HFModelConfig
+from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup
@@ -23,7 +25,7 @@ from verl.utils.request_router import RequestRouter
 from verl.workers.rollout.agent_loop.base import AgentLoopMetrics
 from verl.workers.rollout.agent_loop.prometheus_utils import update_prometheus_config
 from verl.workers.rollout.agent_loop.rows import concat_rows, use_loop_scores
-from verl.workers.rollout.agent_loop.worker import SEED, AgentLoopWorker, AgentLoopWorkerBase
+from verl.workers.rollout.agent_loop.worker import SEED, AgentLoopWorker
 from verl.workers.rollout.replica import CLOSE_TIMEOUT_S, one_replica_per_engine
 from verl.workers.rollout.sampling import GenerationRequest
 
@@ -33,15 +35,17 @@ class AgentLoopManager:
 
     Workers are Ray actors; with trainer.local=true there is one, in this process. A subclass, named by
     rollout.agent.agent_loop_manager_class, may set `agent_loop_workers_class` before this `__init__`.
+
+    Managers, workers and loops get the trainer's configuration as a DictConfig, as those that were written for verl
+    expect; `rollout_config` has the typed settings of the rollout.
     """
 
-    agent_loop_workers_class: type[AgentLoopWorkerBase] = AgentLoopWorker
+    agent_loop_workers_class: type[AgentLoopWorker] = AgentLoopWorker
 
     def __init__(self, config: DictConfig, worker_group: Any = None, rm_resource_pool: Any = None) -> None:
         self.config, self.worker_group = config, worker_group
-        rollout = config.actor_rollout_ref.rollout
-        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(rollout, RolloutConfig)
-        model = config.actor_rollout_ref.model
+        self.rollout_config = to_settings(config.actor_rollout_ref.rollout, RolloutConfig)
+        model = to_settings(config.actor_rollout_ref.model, HFModelConfig)
         self.rollout_replicas = one_replica_per_engine(self.rollout_config, model, worker_group)
         self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
         self.server_addresses = [replica.server_address for replica in self.rollout_replicas]
@@ -74,21 +78,19 @@ class AgentLoopManager:
     @property
     def reports_finished(self) -> bool:
         """Whether `generate_sequences` reports each conversation as it ends: no subclass overrides it."""
-        is_standard = self.agent_loop_workers_class.generate_sequences is AgentLoopWorkerBase.generate_sequences
+        is_standard = self.agent_loop_workers_class.generate_sequences is AgentLoopWorker.generate_sequences
         return is_standard and type(self).generate_sequences is AgentLoopManager.generate_sequences
 
     def generate_sequences(
         self, prompts: DataProto, on_finished: Callable[[int, DataProto], None] | None = None
     ) -> DataProto:
-        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorkerBase.
+        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorker.
 
         `on_finished` is called, here, with the row number and the batch of one row when a conversation has ended.
         """
         request = GenerationRequest.from_batch(prompts, self.rollout_config)
         sampling, rollout = request.sampling, self.rollout_config
-        params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-        }  # fmt: skip
+        params: dict[str, Any] = sampling.parameters()
         params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
         seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
@@ -276,7 +278,7 @@ class _EarlyStop:
             self.rows.pop(int(number), None)
 
 
-def manager_class(config: DictConfig) -> type[AgentLoopManager]:
+def manager_class(config: PPOConfig) -> type[AgentLoopManager]:
     """The class that rollout.agent.agent_loop_manager_class names, by default AgentLoopManager."""
     name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
     return AgentLoopManager if name is None else load_class_from_fqn(name, "agent loop manager")

@@ -8,16 +8,12 @@ from uuid import uuid4
 
 from omegaconf import DictConfig
 
-from verl.config.compose import omega_conf_to_dataclass
+from verl.config.compose import to_settings
 from verl.config.rollout import RolloutConfig
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.request_router import RequestRouter
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.rollout.replica import (
-    ServerClient,
-    ServerHandle,
-    TokenOutput,
-)
+from verl.workers.rollout.replica import ServerClient, ServerHandle, TokenOutput
 
 # Sampling parameters of a request, by vLLM's names. Loops may also give max_new_tokens, which means max_tokens.
 SAMPLING = (
@@ -49,7 +45,7 @@ class AsyncLLMServerManager:
         self, config: DictConfig, server_handles: list[ServerHandle], max_cache_size: int = 10000, router: Any = None
     ) -> None:
         self.config = config
-        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+        self.rollout_config = to_settings(config.actor_rollout_ref.rollout, RolloutConfig)
         server = self.rollout_config.server
         self.clients = [ServerClient(handle, server.max_connections, server.timeout) for handle in server_handles]
         self.router = RequestRouter(len(server_handles)) if router is None else router
@@ -91,7 +87,8 @@ class AsyncLLMServerManager:
         if seed is not None:
             sampling["seed"] = turn_seed(seed, turn)
         for attempt in range(1, rollout.server.max_attempts + 1):
-            server, lost = await self._routed("acquire", request_id), False
+            server = await self._routed("acquire", request_id)
+            lost = False
             try:
                 output = await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
                 self.prompt_tokens += len(prompt_ids)

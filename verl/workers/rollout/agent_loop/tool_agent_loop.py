@@ -7,18 +7,12 @@ from typing import Any
 from uuid import uuid4
 
 from loguru import logger
-from omegaconf import DictConfig
 
 from verl.config.rollout import MultiTurnConfig
 from verl.data.chat_template import ChatTemplateError
 from verl.reward.pool import FatalGradingError
 from verl.utils.rollout_trace import rollout_trace_op
-from verl.workers.rollout.agent_loop.base import (
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    DictConfigWrap,
-)
+from verl.workers.rollout.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
 from verl.workers.rollout.agent_loop.registry import register
 from verl.workers.rollout.agent_loop.server_manager import most_tokens
 from verl.workers.rollout.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -117,7 +111,7 @@ class AgentData:
 class ToolSession:
     """The tools, interactions and journal of one worker, for all its conversations."""
 
-    def __init__(self, config: DictConfig, settings: MultiTurnConfig) -> None:
+    def __init__(self, settings: MultiTurnConfig, run_folder: str) -> None:
         tools = initialize_tools_from_config(settings.tool_config_path, settings.function_tool_path)
         self.runner = ToolRunner(
             tools, max_tool_response_length=settings.max_tool_response_length,
@@ -125,7 +119,7 @@ class ToolSession:
         )  # fmt: skip
         self.journal: ToolJournal | None = None
         if settings.journal_tool_calls and tools:
-            self.journal = ToolJournal(config.trainer.default_local_dir, tools)
+            self.journal = ToolJournal(run_folder, tools)
         path = settings.interaction_config_path
         self.interactions: dict[str, BaseInteraction] = initialize_interactions_from_config(path) if path else {}
         self.warned_of_tokenization = False  # of a conversation whose ids differ from those of its messages
@@ -144,7 +138,7 @@ class ToolAgentLoop(AgentLoopBase):
         super().__init__(trainer_config, *args, **kwargs)
         self.settings = settings = self.rollout_config.multi_turn
         if "tools" not in trainer_config.shared:
-            trainer_config.shared["tools"] = ToolSession(self.config, settings)
+            trainer_config.shared["tools"] = ToolSession(settings, self.config.trainer.default_local_dir)
         self.session: ToolSession = trainer_config.shared["tools"]
         self.runner, self.interactions = self.session.runner, self.session.interactions
         self.tool_schemas = tool_schemas(self.runner.tools.values())

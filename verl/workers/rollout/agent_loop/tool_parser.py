@@ -115,7 +115,11 @@ class ToolParser(ABC):
         Text that is valid JSON, except for JSON strings, is parsed; other text is a string. If the tool's schema allows
         a string, JSON of a type that the schema does not allow is a string as well.
         """
-        types = _types(self.tool_schemas, name)
+        functions = (schema["function"] for schema in self.tool_schemas)
+        schema = next((function for function in functions if function["name"] == name), {})
+        properties = schema.get("parameters", {}).get("properties", {})
+        types = {key: parameter["type"] for key, parameter in properties.items()}
+        types = {key: [kind] if isinstance(kind, str) else kind for key, kind in types.items()}
         arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
         return FunctionCall(name=name, arguments=json.dumps(arguments))
 
@@ -402,15 +406,6 @@ JSON_TYPES = {
     bool: ("boolean",), int: ("integer", "number"), float: ("number", "integer"), list: ("array",), dict: ("object",),
     type(None): ("null",),
 }  # fmt: skip
-
-
-def _types(tool_schemas: Sequence[dict[str, Any]], name: str) -> dict[str, list[str]]:
-    """The types that the schema of tool `name` allows for each parameter."""
-    functions = (schema["function"] for schema in tool_schemas)
-    schema = next((function for function in functions if function["name"] == name), {})
-    properties = schema.get("parameters", {}).get("properties", {})
-    types = {key: parameter["type"] for key, parameter in properties.items()}
-    return {key: [kind] if isinstance(kind, str) else kind for key, kind in types.items()}
 
 
 def _value(text: str, types: Sequence[str]) -> Any:

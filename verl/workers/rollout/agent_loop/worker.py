@@ -26,7 +26,7 @@ from verl.workers.rollout.replica import ServerHandle
 SEED = "__seed__"  # column: seed of the conversation
 
 
-class AgentLoopWorkerBase:
+class AgentLoopWorker:
     """Runs the conversations of its rows, all at the same time; a plain class that `ray.remote` takes.
 
     Args:
@@ -158,8 +158,7 @@ class AgentLoopWorkerBase:
         return output
 
 
-class AgentLoopWorker(AgentLoopWorkerBase):
-    """The worker of AgentLoopManager."""
+AgentLoopWorkerBase = AgentLoopWorker  # upstream's name of the class to derive from
 
 
 async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ class BaseInteraction(ABC):
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
-        self.name: str = config.get("name", "interaction_agent")
+        self.name: str = config.get("name") or "interaction_agent"
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Create an instance; returns its id, a new one without `instance_id`."""

@@ -22,13 +22,8 @@ from verl.protocol import DataProto
 from verl.utils.accelerator import visible_device
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
-from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import (
-    ServerClient,
-    ServerHandle,
-    TokenOutput,
-    host_to_bind,
-)
+from verl.workers.rollout.base import BaseRollout, engine_group
+from verl.workers.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
@@ -60,16 +55,8 @@ class ServerAdapter(BaseRollout):
                     "answers at every end token of the model. Add them, or use rollout.name=vllm."
                 )
         self.size = config.tensor_model_parallel_size
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if ranks % self.size:
-            raise ValueError(
-                f"{KEY}.tensor_model_parallel_size={self.size} does not divide the {ranks} ranks; use a divisor."
-            )
-        self.group: dist.ProcessGroup | None = None
-        if self.size > 1:
-            groups = [dist.new_group(range(i, i + self.size), backend="gloo") for i in range(0, ranks, self.size)]
-            self.group = groups[rank // self.size]
-        self.leads = rank % self.size == 0
+        self.group = engine_group(self.size)
+        self.leads = self.group is None or dist.get_rank(self.group) == 0
         self.sleeps = config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not (self.sleeps and on_cuda)
         if self.sleeps and not on_cuda:
@@ -186,11 +173,9 @@ class ServerAdapter(BaseRollout):
                 f"SGLang ({KEY}.name=sglang) was not given the actor's weights since it started or slept; call "
                 "update_weights before generate_sequences."
             )
-        config, request = self.config, GenerationRequest.from_batch(prompts, self.config)
-        sampling, limit = request.sampling, request.limit
-        params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-        }  # fmt: skip
+        config = self.config
+        request = GenerationRequest.from_batch(prompts, self.config)
+        limit, params = request.limit, request.sampling.parameters()
         params |= {"max_tokens": limit, "repetition_penalty": request.repetition_penalty}
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
         async with self._client() as client:

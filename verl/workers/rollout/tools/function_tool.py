@@ -63,7 +63,8 @@ class FunctionTool(BaseTool):
         schema = function_schema(function)
         super().__init__({name: value for name, value in vars(function).items() if name in EXAMPLES}, schema)
         self.source = function
-        self._function, self._is_async = validate_call(function), inspect.iscoroutinefunction(function)
+        self._function = validate_call(function)
+        self._is_async = inspect.iscoroutinefunction(function)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

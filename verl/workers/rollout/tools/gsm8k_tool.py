@@ -37,7 +37,8 @@ class Gsm8kTool(BaseTool):
         state = self._instance_dict[instance_id]
         answer = str(parameters.get("answer", ""))
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
-        before, state["reward"] = state["reward"], await self.calc_reward(instance_id)
+        before = state["reward"]
+        state["reward"] = await self.calc_reward(instance_id)
         step = 0.0 if state["reward"] > before else _NO_PROGRESS
         return ToolResponse(text=f"Current parsed answer={answer!r} reward={state['reward']}"), step, {}
 

@@ -21,7 +21,7 @@ class MCPBaseTool(BaseTool):
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
-        self.timeout = config.get("timeout", 30)
+        self.timeout = config["timeout"] if "timeout" in config else 30
         self._interval = 1.0 / config["rate_limit"] if config.get("rate_limit") else 0.0
         self._next = 0.0  # when the next call may start
 

@@ -85,8 +85,8 @@ class McpServer:
                 tools += page.tools
             return tools
 
-        tools, of = await self._ask(all_pages, _CONNECT_S), OpenAIFunctionToolSchema.of
-        return [of(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+        tools = await self._ask(all_pages, _CONNECT_S)
+        return [OpenAIFunctionToolSchema.of(t.name, t.description or "", t.input_schema) for t in tools]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
         """The server's result of a call (mcp.types.CallToolResult); TimeoutError after `timeout` seconds."""

@@ -226,7 +226,8 @@ class ToolConversation:
         parameters = runner.check(name, arguments)
         if isinstance(parameters, ToolResult):
             return parameters
-        tool, instance = runner.tools[name], self._instances.setdefault(name, _Instance())
+        tool = runner.tools[name]
+        instance = self._instances.setdefault(name, _Instance())
         journal = self._journal if key is not None and tool.replayable else None
         known = None if journal is None else journal.find(key)
         if known is not None:

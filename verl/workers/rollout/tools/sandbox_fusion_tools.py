@@ -10,6 +10,11 @@ from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolRes
 
 __all__ = ["ExecutionWorker", "PoolMode", "SandboxFusionTool", "TokenBucketWorker", "init_execution_pool"]
 
+DEFAULTS = {
+    "default_timeout": 30, "default_language": "python", "memory_limit_mb": 1024, "num_workers": 10, "rate_limit": 10,
+    "enable_global_rate_limit": True,
+}  # fmt: skip
+
 
 class SandboxFusionTool(BaseTool):
     """Runs the argument `code` at the service `config["sandbox_fusion_url"]` and answers what the program printed.
@@ -26,13 +31,11 @@ class SandboxFusionTool(BaseTool):
         self.sandbox_fusion_url = config.get("sandbox_fusion_url")
         if not self.sandbox_fusion_url:
             raise ValueError("config.sandbox_fusion_url is empty; set the service's URL, such as http://host:8080/run_code")
-        self.default_timeout = config.get("default_timeout", 30)
-        self.default_language = config.get("default_language", "python")
-        self.memory_limit_mb = config.get("memory_limit_mb", 1024)
-        self.execution_pool = init_execution_pool(
-            config.get("num_workers", 10), config.get("enable_global_rate_limit", True), config.get("rate_limit", 10),
-            name="sandbox-fusion-rate-limiter",
-        )  # fmt: skip
+        settings = DEFAULTS | config
+        self.default_timeout, self.default_language = settings["default_timeout"], settings["default_language"]
+        self.memory_limit_mb = settings["memory_limit_mb"]
+        limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
+        self.execution_pool = init_execution_pool(*limits, name="sandbox-fusion-rate-limiter")
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `code_interpreter`."""

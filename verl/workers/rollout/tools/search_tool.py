@@ -11,6 +11,8 @@ from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolRes
 
 __all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker", "init_search_execution_pool"]
 
+DEFAULTS = {"topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120, "enable_global_rate_limit": True}
+
 
 class SearchTool(BaseTool):
     """Asks `config["retrieval_service_url"]` for the passages nearest to each text of the argument `query_list`.
@@ -28,11 +30,10 @@ class SearchTool(BaseTool):
         self.retrieval_service_url = config.get("retrieval_service_url")
         if not self.retrieval_service_url:
             raise ValueError("config.retrieval_service_url is empty; set the URL of the retrieval service")
-        self.topk, self.timeout = config.get("topk", 3), config.get("timeout", 30)
-        self.execution_pool = init_search_execution_pool(
-            config.get("num_workers", 120), config.get("enable_global_rate_limit", True),
-            config.get("rate_limit", 120), name="search-rate-limiter",
-        )  # fmt: skip
+        settings = DEFAULTS | config
+        self.topk, self.timeout = settings["topk"], settings["timeout"]
+        limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
+        self.execution_pool = init_search_execution_pool(*limits, name="search-rate-limiter")
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `search`."""

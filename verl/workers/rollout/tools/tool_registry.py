@@ -66,10 +66,11 @@ def initialize_tools_from_config(
 
 
 def _tools_of(entry: dict[str, Any]) -> list[BaseTool]:
-    cls, config = get_tool_class(entry["class_name"]), entry.get("config") or {}
+    cls = get_tool_class(entry["class_name"])
+    config = entry.get("config") or {}
     if not (isinstance(cls, type) and issubclass(cls, BaseTool)):
         raise TypeError("the class is no subclass of verl.workers.rollout.tools.base_tool.BaseTool")
-    kind = config.get("type", ToolType.NATIVE.value)
+    kind = config.get("type") or ToolType.NATIVE.value
     if kind not in [known.value for known in ToolType]:
         raise ValueError(f"config.type={kind!r} is unknown. Known: {', '.join(t.value for t in ToolType)}.")
     if kind == ToolType.MCP.value:

@@ -23,7 +23,9 @@ class RequestQueue:
         self.tp_group = tp_group
         self.leads = tp_group is None or dist.get_rank(tp_group) == 0
         self.engines = dist.get_world_size() // (1 if tp_group is None else dist.get_world_size(tp_group))
-        self.store, self.batch, self.count = shared_store(), 0, 0
+        self.store = shared_store()
+        self.batch = 0
+        self.count = 0
 
     def open(self, count: int) -> None:
         """Start a batch of `count` prompts, those of all ranks together; every rank calls it."""

@@ -137,8 +137,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _fail(self, error: Exception) -> None:
         """Answer all requests with an error, and refuse later ones: the engine's state is unknown."""
         logger.opt(exception=error).error("vLLM's engine failed")
-        self.error, held, self._held = RuntimeError(f"the engine failed before: {error}"), self._held, {}
-        for request in [*self.requests.values(), *held.values()]:
+        self.error = RuntimeError(f"the engine failed before: {error}")
+        unfinished = [*self.requests.values(), *self._held.values()]
+        self._held = {}
+        for request in unfinished:
             self._finish(request, error)
 
     def _step(self) -> None:

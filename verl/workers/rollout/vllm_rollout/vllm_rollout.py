@@ -25,7 +25,7 @@ from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
-from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.workers.rollout.base import BaseRollout, engine_group, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
 
@@ -56,15 +56,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
         self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
-        size, self.tp_group = config.tensor_model_parallel_size, None  # the neighbouring ranks that share this engine
-        if size > 1:
-            ranks = dist.get_world_size()
-            if ranks % size:
-                raise ValueError(
-                    f"{KEY}.tensor_model_parallel_size={size} does not divide the {ranks} ranks; use a divisor."
-                )
-            groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
-            self.tp_group = groups[dist.get_rank() // size]
+        size = config.tensor_model_parallel_size
+        self.tp_group = engine_group(size)
         several = config.prompt_queue and dist.is_initialized() and dist.get_world_size() > size
         self.queue = RequestQueue(self.tp_group) if several else None
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
@@ -224,7 +217,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def weights_on_disk(self, path: str) -> list[Path]:
         """The safetensors files of a model folder. WeightFileError for a damaged one, or one of another model."""
         files = safetensors_of(path)
-        shapes, own = tensor_shapes(files), tensor_shapes(safetensors_of(self.model_config.local_path))
+        shapes = tensor_shapes(files)
+        own = tensor_shapes(safetensors_of(self.model_config.local_path))
         if not shapes:
             raise WeightFileError(f"{path} has no safetensors file to read weights from.")
         for name, shape in own.items():
@@ -277,7 +271,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 "update_weights before generate_sequences."
             )
         # The ranks of an engine run the same requests; with a queue, any engine runs those of any rank.
-        group, gathered = self.queue.group if self.queue is not None else self.tp_group, prompts
+        group = self.queue.group if self.queue is not None else self.tp_group
+        gathered = prompts
         if group is not None:
             own = prompts
             if self.queue is not None:  # the other columns stay with their rank
@@ -372,9 +367,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
         # vLLM's own ignore_eos does not apply to stop ids.
         sampling, stops = request.sampling, [] if self.config.ignore_eos else list(request.eos_ids)
-        drawn = {"temperature": 0.0} if sampling.greedy else {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": seed,
-        }  # fmt: skip
+        drawn = sampling.parameters() | ({} if sampling.greedy else {"seed": seed})
         return SamplingParams(
             n=request.n, max_tokens=request.limit, stop_token_ids=stops,
             ignore_eos=self.config.ignore_eos, detokenize=False,
