@@ -15,47 +15,25 @@ _BATCHES = "agent loops and servers need rollout.mode=async"
 _NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
 _NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
 
+# Keys of ServerConfig and RolloutConfig that these reasons hold for.
+_OF_CLIENTS = ("timeout", "max_attempts", "retry_delay", "max_connections")
+_OF_ENGINES = (
+    "mode", "repetition_penalty", "dtype", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes",
+    "free_cache_engine", "data_parallel_size", "expert_parallel_size", "tensor_model_parallel_size",
+    "max_num_batched_tokens", "logprobs_mode", "max_model_len", "prompt_queue", "disable_log_stats",
+    "multi_stage_wake_up", "engine_kwargs", "speculative", "update_weights_bucket_megabytes", "enable_chunked_prefill",
+    "enable_prefix_caching", "load_format", "lora_as_adapter", "layered_summon", "skip_tokenizer_init", "quantization",
+    "quantization_config_file", "enable_sleep_mode",
+)  # fmt: skip
+_OF_SERVERS = ("over_sample_rate", "agent", "trace", "multi_turn", "prometheus")
+
 # What happens instead of reading the key, or any key below it; a mapping restricts this to those rollouts, by
 # "name" or "name/mode".
 UNUSED: dict[str, str | Mapping[str, str]] = {
     "HFModelConfig.fused_kernel_options": "log-probs are always computed by PyTorch; there is no Triton kernel",
-    "ServerConfig.timeout": _NO_CLIENT,
-    "ServerConfig.max_attempts": _NO_CLIENT,
-    "ServerConfig.retry_delay": _NO_CLIENT,
-    "ServerConfig.max_connections": _NO_CLIENT,
-    "RolloutConfig.mode": NO_ENGINE,
-    "RolloutConfig.repetition_penalty": NO_ENGINE,
-    "RolloutConfig.dtype": NO_ENGINE,
-    "RolloutConfig.gpu_memory_utilization": NO_ENGINE,
-    "RolloutConfig.enforce_eager": NO_ENGINE,
-    "RolloutConfig.cudagraph_capture_sizes": NO_ENGINE,
-    "RolloutConfig.free_cache_engine": NO_ENGINE,
-    "RolloutConfig.data_parallel_size": NO_ENGINE,
-    "RolloutConfig.expert_parallel_size": NO_ENGINE,
-    "RolloutConfig.tensor_model_parallel_size": NO_ENGINE,
-    "RolloutConfig.max_num_batched_tokens": NO_ENGINE,
-    "RolloutConfig.logprobs_mode": NO_ENGINE,
-    "RolloutConfig.max_model_len": NO_ENGINE,
-    "RolloutConfig.prompt_queue": NO_ENGINE,
-    "RolloutConfig.disable_log_stats": NO_ENGINE,
-    "RolloutConfig.multi_stage_wake_up": NO_ENGINE,
-    "RolloutConfig.engine_kwargs": NO_ENGINE,
-    "RolloutConfig.speculative": NO_ENGINE,
-    "RolloutConfig.update_weights_bucket_megabytes": NO_ENGINE,
-    "RolloutConfig.enable_chunked_prefill": NO_ENGINE,
-    "RolloutConfig.enable_prefix_caching": NO_ENGINE,
-    "RolloutConfig.load_format": NO_ENGINE,
-    "RolloutConfig.lora_as_adapter": NO_ENGINE,
-    "RolloutConfig.layered_summon": NO_ENGINE,
-    "RolloutConfig.skip_tokenizer_init": NO_ENGINE,
-    "RolloutConfig.quantization": NO_ENGINE,
-    "RolloutConfig.quantization_config_file": NO_ENGINE,
-    "RolloutConfig.enable_sleep_mode": NO_ENGINE,
-    "RolloutConfig.over_sample_rate": _NO_SERVER,
-    "RolloutConfig.agent": _NO_SERVER,
-    "RolloutConfig.trace": _NO_SERVER,
-    "RolloutConfig.multi_turn": _NO_SERVER,
-    "RolloutConfig.prometheus": _NO_SERVER,
+    **{f"ServerConfig.{name}": _NO_CLIENT for name in _OF_CLIENTS},
+    **{f"RolloutConfig.{name}": NO_ENGINE for name in _OF_ENGINES},
+    **{f"RolloutConfig.{name}": _NO_SERVER for name in _OF_SERVERS},
 }
 
 # The reason why this behaviour is always on; setting the key to false is reported.

@@ -18,12 +18,12 @@ EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, Checkp
 def model_settings(config: SFTConfig, tokenizer: Any = None) -> HFModelConfig:
     """The `model` section as the engine's own."""
     model = to_plain(config.model)
-    same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha",
-            "use_liger")  # fmt: skip
+    same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha")
     return HFModelConfig(
         path=copy_to_local(model["partial_pretrain"], use_shm=model["use_shm"]),
         target_modules=model["target_modules"],
         use_remove_padding=config.use_remove_padding or config.data.packing,
+        use_liger=model["use_liger"],
         tokenizer=tokenizer,
         **{name: model[name] for name in same},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,43 +39,37 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
               for i in range(metadata.num_row_groups) for j in columns]  # fmt: skip
     values = sum(chunk.num_values for chunk, _ in chunks)
     stored = sum(chunk.total_uncompressed_size for chunk, _ in chunks)
-    size = _SizeCheck(path, f"{metadata.num_rows} rows of {len(columns)} columns, {values} values", whole)
-    size.check(stored, sum(chunk.num_values * max(VALUE_BYTES, width) for chunk, width in chunks))
+    rows = f"{metadata.num_rows} rows of {len(columns)} columns, {values} values"
+    in_python = sum(chunk.num_values * max(VALUE_BYTES, width) for chunk, width in chunks)
+    _check_size(path, rows, whole, stored, in_python)
     # In a dictionary-encoded chunk, each value may be as long as the whole dictionary.
     encoded = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk, _ in chunks
               if chunk.physical_type == "BYTE_ARRAY" and not set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
               and chunk.num_values * chunk.total_uncompressed_size > SMALL_BYTES}  # fmt: skip
     if encoded:
-        rows = max(1, min(_ROWS, SMALL_BYTES // 4 // max(encoded.values())))
+        at_once = max(1, min(_ROWS, SMALL_BYTES // 4 // max(encoded.values())))
         with pq.ParquetFile(path, read_dictionary=list(encoded), page_checksum_verification=True) as indices:
             length = stored
-            for batch in indices.iter_batches(rows, columns=list(encoded)):
+            for batch in indices.iter_batches(at_once, columns=list(encoded)):
                 length += sum(_length(leaf) for column in batch.columns for leaf in _leaves(column))
-                size.check(length)
+                _check_size(path, rows, whole, length)
     return file
 
 
-@dataclass(frozen=True)
-class _SizeCheck:
-    """Checks the expanded size of a file. `rows` describes its contents in error messages."""
-
-    path: Path
-    rows: str
-    whole: bool
-
-    def check(self, needed: int, in_python: int = 0) -> None:
-        """Raise ParquetTooLarge if the rows need too many bytes in Arrow (`needed`) or as Python objects."""
-        size, expanded = os.path.getsize(self.path), max(needed, in_python)
-        if expanded <= SMALL_BYTES:
-            return
-        expands = f"{size} bytes that expand to at least {expanded >> 20} MiB ({self.rows})"
-        if expanded > EXPANSION * size:
-            raise ParquetTooLarge(
-                f"{expands}, more than {EXPANSION} times the file's size. No ordinary data does: make sure where the "
-                "file is from. If its rows are right, write them as .jsonl."
-            )
-        if self.whole and needed > (free := psutil.virtual_memory().available):
-            raise ParquetTooLarge(f"{expands}, and {free >> 20} MiB of memory are available. Use fewer rows.")
+def _check_size(path: Path, rows: str, whole: bool, needed: int, in_python: int = 0) -> None:
+    """Raise ParquetTooLarge if the rows (described by `rows`) take too many bytes in Arrow (`needed`) or in Python."""
+    size = os.path.getsize(path)
+    expanded = max(needed, in_python)
+    if expanded <= SMALL_BYTES:
+        return
+    expands = f"{size} bytes that expand to at least {expanded >> 20} MiB ({rows})"
+    if expanded > EXPANSION * size:
+        raise ParquetTooLarge(
+            f"{expands}, more than {EXPANSION} times the file's size. No ordinary data does: make sure where the file "
+            "is from. If its rows are right, write them as .jsonl."
+        )
+    if whole and needed > (free := psutil.virtual_memory().available):
+        raise ParquetTooLarge(f"{expands}, and {free >> 20} MiB of memory are available. Use fewer rows.")
 
 
 def _leaves(array: pa.Array) -> Iterator[pa.DictionaryArray]:

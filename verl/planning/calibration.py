@@ -38,8 +38,8 @@ def print_step_time(config: PPOConfig, train: Callable[[Mapping[str, Any]], None
     few, many = measured[0], measured[-1]
     samples, more = sizes[-1] * n, (sizes[-1] - sizes[0]) * n
     prompt, response = many["prompt_length/mean"], many["response_length/mean"]
-    updates = {"update_actor": plan.mini_batches,
-               "update_critic": math.ceil(plan.prompts / config.critic.ppo_mini_batch_size)}  # fmt: skip
+    critic_updates = math.ceil(plan.prompts / config.critic.ppo_mini_batch_size)
+    updates = {"update_actor": plan.mini_batches, "update_critic": critic_updates}
     seconds = {}
     for phase in sorted(name.removeprefix("timing_s/") for name in many if name.startswith("timing_s/")):
         least, most = (run.get(f"timing_s/{phase}", 0.0) for run in (few, many))

@@ -16,8 +16,6 @@ from verl.planning.memory_estimate import ModelSize
 from verl.utils.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
 
-Check = Callable[[Any, list[Problem]], Iterable[Problem]]
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -31,7 +29,7 @@ class Entry:
     """
 
     config_type: type
-    checks: tuple[Check, ...]
+    checks: Callable[[Any, list[Problem]], Iterable[Problem]]
     plan: Callable[[Console, Any, list[Problem]], Iterable[Problem]]
     input_problems: Callable[[Any], Iterable[Problem]] = lambda settings: ()
     plans_wrong_configs: bool = False
@@ -43,8 +41,7 @@ class Entry:
         """
         problems, settings = tree_problems(config, self.config_type, known)
         if settings is not None:
-            for check in self.checks:
-                problems += check(settings, problems)
+            problems += self.checks(settings, problems)
             problems += unused_settings(config, self.config_type)
         complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
         return problems, settings if complete else None

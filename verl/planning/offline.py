@@ -38,7 +38,7 @@ def generation_entry(rows: int | None = None) -> Entry:
     def start_problems(config: GenerationConfig) -> list[Problem]:
         return check_inputs(config, Findings(to_start=True), rows)[1]
 
-    return Entry(GenerationConfig, (_generation_rules,), plan, start_problems)
+    return Entry(GenerationConfig, _generation_rules, plan, start_problems)
 
 
 def _generation_rules(config: GenerationConfig, problems: list[Problem]) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def evaluation_entry(
         print_rows(console, {"answers": count_text(count), "processes": count_text(config.reward_model.num_workers)})
         return problems
 
-    return Entry(EvaluationConfig, (), plan)
+    return Entry(EvaluationConfig, lambda settings, problems: (), plan)
 
 
 def _tried(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:

@@ -56,7 +56,7 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
         _print_plan(console, config, findings, wrong_sizes)
         return findings.problems
 
-    return Entry(PPOConfig, (rl_problems,), plan, start_problems, plans_wrong_configs=True)
+    return Entry(PPOConfig, rl_problems, plan, start_problems, plans_wrong_configs=True)
 
 
 def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
@@ -177,7 +177,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         {
             "prompts for training": count_text(findings.train_prompts),
             "prompts for validation": count_text(findings.val_prompts),
-            **_longest_prompt(config, findings),
+            **_longest_prompt(findings),
             **(plan.rows() if plan else {}),
             "steps per epoch": count_text(per_epoch),
             "steps in all": count_text(steps),
@@ -191,7 +191,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
 
 
-def _longest_prompt(config: PPOConfig, findings: Findings) -> dict[str, str]:
+def _longest_prompt(findings: Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
     from verl.data.chat_template import ChatTemplateError, render_chat
     from verl.data.rl_dataset import DatasetError, RLHFDataset

@@ -41,8 +41,8 @@ def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     if rollout.speculative.refresh_every and config.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
         every = f"{ROLLOUT}.speculative.refresh_every"
         sharing = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        yield wrong(every, f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own "
-                           "samples. Set one of them to its default.")  # fmt: skip
+        rule = f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own samples."
+        yield wrong(every, f"{rule} Set one of them to its default.")
     from transformers import AutoConfig
 
     try:
@@ -52,8 +52,8 @@ def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
         return
     size = findings.hf_config and findings.hf_config.get_text_config().vocab_size
     if size and draft.vocab_size != size:
-        yield wrong(key, f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {size}. Take a "
-                         "draft model with the same tokenizer, or rollout.speculative.method=ngram.")  # fmt: skip
+        rule = f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {size}."
+        yield wrong(key, f"{rule} Take a draft model with the same tokenizer, or rollout.speculative.method=ngram.")
 
 
 def check_sglang(config: PPOConfig, findings: Any) -> Iterator[Problem]:

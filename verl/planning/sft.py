@@ -85,7 +85,7 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
         _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *check_machine(config.trainer)]
 
-    return Entry(trainer_class.config_type, (checks,), plan, start_problems)
+    return Entry(trainer_class.config_type, checks, plan, start_problems)
 
 
 def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:

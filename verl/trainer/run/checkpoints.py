@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,27 +53,18 @@ class TrainerState:
     format: int = STATE_FORMAT
 
 
-class Saveable(Protocol):
-    """A worker group or an engine: what saves its part of a checkpoint into a folder and loads it from there."""
-
-    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> Any: ...
-
-    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> Any: ...
-
-    def nodes_that_see(self, path: str) -> Any: ...
-
-
 class Checkpoints:
     """The checkpoints of one run: published complete or not at all, rotated, and resumed from.
 
-    `parts`: subfolder of the checkpoint ("" is the checkpoint itself) -> what saves and loads itself there.
+    `parts`: subfolder of the checkpoint ("" is the checkpoint itself) -> the engine or worker group that saves itself
+    there by `save_checkpoint` and loads itself by `load_checkpoint`.
     `fingerprint` identifies the training data; a resume refuses other data unless `trainer.allow_data_change` is set.
     Where a process group exists, every rank calls each method and rank 0 publishes; random states of other ranks are
     then the engine's own (`restores_rng=False`).
     """
 
     def __init__(
-        self, trainer: RunConfig, parts: Mapping[str, Saveable], stream: PromptStream, fingerprint: dict[str, Any],
+        self, trainer: RunConfig, parts: Mapping[str, Any], stream: PromptStream, fingerprint: dict[str, Any],
         max_to_keep: int | None, restores_rng: bool = True, delete_after_load: bool = False,
     ) -> None:
         self.trainer = trainer

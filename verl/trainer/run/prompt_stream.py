@@ -1,25 +1,15 @@
 """Draws batches of prompts from a StatefulDataLoader, epoch after epoch, from a position that can be saved."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from verl.data.dynamicgen_dataset import DynamicGenDataset
 from verl.protocol import DataProto
 
 GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a loader whose data set grows
-
-
-@runtime_checkable
-class AppendableDataset(Protocol):
-    """A data set that appends rows between epochs."""
-
-    def begin_epoch(self) -> None: ...
-
-    def growth(self) -> dict[str, Any]: ...
-
-    def restore_growth(self, state: dict[str, Any]) -> None: ...
 
 
 class PromptStream:
@@ -35,7 +25,7 @@ class PromptStream:
     def draw(self) -> DataProto:
         """The next batch; column `uid` names each prompt by its number in the run, the same after a resume."""
         if self._iterator is None:
-            if self._batches_in_epoch == 0 and isinstance(self.loader.dataset, AppendableDataset):
+            if self._batches_in_epoch == 0 and isinstance(self.loader.dataset, DynamicGenDataset):
                 self.loader.dataset.begin_epoch()
             self._iterator = iter(self.loader)
         batch = DataProto.from_single_dict(next(self._iterator))
@@ -63,7 +53,7 @@ class PromptStream:
         order again to come to it, from more rows.
         """
         dataset, sampler = self.loader.dataset, self.loader.sampler
-        if not isinstance(dataset, AppendableDataset):
+        if not isinstance(dataset, DynamicGenDataset):
             return self.loader.state_dict()
         if self._batches_in_epoch:
             return self.loader.state_dict() | {GROWTH: dataset.growth()}

@@ -67,8 +67,8 @@ class MessageEncoder:
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID % i, **message} for i, message in enumerate(messages)]
             numbers = sorted({len(messages), 1}, reverse=True)  # some templates support one call per turn
-            bases = [[USER, {**CALLING, "tool_calls": [_call_of(message, arguments) for message in messages[:n]]}]
-                     for n in numbers for arguments in ARGUMENTS]  # fmt: skip
+            calls = [[_call_of(message, kind) for message in messages[:n]] for n in numbers for kind in ARGUMENTS]
+            bases = [[USER, {**CALLING, "tool_calls": of_turn}] for of_turn in calls]
         else:
             bases = [[USER, ANSWER], [USER]]  # some templates change a turn when a user message follows
         problem = ""
@@ -203,6 +203,6 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
     texts = [json.dumps(f["arguments"]) if isinstance(f["arguments"], dict) else f["arguments"] for f in functions]
-    calls = [{**call, "function": {**call["function"], "arguments": text}}
-             for call, text in zip(message["tool_calls"], texts, strict=True)]  # fmt: skip
+    pairs = zip(message["tool_calls"], texts, strict=True)
+    calls = [{**call, "function": {**call["function"], "arguments": text}} for call, text in pairs]
     return {**message, "tool_calls": calls}

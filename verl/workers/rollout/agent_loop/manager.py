@@ -172,9 +172,9 @@ class AgentLoopManager:
             left = None if limit is None else max(0.0, deadline - time.monotonic())
             if not (done := ray.wait([*reports, *calls], timeout=left)[0]):
                 ranks = self.worker_group.actors_by_label() if isinstance(self.worker_group, RayWorkerGroup) else {}
-                late, names = {**reports, **calls}, self._labels()
-                raise timeout_error(list(late), [names[i] for i in late.values()], "generate_sequences", limit,
-                              [workers[i] for i in late.values()], ranks)  # fmt: skip
+                late, labels = {**reports, **calls}, self._labels()
+                names, actors = zip(*((labels[i], workers[i]) for i in late.values()), strict=True)
+                raise timeout_error(list(late), list(names), "generate_sequences", limit, list(actors), ranks)
             ref = done[0]
             is_report = ref in reports
             i = reports.pop(ref) if is_report else calls.pop(ref)
@@ -252,8 +252,8 @@ class AgentLoopManager:
             self._runner.run(self.agent_loop_workers[0].close())
             self._runner.close()
         else:
-            ray.wait([w.close.remote() for w in self.agent_loop_workers], num_returns=len(self.agent_loop_workers),
-                     timeout=CLOSE_TIMEOUT_S)  # fmt: skip
+            closing = [worker.close.remote() for worker in self.agent_loop_workers]
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
             for worker in self.agent_loop_workers:
                 ray.kill(worker)
 

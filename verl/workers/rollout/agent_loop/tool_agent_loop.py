@@ -295,8 +295,8 @@ class ToolAgentLoop(AgentLoopBase):
         for call in data.tool_calls[limit:]:
             texts.append(f"Error: {call.name!r} was not called: one turn may call {limit} tools.")
         data.tool_rewards += [reward for _, reward, _ in results if reward is not None]
-        messages = [{"role": "tool", "content": text, "name": call.name, "tool_call_id": call.id}
-                    for text, call in zip(texts, data.tool_calls, strict=True)]  # fmt: skip
+        pairs = zip(texts, data.tool_calls, strict=True)
+        messages = [{"role": "tool", "content": text, "name": c.name, "tool_call_id": c.id} for text, c in pairs]
         return self._append(data, messages)
 
     @rollout_trace_op

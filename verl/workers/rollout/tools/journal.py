@@ -75,8 +75,8 @@ class ToolJournal:
         """Write the result of a call, which then survives the death of the process; only for text responses."""
         if response.image or response.video:
             return
-        entry = {"key": key, "response": response.model_dump(exclude_none=True), "reward": reward, "metrics": metrics,
-                 "failure": failure}  # fmt: skip
+        entry = {"key": key, "response": response.model_dump(exclude_none=True)}
+        entry |= {"reward": reward, "metrics": metrics, "failure": failure}
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"step_{self.step}-{self.writer}.jsonl", "a") as file:
             file.write(json.dumps(entry, default=str) + "\n")

@@ -80,8 +80,8 @@ class ToolRunner:
                 f"multi_turn.tool_response_truncate_side={tool_response_truncate_side!r} is unknown. Known: "
                 f"{', '.join(SIDES)}."
             )
-        for name, value in (("multi_turn.max_tool_response_length", max_tool_response_length), ("timeout", timeout),
-                            ("max_concurrent", max_concurrent)):  # fmt: skip
+        limits = {"multi_turn.max_tool_response_length": max_tool_response_length, "timeout": timeout}
+        for name, value in (limits | {"max_concurrent": max_concurrent}).items():
             if not value > 0:
                 raise ValueError(f"{name}={value} must be positive")
         self.tools: dict[str, BaseTool] = {}

@@ -173,8 +173,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _draft_counts(self) -> tuple[int, int]:
         """Draft tokens since the engine's start, and those of them that were accepted."""
-        counts = {metric.name.split("_num_")[-1]: metric.value for metric in self.llm.get_metrics()
-                  if metric.name in DRAFT_COUNTS}  # fmt: skip
+        metrics = [metric for metric in self.llm.get_metrics() if metric.name in DRAFT_COUNTS]
+        counts = {metric.name.split("_num_")[-1]: metric.value for metric in metrics}
         return counts["draft_tokens"], counts["accepted_tokens"]
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
@@ -285,16 +285,16 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             gathered = DataProto.concat(parts)
         request = GenerationRequest.from_batch(gathered, self.config)
         before = self._draft_counts() if self.config.speculative.method else None
-        answers = [(number * request.n + k, answer) for number, output in self._generate(request).items()
-                   for k, answer in enumerate(output.outputs)]  # fmt: skip
+        outputs = {number * request.n: output.outputs for number, output in self._generate(request).items()}
+        answers = [(first + k, answer) for first, samples in outputs.items() for k, answer in enumerate(samples)]
         metrics = {}
         if before:
             drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
             made = sum(len(answer.token_ids) for _, answer in answers)
             if self.queue is not None:  # an engine may have answered nothing
                 drafted, accepted, made = self.queue.total(drafted, accepted, made)
-            metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
-                       "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
+            metrics["rollout/draft_acceptance"] = [accepted / max(1, drafted)]
+            metrics["rollout/tokens_per_forward"] = [made / max(1, made - accepted)]
         owned = gathered
         rows, log_probs = self._rows(answers, request)
         if self.queue is not None:
@@ -420,7 +420,7 @@ def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
 
     if arguments.get("enable_prefix_caching") and not arguments.get("enable_chunked_prefill", True):
         if EngineArgs(**arguments).create_model_config().has_inner_state:
-            logger.info("rollout.enable_prefix_caching=true has no effect: vLLM caches states of recurrent layers only "
-                        "with chunked prefill")  # fmt: skip
+            why = "vLLM caches states of recurrent layers only with chunked prefill"
+            logger.info(f"rollout.enable_prefix_caching=true has no effect: {why}")
             arguments = arguments | {"enable_prefix_caching": False}
     return LLM(**arguments)
