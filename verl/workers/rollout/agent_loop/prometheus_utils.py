@@ -15,8 +15,8 @@ JOB = "rollout"
 def update_prometheus_config(config: PrometheusConfig, server_addresses: list[str]) -> None:
     """Make `server_addresses` ("host:port") the targets of job "rollout" in `config.file`; let Prometheus reload it.
 
-    Other jobs and settings of the file stay. Without a Prometheus at `config.port` this warns: one that is started
-    later reads the file.
+    Other jobs and settings of the file stay. Without a Prometheus at `config.port` of this machine this warns: one that
+    is started later reads the file.
     """
     file = Path(config.file).expanduser()
     settings = (yaml.safe_load(file.read_text()) if file.exists() else None) or {"global": {"scrape_interval": "10s"}}
@@ -27,12 +27,7 @@ def update_prometheus_config(config: PrometheusConfig, server_addresses: list[st
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     unfinished.write_text(yaml.safe_dump(settings, sort_keys=False))
     unfinished.replace(file)
-    reload_prometheus(config.port)
-
-
-def reload_prometheus(port: int) -> None:
-    """Let the Prometheus at this port of this machine read its configuration again; a warning if that fails."""
-    url = f"http://127.0.0.1:{port}/-/reload"
+    url = f"http://127.0.0.1:{config.port}/-/reload"
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=5.0).close()
     except OSError as error:

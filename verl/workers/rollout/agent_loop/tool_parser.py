@@ -171,7 +171,11 @@ class HermesToolParser(ToolParser):
     CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        return self.CALL.sub("", text), [json_call(call.strip()) for call in self.CALL.findall(text)]
+        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
+
+    def _call(self, text: str) -> FunctionCall:
+        """The call in the text between the tags."""
+        return json_call(text.strip())
 
 
 @ToolParser.register("llama3_json")
@@ -201,15 +205,11 @@ class Llama3JsonToolParser(ToolParser):
 
 
 @ToolParser.register("qwen3_coder")
-class Qwen3CoderToolParser(ToolParser):
+class Qwen3CoderToolParser(HermesToolParser):
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>; see `typed_call`."""
 
-    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
     FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
     PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
-
-    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
 
     def _call(self, text: str) -> FunctionCall:
         function = self.FUNCTION.fullmatch(text)
@@ -220,18 +220,14 @@ class Qwen3CoderToolParser(ToolParser):
 
 
 @ToolParser.register("glm45")
-class Glm45ToolParser(ToolParser):
+class Glm45ToolParser(HermesToolParser):
     """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, the format of GLM 4.5 to 4.7.
 
     The parts may be separated by line breaks; see `typed_call` for values.
     """
 
     STOPS = ("<|observation|>", "<|user|>")
-    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
     PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
 
     def _call(self, text: str) -> FunctionCall:
         name = self.PAIR.sub("", text).strip()

@@ -28,6 +28,11 @@ class PlatformWorker(VllmWorker):
     temperatures."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        # A CPU worker names the shared memory of a tensor parallel group after the port in its init method. With
+        # `external_launcher` that is `env://` for every run on a machine: two runs would share memory, and a killed
+        # run's segment would stop the next one (`create shm ... errno: 17`). So each run gives a name.
+        if name := vllm_config.additional_config.get("shared_memory_name"):
+            kwargs["distributed_init_method"] += f":{name}"  # only the name is read: the process group exists already
         if current_platform.is_cpu() and vllm_config.speculative_config is not None:
             # Drafts by n-grams start numba's threads. If there are more of them than OpenMP's, attention kernels, which
             # divide their work in advance, give wrong values in the step in which that happens.

@@ -147,7 +147,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             if config.tensor_model_parallel_size > 1:
                 name = [f"verl-{uuid.uuid4().hex}"]
                 dist.broadcast_object_list(name, src=0)
-                given["worker_cls"] = "verl.workers.rollout.vllm_cpu_worker.SharedMemoryCPUWorker"
                 given["additional_config"] = {"shared_memory_name": name[0]}
         own = {k: v for k, v in dict(config.engine_kwargs.get("vllm") or {}).items() if v is not None}
         if unknown := sorted(set(own) - {field.name for field in dataclasses.fields(EngineArgs)}):
