@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -287,14 +288,9 @@ class RolloutReplicaRegistry:
     """Replica classes by `rollout.name`; each is imported when it is requested."""
 
     _loaders: dict[str, Callable[[], type[RolloutReplica]]] = {
-        "sglang": lambda: load_class_from_fqn(
-            "verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangReplica", "rollout replica"
-        ),
-        "vllm": lambda: load_class_from_fqn(
-            "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica", "rollout replica"
-        ),
+        "sglang": partial(load_class_from_fqn, "verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangReplica"),
+        "vllm": partial(load_class_from_fqn, "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica"),
     }
-
     _served_by_one_rank = frozenset({"vllm"})
 
     @classmethod
