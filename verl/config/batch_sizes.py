@@ -103,7 +103,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += check_exactly_one_batch_size(ref, "actor_rollout_ref.ref", log_prob, ranks, dynamic)
     if use_critic:
         known_keys = {p.key.rpartition(".")[2] for p in issues}
-        issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
+        more = update_problems(config["critic"], "critic", ranks, (prompts_key, size), n)
+        issues += [p for p in more if p.key.rpartition(".")[2] not in known_keys]
     used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
     issues += _other_n(f"{ROLLOUT}.multi_turn.num_repeat_rollouts", rollout["multi_turn"]["num_repeat_rollouts"], n)
     for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
@@ -146,20 +147,16 @@ def actor_problems(
     """Problems of the actor's batch sizes; `prompts_key` is the key that a step's prompts come from."""
     grouped, step = actor["share_prompt_forward"], (prompts_key, train_batch_size)
     issues = _uneven(*step, rollout_n, n_gpus, grouped)
-    return issues + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
+    return issues + update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
 
 
-def critic_problems(
-    critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int,
-    prompts_key: str = "data.train_batch_size",
+def update_problems(
+    role: Mapping[str, Any], prefix: str, ranks: int, step: tuple[str, int], n: int, grouped: bool = False
 ) -> list[Problem]:
-    """Problems of the critic's batch sizes; `prompts_key` is the key that a step's prompts come from."""
-    return _update_problems(critic, "critic", n_gpus, (prompts_key, train_batch_size), rollout_n, grouped=False)
+    """Problems of a role's batch sizes in an update; `step`: the key that a step's prompts come from, their number.
 
-
-def _update_problems(
-    role: Mapping[str, Any], prefix: str, ranks: int, step: tuple[str, int], n: int, grouped: bool
-) -> list[Problem]:
+    `grouped`: the samples of one prompt stay on one rank.
+    """
     prompts_key, prompts = step
     key, mini = f"{prefix}.ppo_mini_batch_size", role["ppo_mini_batch_size"]
     issues = _uneven(key, mini, n, ranks, grouped)

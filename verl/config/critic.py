@@ -58,9 +58,10 @@ class CriticConfig(BaseConfig, section="critic"):
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
-        from verl.config.batch_sizes import critic_problems
+        from verl.config.batch_sizes import update_problems
 
-        raise_if_any(critic_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
+        step = ("data.train_batch_size", train_batch_size)
+        raise_if_any(update_problems(self, "critic", n_gpus, step, self.rollout_n))
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.utils.metric.validation import process_validation_metrics
 from verl.utils.tracking import ValidationGenerationsLogger
 
 
+@dataclass
 class Validator:
     """Generates and scores the validation set.
 
@@ -24,16 +26,11 @@ class Validator:
     by name, and how many samples have none.
     """
 
-    def __init__(
-        self, config: PPOConfig, loader: Iterable[dict[str, Any]], tokenizer: Any, *,
-        generate: Callable[[DataProto, int], tuple[DataProto, Mapping[str, float]]],
-        score: Callable[[DataProto], tuple[DataProto, torch.Tensor, Mapping[str, list[Any]], Any]],
-    ) -> None:
-        self.config = config
-        self.loader = loader
-        self.tokenizer = tokenizer
-        self.generate = generate
-        self.score = score
+    config: PPOConfig
+    loader: Iterable[dict[str, Any]]
+    tokenizer: Any
+    generate: Callable[[DataProto, int], tuple[DataProto, Mapping[str, float]]]
+    score: Callable[[DataProto], tuple[DataProto, torch.Tensor, Mapping[str, list[Any]], Any]]
 
     def run(self, step: int) -> dict[str, float]:
         """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* requests them.
