@@ -24,16 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from examples.demo_runner import (
-    ROOT,
-    Job,
-    PhaseFailed,
-    Phases,
-    TrainingWatch,
-    console,
-    make_progress,
-    run_side_by_side,
-)
+from examples.demo_runner import ROOT, Job, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_side_by_side
 from examples.dllm_arithmetic.demo import trained_model
 from examples.grpo_arithmetic.acceptance import lines
 from examples.grpo_arithmetic.demo import describe

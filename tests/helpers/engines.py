@@ -7,13 +7,7 @@ import torch.distributed as dist
 
 from verl.protocol import DataProto
 from verl.workers.actor import DataParallelPPOActor
-from verl.workers.config import (
-    CheckpointConfig,
-    FSDPActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-)
+from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 

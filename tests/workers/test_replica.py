@@ -9,20 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl.single_controller.base import ResourcePool
-from verl.workers.config import (
-    AgentLoopConfig,
-    CustomAsyncServerConfig,
-    HFModelConfig,
-    PrometheusConfig,
-    RolloutConfig,
-)
-from verl.workers.rollout.replica import (
-    RolloutMode,
-    RolloutReplica,
-    RolloutReplicaRegistry,
-    ServerClient,
-    host_to_bind,
-)
+from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig, HFModelConfig, PrometheusConfig, RolloutConfig
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, ServerClient, host_to_bind
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServerBase, vLLMReplica
 
 SETTINGS = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",

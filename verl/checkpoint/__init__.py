@@ -1,9 +1,6 @@
 """Checkpoints: written completely or not at all, checked before they are read."""
 
-from verl.checkpoint.checkpoint_manager import (
-    BaseCheckpointManager,
-    should_save_ckpt_esi,
-)
+from verl.checkpoint.checkpoint_manager import BaseCheckpointManager, should_save_ckpt_esi
 from verl.checkpoint.publish import (
     CheckpointCorruptError,
     CheckpointWriteError,

@@ -1,7 +1,3 @@
 """Compatibility with verl: import path of `verl.workers.rollout.interactions.base`."""
 
-import sys
-
-from verl.workers.rollout.interactions import base
-
-sys.modules[__name__] = base
+from verl.workers.rollout.interactions.base import *  # noqa: F403

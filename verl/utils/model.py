@@ -11,22 +11,8 @@ from torch import nn
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl.models.loading import (  # noqa: F401
-    compute_position_id_with_mask,
-    create_huggingface_actor,
-    get_generation_config,
-    get_hf_auto_model_class,
-    get_huggingface_actor_config,
-    get_lora_rank_from_adapter,
-    get_model_loader,
-    get_model_size,
-    load_causal_lm,
-    load_token_regression,
-    print_model_size,
-    register_model_loader,
-    torch_dtype_of,
-    update_model_config,
-)
+from verl.models.loading import *  # noqa: F403
+from verl.models.loading import create_huggingface_actor
 
 
 def create_huggingface_critic(

@@ -2,17 +2,7 @@
 
 import torch
 
-from verl.protocol.seqlen_balancing import (  # noqa: F401
-    calculate_workload,
-    ceildiv,
-    get_seqlen_balanced_partitions,
-    greedy_partition,
-    karmarkar_karp,
-    log_seqlen_unbalance,
-    prepare_dynamic_batch,
-    rearrange_micro_batches,
-    roundup_divisible,
-)
+from verl.protocol.seqlen_balancing import *  # noqa: F403
 
 
 def get_reverse_idx(idx_map: list[int]) -> list[int]:

@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl.protocol.merge import (  # noqa: F401
+from verl.protocol.merge import *  # noqa: F403
+from verl.protocol.merge import (
     DataProtoError,
     assign_non_tensor_data,
     assign_non_tensor_stack,
     cat_rows,
-    chunk_tensordict,
-    concat_tensordict,
-    concat_tensordict_with_none_bsz,
     iterate_batches,
     same_column,
     select_rows,
-    union_tensor_dict,
 )
 
 

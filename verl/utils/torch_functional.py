@@ -11,11 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from verl.algos.aggregation import masked_mean, masked_sum, masked_var, masked_whiten  # noqa: F401
-from verl.utils.lr_schedules import (  # noqa: F401
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
-)
+from verl.utils.lr_schedules import *  # noqa: F403
 
 if TYPE_CHECKING:
     from tensordict import TensorDict  # takes seconds to import

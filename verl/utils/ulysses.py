@@ -9,18 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from verl.utils.sequence_parallel import (  # noqa: F401
-    SeqAllToAll,
-    all_to_all_tensor,
+from verl.utils.sequence_parallel import *  # noqa: F403
+from verl.utils.sequence_parallel import (
     check_even,
     concatenate_when_done,
-    gather_heads_scatter_seq,
-    gather_seq_scatter_heads,
     get_ulysses_sequence_parallel_group,
     get_ulysses_sequence_parallel_world_size,
     pad_dim,
-    set_ulysses_sequence_parallel_group,
-    validate_ulysses_config,
 )
 
 

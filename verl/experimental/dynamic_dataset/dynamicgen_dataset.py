@@ -1,7 +1,3 @@
 """Compatibility with verl: import path of `verl.data.dynamicgen_dataset`."""
 
-import sys
-
-from verl.data import dynamicgen_dataset
-
-sys.modules[__name__] = dynamicgen_dataset
+from verl.data.dynamicgen_dataset import *  # noqa: F403

@@ -8,30 +8,15 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.single_controller.base.dispatch import (  # noqa: F401
+from verl.single_controller.base.dispatch import *  # noqa: F403
+from verl.single_controller.base.dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
-    MAGIC_ATTR,
-    PADDING_KEY,
     Dispatch,
-    Execute,
     check_ranks,
-    collect_all_to_all,
     collect_dp_compute_data_proto,
-    collect_lazy_compute_data_proto,
-    dispatch_all_to_all,
-    dispatch_dp_compute_data_proto_with_func,
-    dispatch_lazy_compute_data_proto,
-    dispatch_nd_compute,
-    dispatch_nd_compute_dataproto,
-    dispatch_one_to_all,
     get_predefined_dispatch_fn,
-    get_predefined_execute_fn,
-    init_predefined_dispatch_mode,
-    init_predefined_execute_mode,
     join_batches,
-    make_nd_compute_dataproto_dispatch_fn,
     mode_of,
-    register,
     split_batches,
 )
 

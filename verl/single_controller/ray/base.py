@@ -1,4 +1,5 @@
 """Compatibility with verl: import path of Ray's worker groups, and pools that share the places of other pools."""
+# ruff: noqa: F401
 
 from ray.util.placement_group import PlacementGroup
 
@@ -11,19 +12,8 @@ from verl.single_controller.ray.ray_class import (
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
 )
-from verl.single_controller.ray.resource_pool import (
-    RayResourcePool,
-    get_random_string,
-    sort_placement_group_by_node_ip,
-)
+from verl.single_controller.ray.resource_pool import RayResourcePool, get_random_string, sort_placement_group_by_node_ip
 from verl.single_controller.ray.worker_group import RayWorkerGroup
-
-__all__ = [
-    "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "SubRayResourcePool", "WorkerDiedError",
-    "create_colocated_worker_cls", "create_colocated_worker_cls_fused", "create_colocated_worker_raw_cls",
-    "extract_pg_from_exist", "func_generator", "get_master_addr_port", "get_random_string", "merge_resource_pool",
-    "sort_placement_group_by_node_ip", "split_resource_pool",
-]  # fmt: skip
 
 
 class SubRayResourcePool(RayResourcePool):

@@ -1,7 +1,6 @@
 """Compatibility with verl: every advantage, loss and KL function, with verl's signatures."""
-# ruff: noqa: F401, I001 (names to be imported from here, several a line)
+# ruff: noqa: F401
 
-import torch
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -12,18 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from verl.algos import policy_loss
-
-from verl.algos.advantage import (
-    ADV_ESTIMATOR_REGISTRY, AdvantageEstimator, Groups, compute_gae_advantage_return, compute_gpg_outcome_advantage,
-    compute_grpo_outcome_advantage, compute_grpo_passk_outcome_advantage, compute_grpo_vectorized_outcome_advantage,
-    compute_opo_outcome_advantage, compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage, compute_remax_outcome_advantage, compute_rloo_outcome_advantage,
-    compute_rloo_vectorized_outcome_advantage, estimate_advantages, get_adv_estimator_fn, inputs_of, register_adv_est,
-)
+from verl.algos.advantage import *  # noqa: F403
 from verl.algos.aggregation import LOSS_AGG_MODES, StepCounts, agg_loss
-from verl.algos.kl import (
-    AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty, kl_penalty_forward,
-)
+from verl.algos.kl import *  # noqa: F403
 from verl.algos.policy_loss import LOSS_FUNCTIONS, LossAndMetrics, LossInputs, PolicyLoss
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.config.actor import ActorConfig

@@ -1,5 +1,4 @@
 """Compatibility with verl: names of `verl.reward.loading`, and scores of a batch."""
-# ruff: noqa: F401
 
 from typing import Any
 
@@ -8,17 +7,10 @@ import torch
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
-from verl.reward.loading import (
-    check_reward_arguments,
-    get_custom_reward_fn,
-    get_manager_class,
-    load_reward_manager,
-    load_served_reward,
-    rule_reward,
-    to_dict,
-)
+from verl.reward.loading import *  # noqa: F403
+from verl.reward.loading import load_reward_manager, to_dict
 from verl.reward.managers import AbstractRewardManager
-from verl.reward.rows import drop_failed
+from verl.reward.rows import drop_failed  # noqa: F401
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:

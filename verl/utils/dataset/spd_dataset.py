@@ -1,8 +1,3 @@
-"""Compatibility with verl: import path of `recipe.spd.data.dataset`, which is imported when a name is used."""
+"""Compatibility with verl: import path of `recipe.spd.data.dataset`."""
 
-import importlib
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("recipe.spd.data.dataset"), name)
+from recipe.spd.data.dataset import *  # noqa: F403

@@ -1,7 +1,3 @@
 """Compatibility with verl: import path of `verl.reward.rules.geo3k`."""
 
-import sys
-
-from verl.reward.rules import geo3k
-
-sys.modules[__name__] = geo3k
+from verl.reward.rules.geo3k import *  # noqa: F403

@@ -1,8 +1,3 @@
-"""Compatibility with verl: import path of `recipe.spd.reward`, which is imported when a name is used."""
+"""Compatibility with verl: import path of `recipe.spd.reward`."""
 
-import importlib
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("recipe.spd.reward"), name)
+from recipe.spd.reward import *  # noqa: F403

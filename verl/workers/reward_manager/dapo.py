@@ -1,7 +1,3 @@
 """Compatibility with verl: import path of `verl.reward.managers.dapo`."""
 
-import sys
-
-from verl.reward.managers import dapo
-
-sys.modules[__name__] = dapo
+from verl.reward.managers.dapo import *  # noqa: F403
