@@ -7,7 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dllm_reasoning.inference.commit_rules import Row, count_confirmed
+from dllm_reasoning.inference.commit_rules import Refine, Row, count_confirmed
+from dllm_reasoning.inference.settings import GenerationSettings
+from verl.utils.registry import nearest
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,18 @@ class ForwardCosts:
 
 
 class AdaptiveWindows:
-    """A lossless commit rule that uses, in each forward, the window with the most expected tokens per second.
+    """Commits the confirmed leading guesses of a window and the token after them; the rest are the next guesses.
 
-    Expected tokens are means over earlier forwards. After `forget`, windows are tried before they are compared. Which
-    window is used changes the speed, never the tokens. Without `costs` the first window is used.
+    Each forward uses the window with the most expected tokens per second; without `costs` the first one. Expected
+    tokens are means over earlier forwards. After `forget`, windows are tried before they are compared. Which window is
+    used changes the speed, never the tokens.
+    With `threshold`, following tokens of at least this probability are committed unverified (not lossless).
     """
 
-    def __init__(self, windows: list[Window], noise: int, costs: ForwardCosts | None = None) -> None:
-        self.windows, self.noise, self.costs = windows, noise, costs
+    def __init__(
+        self, windows: list[Window], noise: int, costs: ForwardCosts | None = None, threshold: float | None = None
+    ) -> None:
+        self.windows, self.noise, self.costs, self.threshold = windows, noise, costs, threshold
         self.window = self.previous = windows[0]
         # tokens and forwards of a row; a window that was never used is expected to have all its guesses confirmed
         self.counts = {window: (1.0 + window.guesses, 1.0) for window in windows}
@@ -123,8 +129,26 @@ class AdaptiveWindows:
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         """The confirmed guesses and the token after them; what is predicted after those are the next guesses."""
         count = count_confirmed(row.guesses[: self.window.guesses], predicted) + 1
+        while self.threshold is not None and count < len(predicted) and confidence[count] >= self.threshold:
+            count += 1
         if self.window == self.previous:
             tokens, forwards = self.counts[self.window]
             self.counts[self.window] = tokens + count, forwards + 1
         row.guesses = predicted[count:]
         return predicted[:count]
+
+
+def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows:
+    """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
+    length, noise, threshold = settings.add_eos_length, settings.noise_token_id, settings.confidence_threshold
+    name, known = str(settings.refine_iter), ["converge", "slide", "verify"]
+    if threshold is not None and name != "slide":
+        raise ValueError(f"confidence_threshold={threshold} needs refine_iter=slide, not {name}; leave it out.")
+    if not name.isdigit() and name not in known:
+        near = nearest(name, known) or "."
+        raise ValueError(
+            f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, {', '.join(known)}."
+        )
+    if name in ("slide", "verify"):
+        return AdaptiveWindows(windows_of(name, length + 1), noise, threshold=threshold)
+    return Refine(length + 1, noise, int(name) if name.isdigit() else None)

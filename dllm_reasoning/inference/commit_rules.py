@@ -7,9 +7,6 @@ only such tokens are lossless.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dllm_reasoning.inference.settings import GenerationSettings
-from verl.utils.registry import nearest
-
 
 @dataclass
 class Row:
@@ -80,51 +77,6 @@ class Refine:
         return []
 
 
-@dataclass
-class Slide:
-    """Commits the confirmed leading guesses and the token after them, and slides the window by as many.
-
-    With `threshold`, following tokens of at least this probability are committed unverified (not lossless). `drafts`
-    more noise tokens follow the guesses (verify: as many): the same forward then drafts the next guesses after them.
-    """
-
-    width: int
-    noise: int
-    threshold: float | None = None
-    drafts: int = 0
-
-    def first_guesses(self) -> list[int]:
-        return [self.noise] * (self.width - 1 + self.drafts)
-
-    def prepare(self, rows: Sequence[Row]) -> None:
-        """Called before each forward; `step` has set the guesses."""
-
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        guessed = self.width - 1
-        count = count_confirmed(row.guesses[:guessed], predicted) + 1
-        while confidence is not None and count < len(predicted) and confidence[count] >= self.threshold:
-            count += 1
-        row.guesses = (predicted[count:] + [self.noise] * guessed)[:guessed] + [self.noise] * self.drafts
-        return predicted[:count]
-
-
 def count_confirmed(guesses: list[int], predicted: list[int]) -> int:
     """Number of leading guesses that equal the model's predictions."""
     return next((i for i, (a, b) in enumerate(zip(guesses, predicted, strict=False)) if a != b), len(guesses))
-
-
-def commit_rule(settings: GenerationSettings) -> Refine | Slide:
-    """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
-    width, noise, threshold = settings.add_eos_length + 1, settings.noise_token_id, settings.confidence_threshold
-    name, known = str(settings.refine_iter), ["converge", "slide", "verify"]
-    if threshold is not None and name != "slide":
-        raise ValueError(f"confidence_threshold={threshold} needs refine_iter=slide, not {name}; leave it out.")
-    if not name.isdigit() and name not in known:
-        near = nearest(name, known) or "."
-        raise ValueError(f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, "
-                         f"{', '.join(known)}.")  # fmt: skip
-    if name == "slide":
-        return Slide(width, noise, threshold)
-    if name == "verify":
-        return Slide(width, noise, drafts=width - 1)
-    return Refine(width, noise, int(name) if name.isdigit() else None)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_reasoning.inference.adaptive import AdaptiveWindows
-from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule
+from dllm_reasoning.inference.adaptive import AdaptiveWindows, commit_rule
+from dllm_reasoning.inference.commit_rules import Refine, Row
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.kv_cache import drop_rows
@@ -125,7 +125,7 @@ def iterative_generate(
 
 
 def decode(
-    runner: ModelRunner, rows: list[Row], rule: Refine | Slide | AdaptiveWindows, ends: frozenset[int],
+    runner: ModelRunner, rows: list[Row], rule: Refine | AdaptiveWindows, ends: frozenset[int],
     choose_tokens: Callable[[torch.Tensor, list[Row]], tuple[list[list[int]], list[list[float]] | None]],
 ) -> int:  # fmt: skip
     """Complete all rows; returns the number of forwards.

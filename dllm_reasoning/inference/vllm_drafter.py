@@ -1,7 +1,7 @@
 """A refined model drafts for itself in vLLM: `slide` and `verify` as a proposer, lossless, without extra forwards.
 
 vLLM verifies a row's guesses in one forward of the target. What that forward predicts after the rejected guess are the
-next guesses, as in commit_rules.Slide; noise tokens fill the window.
+next guesses, as in adaptive.AdaptiveWindows; noise tokens fill the window.
 """
 
 from __future__ import annotations

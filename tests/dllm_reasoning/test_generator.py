@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from dllm_reasoning.inference import generator, iterative_generate
-from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, count_confirmed
+from dllm_reasoning.inference.adaptive import AdaptiveWindows, Window, commit_rule
+from dllm_reasoning.inference.commit_rules import Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 
@@ -144,22 +145,28 @@ def test_sampling_follows_the_probabilities():
     assert float((share - expected).abs().max()) < 0.02
 
 
+def step(rule, row, predicted, confidence=None):
+    committed = rule.step(row, predicted, confidence)
+    rule.prepare([row])
+    return committed
+
+
 def test_slide_commits_confirmed_guesses_by_hand():
-    rule, row = Slide(4, 9, None), Row(0, [1], 1, 99, guesses=[5, 6, 9])
-    assert rule.step(row, [5, 6, 7, 8], None) == [5, 6, 7] and row.guesses == [8, 9, 9]
+    rule, row = AdaptiveWindows([Window(3)], 9), Row(0, [1], 1, 99, guesses=[5, 6, 9])
+    assert step(rule, row, [5, 6, 7, 8]) == [5, 6, 7] and row.guesses == [8, 9, 9]
     row.guesses = [5, 6, 7]
-    assert rule.step(row, [4, 3, 2, 1], None) == [4] and row.guesses == [3, 2, 1]
+    assert step(rule, row, [4, 3, 2, 1]) == [4] and row.guesses == [3, 2, 1]
     row.guesses = [5, 6, 7]
-    sure = Slide(4, 9, 0.9)
-    assert sure.step(row, [4, 3, 2, 1], [0.1, 0.95, 0.91, 0.5]) == [4, 3, 2] and row.guesses == [1, 9, 9]
+    sure = AdaptiveWindows([Window(3)], 9, threshold=0.9)
+    assert step(sure, row, [4, 3, 2, 1], [0.1, 0.95, 0.91, 0.5]) == [4, 3, 2] and row.guesses == [1, 9, 9]
 
 
 def test_verify_keeps_n_guesses_and_n_noise_by_hand():
-    rule = Slide(3, 9, drafts=2)
+    rule = AdaptiveWindows([Window(2, 2)], 9)
     row = Row(0, [1], 1, 99, guesses=[5, 6, 9, 9])
-    assert rule.step(row, [5, 6, 7, 8, 3], None) == [5, 6, 7] and row.guesses == [8, 3, 9, 9]
+    assert step(rule, row, [5, 6, 7, 8, 3]) == [5, 6, 7] and row.guesses == [8, 3, 9, 9]
     row.guesses = [5, 6, 9, 9]
-    assert rule.step(row, [5, 4, 7, 8, 3], None) == [5, 4] and row.guesses == [7, 8, 9, 9]
+    assert step(rule, row, [5, 4, 7, 8, 3]) == [5, 4] and row.guesses == [7, 8, 9, 9]
 
 
 def test_refine_stops_when_a_round_changes_nothing_by_hand():
