@@ -237,7 +237,7 @@ def conversations(manager: AgentLoopManager, rollout: Any, tokenizer: Any, folde
         row("async_over_longest_wait", [s / chain for s in seconds["async"]], f"times the waits, {chain:.1f} s"),
         row("prefix_hit_rate", hits[1:], "of the prompts' tokens"),
         row("reward_exposed_share", exposed[1:], "of the seconds of grading"),
-    ]  # fmt: skip
+    ]
 
 
 def single_turns(manager: AgentLoopManager, rollout: Any) -> Row:

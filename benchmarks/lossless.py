@@ -28,10 +28,10 @@ def rollouts(draft: Path) -> dict[str, dict[str, Any]]:
         "refine_slide": {"name": "refine", "custom": REFINE | {"mode": "slide"}},
         "refine_verify": {"name": "refine", "custom": REFINE | {"mode": "verify"}},
         "lenient": {"name": "refine", "custom": REFINE | lenient, "calculate_log_probs": True},
-        "vllm_draft": VLLM | {"speculative": SpeculativeConfig(
-            method="draft_model", draft_path=str(draft), num_tokens=2)},
+        "vllm_draft": VLLM
+        | {"speculative": SpeculativeConfig(method="draft_model", draft_path=str(draft), num_tokens=2)},
         "vllm_ngram": VLLM | {"speculative": SpeculativeConfig(method="ngram", num_tokens=2)},
-    }  # fmt: skip
+    }
 
 
 def save_toy(folder: Path, seed: int, change: float = 0.0, tied: bool = False) -> str:

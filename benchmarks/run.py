@@ -77,8 +77,9 @@ WANTED: dict[str, Bound] = {
     "refine_forwards_ratio_end": ("at least", RATIO_END),
     **{f"refine_wall_{batch}": ("at least", least) for batch, least in WALL.items()},
     "refine_same_samples": ("at least", 1),
-    **{f"p_value_{name}": ("at least", 0.001)
-       for name in ("refine_slide", "refine_verify", "vllm_draft", "vllm_ngram")},
+    **{
+        f"p_value_{name}": ("at least", 0.001) for name in ("refine_slide", "refine_verify", "vllm_draft", "vllm_ngram")
+    },
     "p_value_lenient": ("under", 0.001),
     "opd_gain_points": ("at least", GAIN_POINTS),
     "time_to_reward_vs_trl": ("at least", 2),
@@ -94,7 +95,7 @@ WANTED: dict[str, Bound] = {
     "first_step_pearson_bfloat16": ("at least", 0.995),
     "first_step_kl_float32": ("at most", 1e-5),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},
-}  # fmt: skip
+}
 
 
 def main(names: list[str]) -> int:

@@ -57,7 +57,7 @@ class EngineProcess:
 
     def generate(
         self, prompts: list[list[int]], batch: int, *, max_tokens: int = 128, **xargs: float | list[float]
-    ) -> Generated:  # fmt: skip
+    ) -> Generated:
         """Greedy answers, at most `batch` requests at a time; a list in `xargs` has a value for each prompt."""
         asked = {"prompts": prompts, "batch": batch, "max_tokens": max_tokens, "xargs": xargs}
         self._process.stdin.write(json.dumps(asked) + "\n")

@@ -113,8 +113,9 @@ def run() -> list[Row]:
             accuracy = sum(outcome.correct) / len(outcome.correct)
             modelled = tokens / (ratios["verify"] + gamma * ratios["draft"] + judging)
             for name, value, unit in (
-                ("tokens", tokens, "per target forward"), ("accuracy", 100 * accuracy, "%"),
+                ("tokens", tokens, "per target forward"),
+                ("accuracy", 100 * accuracy, "%"),
                 ("speed", modelled, "times plain decoding, by the model"),
-            ):  # fmt: skip
+            ):
                 rows.append(Row(f"gamma{gamma}_{rule}_{name}", value, unit, value, value, 1))
     return rows

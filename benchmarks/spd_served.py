@@ -173,8 +173,9 @@ def accuracy_rows() -> list[Row]:
         drops = [
             # vLLM's prefill emits one token of the target before the first block.
             100 * (base - right(test, [ids[: offset - 1] for ids in own], spd_threshold=threshold))
-            for offset in OFFSETS if offset
-        ]  # fmt: skip
+            for offset in OFFSETS
+            if offset
+        ]
         nothing = [[] for _ in test]
         exact = right(test, nothing, spd=0)
         by_gamma = {g: 100 * (base - right(test, nothing, g, spd_threshold=threshold)) for g in GAMMAS}

@@ -102,7 +102,7 @@ def run() -> list[Row]:
                 for kind, value, error, unit in (
                     ("gain", gain, 0.0, "times exact match's accepted tokens"),
                     ("drop", 100 * rules["scorer"]["drop"], 196 * rules["scorer"]["drop_se"], "points"),
-                ):  # fmt: skip
+                ):
                     label, unit = f"{name}: {scorer} scorer, {side}, {kind}", f"{unit}, {len(questions)} questions"
                     rows.append(Row(label, value, unit, value - error, value + error, 1))
     return rows

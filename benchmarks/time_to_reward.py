@@ -70,8 +70,9 @@ def trl(folder: Path, seed: int, core: int) -> tuple[list[float], dict[int, floa
     return result["seconds"], {int(step): value for step, value in result["accuracy"].items()}
 
 
-def measured(train: Callable[[Path, int, int], tuple[list[float], dict[int, float]]], folder: Path, seed: int,
-             core: int) -> tuple[list[float], dict[int, float]]:  # fmt: skip
+def measured(
+    train: Callable[[Path, int, int], tuple[list[float], dict[int, float]]], folder: Path, seed: int, core: int
+) -> tuple[list[float], dict[int, float]]:
     """What a training gives, now or in an earlier run."""
     kept = folder / f"{train.__name__}_measured.json"
     if kept.exists():

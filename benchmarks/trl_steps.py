@@ -110,7 +110,8 @@ def main() -> None:
         generation_kwargs={"min_new_tokens": args.limit} if args.to_the_limit else None,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=str(args.folder / "model"), args=config,
+        model=str(args.folder / "model"),
+        args=config,
         processing_class=AutoTokenizer.from_pretrained(args.folder / "model"),
         train_dataset=Dataset.from_dict({"prompt": prompts, "truth": truths}),
         callbacks=[clock, *([validation] if validation else [])],
@@ -118,7 +119,7 @@ def main() -> None:
             score("", answer if isinstance(answer, str) else answer[0]["content"], right)
             for answer, right in zip(completions, truth, strict=True)
         ],
-    )  # fmt: skip
+    )
     trainer.train()
     accuracy = {"accuracy": validation.accuracy} if validation else {}
     args.out.write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens, **accuracy}))

@@ -33,9 +33,10 @@ DISTANCES = {"float32": 1e-3, "bfloat16": 2e-2}
 DISTANCE = "training/rollout_probs_diff_mean"
 #: training -> metrics that are compared: gradient norm, loss
 COMPARED = {
-    "grpo": ("actor/grad_norm", "actor/pg_loss"), "sft": ("train/grad_norm", "train/loss"),
+    "grpo": ("actor/grad_norm", "actor/pg_loss"),
+    "sft": ("train/grad_norm", "train/loss"),
     "refinement": ("train/grad_norm", "train/loss_total"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

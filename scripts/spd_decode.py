@@ -260,8 +260,9 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def records(session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult,
-            wanted: WantedTokens) -> list[dict[str, Any]]:  # fmt: skip
+def records(
+    session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult, wanted: WantedTokens
+) -> list[dict[str, Any]]:
     """One plain record a prompt, as --json writes them; an answer is None if the text has none."""
     rows = []
     for k, request in enumerate(requests):

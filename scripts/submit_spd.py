@@ -131,9 +131,10 @@ def job_environment(more: Sequence[str]) -> dict[str, str]:
     if unset := [name for name in more if name not in os.environ]:
         raise SystemExit(f"--env {unset[0]}: this variable is not set here.")
     environment = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if name in FORWARDED or name in more or name.startswith(FORWARDED_PREFIXES)
-    }  # fmt: skip
+    }
     # The training gives its workers LOGURU_LEVEL and VERL_* too, which Ray takes for a conflict with the job's own.
     environment["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
     environment["RAY_JOB_STOP_WAIT_TIME_S"] = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", STOP_WAIT_S)

@@ -87,10 +87,9 @@ def iterative_generate(
     settings = settings.for_model(model.config, eos[0])
     rule, ends = commit_rule(settings), frozenset(eos)
     rows = [
-        Row(number, ids, len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)),
-            rule.first_guesses())
+        Row(number, ids, len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)), rule.first_guesses())
         for number, ids in enumerate(prompts, first_row)
-    ]  # fmt: skip
+    ]
     started, was_training = time.perf_counter(), model.training
     model.eval()
     try:

@@ -137,8 +137,9 @@ def _split(rows: Layout, responses: torch.Tensor) -> Layout:
     own = torch.ones(width, width, dtype=torch.bool).tril() & tail.valid.unsqueeze(1)
     own |= torch.eye(width, dtype=torch.bool)  # padding attends to itself
     cross = prefix.valid.unsqueeze(1).expand(-1, width, -1)
-    region, clean = (pad_sequence([t[i, s] for i, s in enumerate(tail_slices)], batch_first=True)
-                     for t in (rows.region, rows.clean))  # fmt: skip
+    region, clean = (
+        pad_sequence([t[i, s] for i, s in enumerate(tail_slices)], batch_first=True) for t in (rows.region, rows.clean)
+    )
     attention_mask = torch.cat([cross, own], 2)
     return replace(rows, prefix=prefix, tail=tail, region=region, clean=clean, attention_mask=attention_mask)
 

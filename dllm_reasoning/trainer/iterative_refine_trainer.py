@@ -133,7 +133,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
 
     def backward(
         self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs
-    ) -> dict[str, float | torch.Tensor]:  # fmt: skip
+    ) -> dict[str, float | torch.Tensor]:
         """The rounds' losses and the AR loss of a micro-batch [b, T], with a backward pass for each round."""
         layout = self._layout(micro, self.iterative)
         ranks = self.engine.get_data_parallel_size()

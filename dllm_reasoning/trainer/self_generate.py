@@ -66,8 +66,9 @@ def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> 
                          "correctly, or check the reward function.")  # fmt: skip
     if rank == 0:
         _write(file, dataset, rows)
-        logger.info("own answers: {} of {} kept{}, in {}", len(rows), len(items), f" ({dropped})" if dropped else "",
-                    file)  # fmt: skip
+        logger.info(
+            "own answers: {} of {} kept{}, in {}", len(rows), len(items), f" ({dropped})" if dropped else "", file
+        )
     host_barrier()
     return file
 
@@ -140,8 +141,10 @@ def _filter(
     kept, arguments, key = [], [], settings.ground_truth_key
     for item, text in answers:
         row = dataset.rows[item]
-        truth = dataset.text_of(item, "response") if key is None else (
-            dataset.column(item, key, f"{KEY}.ground_truth_key"))  # fmt: skip
+        if key is None:
+            truth = dataset.text_of(item, "response")
+        else:
+            truth = dataset.column(item, key, f"{KEY}.ground_truth_key")
         source = str(row["data_source"]) if "data_source" in row else ""
         arguments.append(
             {"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(row)}

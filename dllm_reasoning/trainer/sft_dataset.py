@@ -69,12 +69,14 @@ class IterativeSFTDataset(SFTDataset):
         learned = encode_segments(self.tokenizer, self.segments(item))[1]  # before truncation
         prompt, response = learned.count(0), learned.count(1)
         if prompt == 0:
-            raise self.error(item, f"column '{self.settings.prompt_key}' has no tokens; nothing predicts the "
-                             "response's first token.")  # fmt: skip
+            raise self.error(
+                item, f"column '{self.settings.prompt_key}' has no tokens; nothing predicts the response's first token."
+            )
         limit = self.max_length
         part, size = ("instruction", prompt) if prompt >= limit else ("response", response)
-        raise self.error(item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the rest. "
-                         "Raise it.")  # fmt: skip
+        raise self.error(
+            item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the rest. Raise it."
+        )
 
     def instruction_ids(self, item: int) -> list[int]:
         """The prompt from which generation would start."""

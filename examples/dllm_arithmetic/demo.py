@@ -136,9 +136,10 @@ def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str,
             row["tokens_per_second"] = speed[row["mode"]]
     counts = {part["questions"] for part in results.values()}
     return {
-        "questions": counts.pop(), "rows": [row for part in results.values() for row in part["rows"]],
+        "questions": counts.pop(),
+        "rows": [row for part in results.values() for row in part["rows"]],
         "greedy_refined_less_twin": paired(results["refined"]["correct"], results["twin"]["correct"]),
-    }  # fmt: skip
+    }
 
 
 def result_table(results: Mapping[str, Any]) -> Table:
@@ -161,8 +162,9 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     """Lines on the paired interval and the CPU time of each training."""
     gap, cpu = results["greedy_refined_less_twin"], results["cpu_seconds"]
     interval = f"{gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to {gap['high']:+.1f})"
-    lines = [f"greedy, refined less twin: {interval}; CPU seconds: refined {cpu['refined']:.0f}, "
-             f"twin {cpu['twin']:.0f}"]  # fmt: skip
+    lines = [
+        f"greedy, refined less twin: {interval}; CPU seconds: refined {cpu['refined']:.0f}, twin {cpu['twin']:.0f}"
+    ]
     if cpu["twin"] < cpu["refined"]:
         lines.append("[red]The twin got less CPU time than the refined model; raise --twin-steps.[/red]")
     return lines
@@ -198,9 +200,9 @@ def main(argv: list[str] | None = None) -> int:
     console.rule("Iterative refinement against plain SFT")
     try:
         phases.run("base", make_base(args))
-        phases.run("training", lambda: cpu.update(
-            refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings)
-        ))  # fmt: skip
+        phases.run(
+            "training", lambda: cpu.update(refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings))
+        )
         shutil.rmtree(out / "refined", ignore_errors=True)
         shutil.copytree(trained_model(run), out / "refined")
         models = {"refined": out / "refined", "twin": trained_model(out / "twin")}

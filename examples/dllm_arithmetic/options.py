@@ -84,8 +84,9 @@ def show(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
     """A row per option: accuracy % and tokens per forward of each mode."""
     table = Table("option", *MODES, title="accuracy % @ tokens per forward, means over seeds")
     for option, modes in results.items():
-        table.add_row(option, *(f"{100 * modes[m]['accuracy']:.1f} @ {modes[m]['tokens_per_forward']:.2f}"
-                                for m in MODES))  # fmt: skip
+        table.add_row(
+            option, *(f"{100 * modes[m]['accuracy']:.1f} @ {modes[m]['tokens_per_forward']:.2f}" for m in MODES)
+        )
     return table
 
 
@@ -102,8 +103,9 @@ def main(argv: list[str] | None = None) -> int:
         for seed in args.seeds:
             if not (out / f"base-seed{seed}" / "test.parquet").exists():
                 made = ["--out", str(out / f"base-seed{seed}"), "--seed", str(seed)]
-                run_logged([sys.executable, "-m", "examples.dllm_arithmetic.make_base", *made],
-                           out / f"base-seed{seed}.log")  # fmt: skip
+                run_logged(
+                    [sys.executable, "-m", "examples.dllm_arithmetic.make_base", *made], out / f"base-seed{seed}.log"
+                )
         jobs = [(option, seed) for seed in args.seeds for option in args.options]
         with ThreadPoolExecutor(2) as pool:
             rows = dict(zip(jobs, pool.map(lambda job: train_and_evaluate(*job, args.steps, out), jobs), strict=True))

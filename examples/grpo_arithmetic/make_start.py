@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> Path:
     unfinished.mkdir(parents=True)
     with make_progress(counted=True) as progress:
         task = progress.add_task("SFT of the start", total=args.sft_steps)
-        write_model(unfinished / "model", args.seed, args.sft_steps, lambda step, _: progress.update(
-            task, completed=step
-        ))  # fmt: skip
+        write_model(
+            unfinished / "model", args.seed, args.sft_steps, lambda step, _: progress.update(task, completed=step)
+        )
     write_questions(unfinished, args.seed)
     (unfinished / "start.json").write_text(json.dumps({"fingerprint": key, "sft_steps": args.sft_steps}))
     shutil.rmtree(args.out, ignore_errors=True)
@@ -100,13 +100,14 @@ def write_questions(folder: Path, seed: int) -> None:
     for split, questions in draw_questions(COUNTS, seed, build_tokenizer()).items():
         rows = [
             {
-                "data_source": DATA_SOURCE, "ability": "math",
+                "data_source": DATA_SOURCE,
+                "ability": "math",
                 "prompt": [{"role": "user", "content": question.question}],
                 "reward_model": {"style": "rule", "ground_truth": question.ground_truth},
                 "extra_info": {"index": i, "split": split},
             }
             for i, question in enumerate(questions)
-        ]  # fmt: skip
+        ]
         if rows:
             pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 

@@ -165,9 +165,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         phases.run("student", lambda: run_once([(make, out / "student.log")], []))
-        phases.run("distillation", lambda: train(
-            out / "student" / "model", out / "data", students, args.student_steps, teacher
-        ))  # fmt: skip
+        phases.run(
+            "distillation",
+            lambda: train(out / "student" / "model", out / "data", students, args.student_steps, teacher),
+        )
         phases.run("generation", generation)
         phases.run("GRPO", lambda: train(refined, out / "data", trained, args.steps))
     except PhaseFailed as failure:

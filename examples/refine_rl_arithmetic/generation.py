@@ -84,15 +84,17 @@ def measure(model: Path, draft: Path, questions: pd.DataFrame) -> dict[str, Any]
             answers[name] = [made[name].generate_sequences(request) for request in requests]
 
         seconds = alternate({name: partial(generate, name) for name in ROLLOUTS}, REPETITIONS)
-        rows = {name: [row for part in parts for row in part.batch["responses"].tolist()]
-                for name, parts in answers.items()}  # fmt: skip
+        rows = {
+            name: [row for part in parts for row in part.batch["responses"].tolist()] for name, parts in answers.items()
+        }
         for name, parts in answers.items():
             metrics = [part.meta_info.get("metrics", {}) for part in parts]
             results[name][batch] = {
-                "seconds": seconds[name], "tokens": sum(int(part.batch["response_mask"].sum()) for part in parts),
+                "seconds": seconds[name],
+                "tokens": sum(int(part.batch["response_mask"].sum()) for part in parts),
                 "same": mean(a == b for a, b in zip(rows[name], rows["hf"], strict=True)),
                 **{key: mean(float(each[key][0]) for each in metrics) for key in metrics[0]},
-            }  # fmt: skip
+            }
     for name in ROLLOUTS:
         made[name].close()
     return results

@@ -97,8 +97,9 @@ def criteria_of(
     leading, difference = min(steps for steps, _ in same), max(loss for _, loss in same)
     opd = students["opd"]
     begun, distilled = (100 * values(opd, "accuracy")[i] for i in (0, -1))
-    needed = {name: SAMPLES * steps_to(run, values(opd, "accuracy")[0] + GAIN_POINTS / 100)
-              for name, run in students.items()}  # fmt: skip
+    needed = {
+        name: SAMPLES * steps_to(run, values(opd, "accuracy")[0] + GAIN_POINTS / 100) for name, run in students.items()
+    }
     walls = {batch: speed(generation["refine"][batch]) / speed(generation["hf"][batch]) for batch in WALL}
     reward = mean(rewards["refine_all"])
     return {

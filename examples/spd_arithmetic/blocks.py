@@ -49,7 +49,7 @@ class OwnPath:
 
 def own_path(
     pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress, offsets: int = 0
-) -> OwnPath:  # fmt: skip
+) -> OwnPath:
     """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met.
 
     `offsets`: see drawn_offsets.

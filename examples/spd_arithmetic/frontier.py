@@ -154,8 +154,9 @@ def curves_of(rows: Sequence[EvaluationRow]) -> dict[str, dict[float | None, Poi
     exact = point_of(next(row for row in rows if row.rule == "exact"))
     return {
         legend: {None: exact, **{row.threshold: point_of(row) for row in rows if row.rule in rules}}
-        for rules, legend, *_ in CURVES if any(row.rule in rules for row in rows)
-    }  # fmt: skip
+        for rules, legend, *_ in CURVES
+        if any(row.rule in rules for row in rows)
+    }
 
 
 def best_mix(
@@ -279,8 +280,9 @@ def show(comparison: Sequence[dict[str, Any]], title: str) -> Table:
     for entry in comparison:
         cells = [_cell(entry["curves"][legend]) for legend in names]
         best = entry["best_rule"]
-        table.add_row(f"{100 * entry['allowed']:.1f}", *cells, f"{best}: {_cell(entry['curves'][best])}",
-                      f"{entry['ratio']:.2f}")  # fmt: skip
+        table.add_row(
+            f"{100 * entry['allowed']:.1f}", *cells, f"{best}: {_cell(entry['curves'][best])}", f"{entry['ratio']:.2f}"
+        )
     table.caption = "accepted per forward ± (exact match's forwards over its own), drop on test questions ± in points"
     return table
 

@@ -84,7 +84,7 @@ class Pair:
 
     def speculative(
         self, questions: Sequence[Question], margin: float, progress: Progress, offsets: Sequence[int] | None = None
-    ) -> Decoding:  # fmt: skip
+    ) -> Decoding:
         """Speculative decoding of every question: a mismatch is accepted if the target's logit of its own token is
         larger by at most `margin`.
 

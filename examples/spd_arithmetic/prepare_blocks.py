@@ -305,7 +305,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
 
 def drop_after_mismatches(
     drifted: Sequence[DraftedBlock], own: Mapping[str, bool]
-) -> tuple[float, float, float, float]:  # fmt: skip
+) -> tuple[float, float, float, float]:
     """Accuracy of the answers after accepted mismatches and of the target's own ones to the same questions (`own`, by
     question), each question counted once, and their paired difference with its standard error.
     """

@@ -77,7 +77,7 @@ def draw_questions(counts: dict[str, int], seed: int, tokenizer: PreTrainedToken
 
 def read_gsm8k(
     path: Path, counts: dict[str, int], seed: int, tokenizer: PreTrainedTokenizerBase, style: PromptStyle
-) -> Splits:  # fmt: skip
+) -> Splits:
     """Questions of a jsonl file with `question` and `answer` ("... #### 42"), in an order that the seed fixes."""
     truth = _read(path)
     _refuse_too_few(path, len(truth), counts)

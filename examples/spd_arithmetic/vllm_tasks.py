@@ -84,7 +84,7 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
 
 def complete_blocks(
     files: PairFiles, blocks: Sequence[tuple[list[int], list[int], list[int]]]
-) -> list[tuple[list[int], list[int]]]:  # fmt: skip
+) -> list[tuple[list[int], list[int]]]:
     """Draft and target ids of (context, draft, target) that `decode` recorded with margin EXACT."""
     ends = end_tokens(files.folder)
     missing = [0 if draft[-1] in ends else files.gamma - len(draft) for _, draft, _ in blocks]
@@ -121,9 +121,7 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     return {"tokens": tokens, "rounds": rounds, "accepted": accepted, "blocks": blocks}
 
 
-def _greedy(
-    files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int]
-) -> list[list[int]]:  # fmt: skip
+def _greedy(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int]) -> list[list[int]]:
     """Greedy continuation of each prompt by at most so many tokens, an end token included."""
     from vllm import SamplingParams
 
@@ -140,7 +138,7 @@ def _greedy(
 
 def _read(
     files: PairFiles, role: str, texts: Sequence[tuple[list[int], list[int]]]
-) -> list[tuple[list[int], list[float]]]:  # fmt: skip
+) -> list[tuple[list[int], list[float]]]:
     """Of each (context, text) the model's predictions of text[0], ..., text[-1] and of the token after it, and by how
     much the logit of each prediction exceeds that of the text's token (for all but the last).
     """

@@ -54,7 +54,7 @@ class Workers:
 
     def finished(
         self, calls: Sequence[Callable[[], T]], on_message: Callable[..., None] = lambda *_: None
-    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+    ) -> Iterator[tuple[int, T]]:
         """(number, result) of each call as soon as it is there.
 
         The first error of a call is raised here at once; a process that was killed is a RuntimeError.
@@ -74,7 +74,7 @@ class Workers:
 
     def map(
         self, task: Callable[[Sequence], Any], rows: Sequence, most: int, progress: Progress, kept: Path | None = None
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """The task's result, which JSON can hold, for each of the parts of at most `most` rows, in order.
 
         `progress` counts rows. Finished parts are written to the folder `kept`; those that exist are not done again.
@@ -139,7 +139,7 @@ class RayWorkers(Workers):
 
     def finished(
         self, calls: Sequence[Callable[[], T]], on_message: Callable[..., None] = lambda *_: None
-    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+    ) -> Iterator[tuple[int, T]]:
         """As `Workers.finished`; nothing is heard of a call before its result."""
         import ray
 

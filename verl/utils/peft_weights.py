@@ -129,7 +129,7 @@ def _replaced_by(module: nn.Module, name: str) -> nn.Parameter:
 
 def _merged(
     name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """weight [out, in] plus the layer's active adapters, in `dtype`; sharded as the weight, or full."""
     from peft.tuners.lora import Linear as LoraLinear
 

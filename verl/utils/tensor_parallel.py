@@ -107,7 +107,8 @@ def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> di
         if (decoder.config.base_model_tp_plan or {}).get(re.sub(r"\.\d+\.", ".*.", name)) == "rowwise":
             # Not a split layer itself, but the sum of one and its adapter: only its output is split.
             added[module] = (
-                RowwiseParallel(output_layouts=part, use_local_output=False) if module in styles else
-                PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, use_local_output=False)
-            )  # fmt: skip
+                RowwiseParallel(output_layouts=part, use_local_output=False)
+                if module in styles
+                else PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, use_local_output=False)
+            )
     return added

@@ -211,9 +211,10 @@ class VemlpWandbLogger(RunLogger):
         if missing:
             raise ValueError(f"trainer.logger names 'vemlp_wandb', which needs {' and '.join(missing)} to be set.")
         _optional("volcengine_ml_platform").init(
-            ak=os.environ["VOLC_ACCESS_KEY_ID"], sk=os.environ["VOLC_SECRET_ACCESS_KEY"],
+            ak=os.environ["VOLC_ACCESS_KEY_ID"],
+            sk=os.environ["VOLC_SECRET_ACCESS_KEY"],
             region=os.environ.get("MLP_TRACKING_REGION"),
-        )  # fmt: skip
+        )
         super().__init__("volcengine_ml_platform.wandb", "name", project_name, experiment_name, config)
 
 

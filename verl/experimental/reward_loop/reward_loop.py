@@ -87,8 +87,9 @@ class RewardLoopManager:
         parts = np.array_split(np.arange(len(data)), len(self.reward_loop_workers))
         calls = [
             worker.compute_score_batch.remote(data.select_idxs(rows))
-            for worker, rows in zip(self.reward_loop_workers, parts, strict=True) if len(rows)
-        ]  # fmt: skip
+            for worker, rows in zip(self.reward_loop_workers, parts, strict=True)
+            if len(rows)
+        ]
         busy = self.reward_loop_workers[: len(calls)]  # the others have no rows
         labels = [f"reward loop worker {i}" for i in range(len(busy))]
         limits = self.config.trainer.watchdog

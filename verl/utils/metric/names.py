@@ -102,7 +102,7 @@ METRICS: dict[str, str] = {
     "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> at the largest N; the variable is "
     "`acc` if the reward returns it, else `reward`.",
     "val-aux/*": "Validation: all other statistics, and counts of requested and dropped samples.",
-}  # fmt: skip
+}
 
 
 def unknown_metrics(names: list[str]) -> list[str]:

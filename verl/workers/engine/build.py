@@ -35,8 +35,9 @@ def build_module(
     """
     dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
     module, stored = load_without_weights(model_config, dtype) or (
-        get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs), None
-    )  # fmt: skip
+        get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs),
+        None,
+    )
     if model_config.use_liger:
         from transformers.integrations.liger import apply_liger_kernel  # names the package if it is not installed
 

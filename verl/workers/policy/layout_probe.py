@@ -62,7 +62,7 @@ def agreeing_layouts(
 @torch.no_grad()
 def layout_difference(
     model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """The largest difference between what `compute` gives for two short rows on `device`, with padding or `flat`, and
     for each of them alone, and what it may be.
 

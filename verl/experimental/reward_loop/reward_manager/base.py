@@ -29,8 +29,9 @@ def with_loop_constructor(manager: type[NaiveRewardManager]) -> type[RewardManag
                 arguments = {**limits, "overlong_buffer_cfg": settings.overlong_buffer, **arguments}
             if reward_router_address is not None:
                 arguments |= {
-                    "reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer,
-                }  # fmt: skip
+                    "reward_router_address": reward_router_address,
+                    "reward_model_tokenizer": reward_model_tokenizer,
+                }
             reward_fn_key = config.data.get("reward_fn_key", self.reward_fn_key)
             manager.__init__(self, tokenizer, 0, compute_score, reward_fn_key, **arguments)
             RewardManagerBase.__init__(self, config, tokenizer)

@@ -139,8 +139,9 @@ def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
 @tenacity.retry(
     retry=tenacity.retry_if_exception_type((ServiceBusy, aiohttp.ClientError, TimeoutError)),
     stop=tenacity.stop_after_attempt(MAX_RETRIES),
-    wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5), reraise=True,
-)  # fmt: skip
+    wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5),
+    reraise=True,
+)
 async def _post(client: HttpClient, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
     reply = await client.post_json(url, body, seconds + API_TIMEOUT, max_bytes=None)
     if not isinstance(reply, dict) or "status" not in reply:
