@@ -43,7 +43,7 @@ def test_a_loader_of_ones_own_is_used_by_name(tiny_llama):
     def load(model_config, torch_dtype, size=1):
         return torch.nn.Linear(size, size, dtype=torch_dtype)
 
-    made = m.create_huggingface_actor(tiny_llama, loader="for_this_test", loader_kwargs={"size": 3})
+    made = m.create_huggingface_actor(tiny_llama, loader="for_this_test", automodel_kwargs={"size": 3})
     assert made.weight.shape == (3, 3)
     with pytest.raises(ValueError, match="did you mean 'auto'"):
         m.get_model_loader("autos")

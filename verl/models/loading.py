@@ -67,10 +67,6 @@ def _model_dir(model_config: HFModelConfig) -> str:
     return model_config.local_path or model_config.path
 
 
-def _config_dir(model_config: HFModelConfig) -> str:
-    return model_config.local_hf_config_path or _model_dir(model_config)
-
-
 # Config values of a built-in loader, in addition to the user's override_config. A critic's value must not change from
 # one forward to the next.
 _OWN_CONFIG: dict[str, dict[str, Any]] = {"auto": {}, "value_head": {"num_labels": 1, "classifier_dropout": 0.0}}
@@ -80,10 +76,9 @@ def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, Pretraine
     """The auto class of a built-in loader, the config to build from, and what else from_pretrained gets."""
     changes = {**model_config.override_config, **_OWN_CONFIG[loader]}
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
-    hf_config = get_huggingface_actor_config(
-        _config_dir(model_config), changes, trust_remote_code=model_config.trust_remote_code
-    )
-    untie_by_weights(hf_config, _model_dir(model_config))
+    directory, trust = _model_dir(model_config), model_config.trust_remote_code
+    hf_config = get_huggingface_actor_config(model_config.local_hf_config_path or directory, changes, trust)
+    untie_by_weights(hf_config, directory)
     auto_class = AutoModelForTokenClassification if loader == "value_head" else get_hf_auto_model_class(hf_config)
     key = "attn_implementation"
     return auto_class, hf_config, {k: v for k, v in model_config.override_config.items() if k == key}
@@ -157,11 +152,8 @@ class _LoaderRequest:
 
 
 def create_huggingface_actor(
-    model_name: str,
-    override_config_kwargs: dict | None = None,
-    automodel_kwargs: dict | None = None,
+    model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None,
     loader: str = "auto",
-    loader_kwargs: dict | None = None,
 ) -> nn.Module:
     """Loads the model in directory `model_name` with the loader of that name.
 
@@ -171,7 +163,7 @@ def create_huggingface_actor(
     dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
     trust = bool(options.pop("trust_remote_code", False))
     request = _LoaderRequest(model_name, model_name, dict(override_config_kwargs or {}), trust)
-    return get_model_loader(loader)(request, dtype, **options, **(loader_kwargs or {}))
+    return get_model_loader(loader)(request, dtype, **options)
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:

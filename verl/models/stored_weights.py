@@ -30,11 +30,6 @@ BLOCK_BYTES = 16 << 20  # of a tensor, read and sent at a time
 MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count as this process's memory
 
 
-def placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor of this shape in the memory of one number."""
-    return torch.zeros((), dtype=dtype).expand(shape)
-
-
 @dataclass
 class _Source:
     """Where a parameter is stored; a converter makes it of several tensors, each with the pattern of its name."""
@@ -93,9 +88,12 @@ class StoredWeights:
         return cls(meta, sources)
 
     def placeholders(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """A state dict of placeholders for what is stored; the model initializes its other parameters."""
+        """A state dict of CPU tensors in the memory of one number each, for what is stored.
+
+        The model initializes its other parameters.
+        """
         shapes = {name: tensor.shape for name, tensor in self.meta.state_dict().items()}
-        return {name: placeholder(shapes[name], dtype) for name in self.sources}
+        return {name: torch.zeros((), dtype=dtype).expand(shapes[name]) for name in self.sources}
 
     @torch.no_grad()
     def fill(self, module: nn.Module, device: torch.device) -> None:
@@ -163,7 +161,8 @@ def _copy_overlap(local: torch.Tensor, offset: tuple[int, ...], block: torch.Ten
 def _ranks_of_this_node() -> tuple[list[int], dist.ProcessGroup | None]:
     """The ranks on this machine, the first of which reads, and their group (None: the default one)."""
     nodes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(nodes, _boot_id())
+    file = Path("/proc/sys/kernel/random/boot_id")
+    dist.all_gather_object(nodes, f"{platform.node()} {file.read_text().strip() if file.is_file() else ''}")
     own_group: tuple[list[int], dist.ProcessGroup | None] = ([], None)
     members = [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
     for ranks in members:
@@ -171,9 +170,3 @@ def _ranks_of_this_node() -> tuple[list[int], dist.ProcessGroup | None]:
         if dist.get_rank() in ranks:
             own_group = ranks, group
     return own_group
-
-
-def _boot_id() -> str:
-    """What ranks of one machine share and ranks of others do not."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {file.read_text().strip() if file.is_file() else ''}"

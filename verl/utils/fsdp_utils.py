@@ -124,7 +124,9 @@ def apply_fsdp2(
     units = shard_units(module, wrap_policy)
     # A group has one dtype: trained parts next to a frozen one of lower precision are groups of their own.
     first = next((p.dtype for p in module.parameters()), None)
-    units += [child for child in module.children() if child not in units and {first} < {first, *_dtypes(child)}]
+    for child in module.children():
+        if child not in units and any(p.dtype != first for p in child.parameters()):
+            units.append(child)
     for unit in units:
         _materialize(unit, mesh.device_type)
         _split(unit, splits, styles)
@@ -203,10 +205,6 @@ def _split(unit: nn.Module, mesh: DeviceMesh | None, styles: dict[nn.Module, Par
             parallelize_module(module, mesh, style, src_data_rank=None)
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(trained[name])
-
-
-def _dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {p.dtype for p in module.parameters()}
 
 
 def reshard(module: nn.Module) -> None:

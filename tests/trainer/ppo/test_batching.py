@@ -15,7 +15,6 @@ from verl.trainer.ppo.batching import (
     group_rows,
     mark_without_baseline,
     resample_by_score,
-    share_weights,
     shareable,
 )
 
@@ -187,12 +186,6 @@ def test_without_a_balancer_ranks_take_rows_in_order():
 def test_mini_batch_that_ranks_cannot_share_is_named():
     with pytest.raises(ValueError, match="ppo_mini_batch_size=1 gives a mini-batch of 3 samples, which 2 ranks"):
         balanced_order([[1, 1, 1], [1, 1, 1]], 2, 1, None, whole_groups=False)
-
-
-def test_share_weights_are_attended_tokens_by_group():
-    data = samples("aabb")
-    data.batch["attention_mask"] = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
-    assert share_weights(data) == [[2, 1], [0, 2]]
 
 
 def test_probs_diff_counts_masked_tokens_only():

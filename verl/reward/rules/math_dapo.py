@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-from verl.reward.rules.math_reward import fix_fracs, fix_sqrt, same_number
+from verl.reward.rules.math_reward import fix_fracs, fix_sqrt, remove_boxed, same_number
 from verl.reward.rules.math_reward import last_boxed_only_string as _last_box
-from verl.reward.rules.math_reward import remove_boxed as _unboxed
 
 # Only the end of an answer counts: text, and the box of the strict form.
 _TAIL, _BOX_TAIL = 300, 100
@@ -28,11 +27,6 @@ def last_boxed_only_string(string: str) -> str | None:
     """The last `\\boxed{...}` with its braces; None without one."""
     box = _last_box(string)
     return box if box is not None and box.startswith("\\boxed{") else None
-
-
-def remove_boxed(s: str) -> str:
-    """The content of `\\boxed{...}`."""
-    return _unboxed(s)
 
 
 def normalize_final_answer(final_answer: str) -> str:

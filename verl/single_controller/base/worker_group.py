@@ -20,7 +20,7 @@ from verl.single_controller.base.dispatch import (
     dispatch_all_to_all,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
-)  # fmt: skip
+)
 
 
 class ResourcePool:

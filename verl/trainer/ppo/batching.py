@@ -205,7 +205,7 @@ def balance(
     """
     data.batch["group_index"] = prompt_groups(data)
     tokens = data.batch["attention_mask"].sum(-1).tolist()  # [B]
-    weights = share_weights(data)
+    weights = [[tokens[row] for row in rows] for rows in group_rows(data)]
     uneven = any(len(rows) < n for rows in weights)
     partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length else None
     order = balanced_order(weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)
@@ -253,12 +253,6 @@ def balanced_order(
             # Sorted, so that the order does not depend on how the balancer works and groups stay adjacent.
             shares[rank] += [row for item in sorted(part) for row in items[item]]
     return np.asarray([row for share in shares for row in share], dtype=np.int64)
-
-
-def share_weights(data: DataProto) -> list[list[int]]:
-    """Tokens of each row (ones of attention_mask [B, T]), group by group; groups must be adjacent."""
-    tokens = data.batch["attention_mask"].sum(-1).tolist()
-    return [[int(tokens[row]) for row in rows] for rows in group_rows(data)]
 
 
 def resample_by_score(data: DataProto, settings: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Data of an RL run: loaders of both data sets, the stream of prompts, the number of steps."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from loguru import logger
@@ -22,20 +22,6 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
 from verl.utils.stop_signals import obey_parent_only
-
-
-@runtime_checkable
-class BatchAwareDataset(Protocol):
-    """A data set that is given the batch of every finished step."""
-
-    def on_batch_end(self, batch: DataProto) -> None: ...
-
-
-@runtime_checkable
-class BatchAwareSampler(Protocol):
-    """A sampler that is given the batch of every finished step."""
-
-    def update(self, batch: DataProto) -> None: ...
 
 
 class RLData:
@@ -82,19 +68,15 @@ class RLData:
         )
 
     def update_from_batch(self, batch: DataProto) -> None:
-        """Pass the batch of a finished step to a sampler or data set that takes one."""
-        if isinstance(self.train_sampler, BatchAwareSampler):
+        """Pass the batch of a finished step to a sampler with `update`, or a data set with `on_batch_end`."""
+        if hasattr(self.train_sampler, "update"):
             self.train_sampler.update(batch)
-        if isinstance(self.train_dataset, BatchAwareDataset):
+        if hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch)
 
 
 def create_rl_dataset(
-    data_paths: Any,
-    data_config: Mapping[str, Any],
-    tokenizer: Any,
-    processor: Any,
-    is_train: bool = True,
+    data_paths: Any, data_config: Mapping[str, Any], tokenizer: Any, processor: Any, is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
     """The data set of these files: data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset."""

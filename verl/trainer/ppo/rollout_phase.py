@@ -60,17 +60,8 @@ class RolloutPhase:
         """
         rollout = self.rollout_config
         sampling = rollout.val_kwargs if validate else rollout
-        meta = {
-            "n": sampling.n,
-            "temperature": sampling.temperature,
-            "do_sample": sampling.do_sample,
-            "eos_token_id": self._stop_ids(),
-            "pad_token_id": self.tokenizer.pad_token_id,
-            "validate": validate,
-            "recompute_log_prob": False,
-            "global_steps": step,
-            **overrides,
-        }
+        given = {name: sampling[name] for name in ("n", "temperature", "do_sample")}
+        meta = self._meta(**{**given, "validate": validate, "global_steps": step, **overrides})
         n = meta["n"]
         gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # extra_info too: SPD reads it
         stream = self._reward_stream(reward_fn)
@@ -121,11 +112,7 @@ class RolloutPhase:
 
         With rollout_log_probs [B * n, tokens], unless a rollout of the user's own does not return them.
         """
-        meta = {
-            "n": n, "temperature": 1.0, "do_sample": True, "eos_token_id": self._stop_ids(),
-            "pad_token_id": self.tokenizer.pad_token_id, "validate": True, "recompute_log_prob": False,
-            "global_steps": 0, "probe_tokens": tokens,
-        }  # fmt: skip
+        meta = self._meta(n=n, temperature=1.0, do_sample=True, validate=True, global_steps=0, probe_tokens=tokens)
         asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
         output = self.actor_group.generate_sequences(asked)
         samples = DataProto(None, {"uid": prompts.non_tensor_batch["uid"]}, {}).repeat(n, interleave=True)
@@ -134,8 +121,11 @@ class RolloutPhase:
             samples.batch["response_mask"] = compute_response_mask(samples)
         return samples
 
-    def _stop_ids(self) -> list[int]:
-        return stop_ids(self.tokenizer, self.model_path, self.rollout_config.stop_token_ids)
+    def _meta(self, **given: Any) -> dict[str, Any]:
+        """The meta_info that a rollout reads: what is given, and the tokens that end and pad an answer."""
+        ends = stop_ids(self.tokenizer, self.model_path, self.rollout_config.stop_token_ids)
+        pad = self.tokenizer.pad_token_id
+        return {"eos_token_id": ends, "pad_token_id": pad, "recompute_log_prob": False, **given}
 
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None

@@ -110,7 +110,7 @@ def classes(
                 settings["start_timeout"] = actor_section.rollout.server.max_start_wait_time
             parts[other] = RayClassWithInitArgs(
                 mapping[other], config=section, nccl_timeout=actor_section.nccl_timeout, **options, **settings
-            )  # fmt: skip
+            )
     return parts
 
 

@@ -79,21 +79,15 @@ def _prompt_metrics(
         if size == 1:
             continue
         columns[f"std@{size}"].append(table.std(1))
-        votes = None if preds is None else _vote_codes([[preds[row] for row in members] for members in groups])
+        votes = None
+        if preds is not None:  # equal votes of a prompt get equal numbers below its number of samples
+            texts = ([str(preds[row]) for row in members] for members in groups)
+            votes = np.array([[members.index(text) for text in members] for members in texts])  # [prompts, size]
         powers = (2**exponent for exponent in range(1, size.bit_length()))
         for k in [*(k for k in powers if k < size), size]:
             for name, column in _bootstrap_table(table, votes, k, seed).items():
                 columns[name].append(column)
     return {name: np.concatenate(parts) for name, parts in columns.items()}
-
-
-def _vote_codes(votes: list[list[Any]]) -> np.ndarray:
-    """Equal votes of a prompt get equal numbers below its number of samples. -> int64 [prompts, size]."""
-    codes = []
-    for members in votes:
-        seen: dict[Any, int] = {}
-        codes.append([seen.setdefault(str(vote), len(seen)) for vote in members])
-    return np.array(codes)
 
 
 def _bootstrap_table(table: np.ndarray, votes: np.ndarray | None, k: int, seed: int) -> dict[str, np.ndarray]:

@@ -117,7 +117,8 @@ class Packing:
         queries, keys = self.lengths.T
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
-        size = torch.zeros_like(keys) if self.single_part else _bit_length(keys - 1)
+        exponents = torch.frexp((keys - 1).double()).exponent  # of the least power of two that is not less
+        size = torch.zeros_like(keys) if self.single_part else exponents
         kinds = list(dict.fromkeys(zip(causal.tolist(), size.tolist(), strict=True)))
         parts = []
         for kind in sorted(kinds, key=lambda kind: not kind[0]):
@@ -347,8 +348,3 @@ def _starts(lengths: torch.Tensor) -> torch.Tensor:
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """start, start + 1, ... of each range, one range after another: int64 [S], [S] -> [sum of lengths]."""
     return torch.repeat_interleave(starts - _starts(lengths), lengths) + torch.arange(int(lengths.sum()))
-
-
-def _bit_length(values: torch.Tensor) -> torch.Tensor:
-    """int.bit_length of values [S], each at least 0."""
-    return torch.frexp(values.double()).exponent
