@@ -81,7 +81,8 @@ def message_before_start(folder, path: str, settings: dict) -> str | None:
 
 
 def load(folder, path: str, settings: dict):
-    return create_huggingface_actor(path, loader="spd_scorer", automodel_kwargs={**settings, "adapter_path": str(folder)})
+    kwargs = {**settings, "adapter_path": str(folder)}
+    return create_huggingface_actor(path, automodel_kwargs=kwargs, loader="spd_scorer")
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,22 +40,13 @@ _OWNED = re.compile(r"(?:__(\d+)_\d+\.distcp|rng_rank_(\d+)\.safetensors)")
 _FORMAT = 1
 
 
-@runtime_checkable
-class SupportsSavePretrained(Protocol):
-    """A model of a loader's own that writes itself: config and the weights given, of their shapes in the module."""
-
-    def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
-
-
-@runtime_checkable
-class SupportsSaveWithAdapters(Protocol):
-    """A model around an adapted one that trains more than adapters, and writes its other weights next to them."""
-
-    def save_with_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
-
-
 class FSDPCheckpointManager(BaseCheckpointManager):
-    """Frozen parameters are left out: they come from model.path again. Every method is called on all ranks."""
+    """Frozen parameters are left out: they come from model.path again. Every method is called on all ranks.
+
+    A module that is no transformers model writes itself by `save_pretrained(directory, state_dict=weights)`. One around
+    an adapted model that trains more than adapters writes its other weights next to them, by
+    `save_with_adapters(directory, state_dict=weights)`.
+    """
 
     def __init__(self, model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None, *, device):
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
@@ -217,7 +208,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 tensors = {k: self._on_cpu(v).contiguous() for k, v in tensors.items()}
                 writes.append(partial(save_file, tensors, home / "adapter_model.safetensors"))
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
-        if inside and isinstance(self.model, SupportsSaveWithAdapters):
+        if inside and hasattr(self.model, "save_with_adapters"):
             adapted = tuple(f"{name}." for name in inside)
             rest = ((name, p.detach().to(self.device)) for name, p in self.model.named_parameters()
                     if p.requires_grad and not name.startswith(adapted))  # fmt: skip
@@ -246,7 +237,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if weights is not None:
                 writes.append(partial(save_torch_state_dict, weights, folder))
         elif weights is not None:
-            if not isinstance(inner, SupportsSavePretrained):
+            if not hasattr(inner, "save_pretrained"):
                 raise TypeError(
                     f"checkpoint.save_contents has hf_model, but {type(inner).__name__} has no "
                     "save_pretrained(directory, state_dict=...); take hf_model out, or give it one."

@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,18 +139,6 @@ def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype,
     return _load_from_auto_class("value_head", model_config, torch_dtype, **kwargs)
 
 
-@dataclass
-class _LoaderRequest:
-    """What a loader reads of HFModelConfig, for callers that have only a directory."""
-
-    path: str
-    local_path: str | None
-    override_config: dict[str, Any]
-    trust_remote_code: bool
-    local_hf_config_path: str | None = None
-    hf_config: Any = None
-
-
 def create_huggingface_actor(
     model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None,
     loader: str = "auto",
@@ -162,7 +150,10 @@ def create_huggingface_actor(
     options = dict(automodel_kwargs or {})
     dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
     trust = bool(options.pop("trust_remote_code", False))
-    request = _LoaderRequest(model_name, model_name, dict(override_config_kwargs or {}), trust)
+    request = SimpleNamespace(  # what a loader reads of HFModelConfig
+        path=model_name, local_path=model_name, override_config=dict(override_config_kwargs or {}),
+        trust_remote_code=trust, local_hf_config_path=None, hf_config=None,
+    )  # fmt: skip
     return get_model_loader(loader)(request, dtype, **options)
 
 

@@ -8,13 +8,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.metric import reduce_metrics
-from verl.utils.metric.validation import bootstrap_metric, calc_maj_val, process_validation_metrics
-
-__all__ = [
-    "bootstrap_metric", "calc_maj_val", "compute_data_metrics", "compute_throughout_metrics", "compute_timing_metrics",
-    "process_validation_metrics", "reduce_metrics",
-]  # fmt: skip
+from verl.utils.metric import reduce_metrics  # noqa: F401
+from verl.utils.metric.validation import bootstrap_metric, calc_maj_val, process_validation_metrics  # noqa: F401
 
 _EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
 
