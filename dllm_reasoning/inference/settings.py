@@ -76,8 +76,7 @@ class GenerationSettings:
 
 def trained_window(config: PretrainedConfig) -> int | None:
     """W of a model trained by iterative refinement; None for others."""
-    values: dict[str, Any] = config.to_dict()
-    return values.get(WINDOW_KEY)
+    return config.to_dict().get(WINDOW_KEY)
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,7 @@ def _cut(tokens: Tokens, slices: list[slice]) -> Tokens:
     return Tokens(*columns)
 
 
-def _packed(
-    batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: IterativeConfig, noise_token: int
-) -> Layout:
+def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: IterativeConfig, noise_token: int) -> Layout:
     """M windows of W = block_length tokens per sample: each attends to the clean tokens before it, and causally to
     itself."""
     ids, responses, width = batch["input_ids"], batch["response_mask"].bool(), noise.block_length

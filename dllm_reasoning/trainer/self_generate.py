@@ -146,9 +146,7 @@ def _filter(
         else:
             truth = dataset.column(item, key, f"{KEY}.ground_truth_key")
         source = str(row["data_source"]) if "data_source" in row else ""
-        arguments.append(
-            {"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(row)}
-        )
+        arguments.append({"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(row)})
     for (item, text), result in zip(answers, pool.map(arguments), strict=True):
         if isinstance(result, Failure):
             if result.kind != "timeout":

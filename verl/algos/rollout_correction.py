@@ -68,9 +68,7 @@ def compute_rs_metrics(
     rollout_rs_threshold: float, rollout_rs_threshold_lower: float,
 ) -> dict[str, float]:
     """Spread of the ratios [B, R] that rejection looks at."""
-    return _spread(
-        "rollout_rs_", rollout_is_weights, response_mask, rollout_rs_threshold, rollout_rs_threshold_lower
-    )
+    return _spread("rollout_rs_", rollout_is_weights, response_mask, rollout_rs_threshold, rollout_rs_threshold_lower)
 
 
 def _spread(prefix: str, ratio: Tensor, mask: Tensor, high: float, low: float) -> dict[str, float]:

@@ -114,9 +114,7 @@ def load_without_weights(
     return module, stored
 
 
-def _load_from_auto_class(
-    loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs
-) -> nn.Module:
+def _load_from_auto_class(loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     directory, trust = _model_dir(model_config), model_config.trust_remote_code
     auto_class, hf_config, extra = _prepared(loader, model_config)
     try:

@@ -191,9 +191,7 @@ def log_probs_from_logits_all_rmpad(
     following = input_ids_rmpad.squeeze(0).roll(-1)  # that of a row's last token is not asked for
     values = logprobs_from_logits(logits_rmpad.squeeze(0) if logits_rmpad.dim() == 3 else logits_rmpad, following)
     padded = values.new_zeros(batch_size * seqlen).scatter(0, indices, values).view(batch_size, seqlen)
-    real = torch.zeros(batch_size * seqlen, dtype=torch.bool, device=indices.device).scatter(
-        0, indices, torch.ones_like(indices, dtype=torch.bool)
-    )
+    real = torch.zeros(batch_size * seqlen, dtype=torch.bool, device=indices.device).index_fill(0, indices, True)
     last = real.view(batch_size, seqlen)[:, -response_length:]
     return padded[:, -response_length - 1 : -1] * last
 

@@ -44,10 +44,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
     _semaphore: ClassVar[asyncio.Semaphore | None] = None
     _max_concurrent: ClassVar[int | None] = None
     _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _max_rpm: ClassVar[float | None] = None
     _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _max_tpm: ClassVar[float | None] = None
-    _estimated_tokens_per_request: ClassVar[int | None] = None
     _loop: ClassVar[asyncio.AbstractEventLoop | None] = None
     _class_initialized = False
 
@@ -57,10 +54,8 @@ class RateLimitedRewardManager(NaiveRewardManager):
         if cls._class_initialized:
             return
         cls._max_concurrent = settings.max_concurrent
-        cls._max_rpm, cls._max_tpm = settings.max_rpm, settings.max_tpm
-        cls._estimated_tokens_per_request = settings.estimated_tokens_per_request
-        cls._rpm_limiter = AsyncTokenBucket(cls._max_rpm / 60) if cls._max_rpm else None
-        cls._tpm_limiter = AsyncTokenBucket(cls._max_tpm / 60, cls._max_tpm) if cls._max_tpm else None
+        cls._rpm_limiter = AsyncTokenBucket(settings.max_rpm / 60) if settings.max_rpm else None
+        cls._tpm_limiter = AsyncTokenBucket(settings.max_tpm / 60, settings.max_tpm) if settings.max_tpm else None
         cls._class_initialized = True
 
     @staticmethod
@@ -77,5 +72,5 @@ class RateLimitedRewardManager(NaiveRewardManager):
             if self._rpm_limiter is not None:
                 await self._rpm_limiter.acquire()
             if self._tpm_limiter is not None:
-                await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
+                await self._tpm_limiter.acquire(self.settings.estimated_tokens_per_request)
             return await asyncio.wait_for(super().call(arguments), self.settings.timeout)

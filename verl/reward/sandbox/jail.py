@@ -210,9 +210,7 @@ def supervise(pid: int, control: int, seconds: float) -> dict:
         except ProcessLookupError:
             pass  # it has just ended
     _, status = os.waitpid(pid, 0)
-    return {
-        "exit": os.waitstatus_to_exitcode(status), "timeout": not seen, "seconds": time.monotonic() - began,
-    }  # fmt: skip
+    return {"exit": os.waitstatus_to_exitcode(status), "timeout": not seen, "seconds": time.monotonic() - began}
 
 
 def serve(control: int) -> dict:

@@ -129,9 +129,7 @@ def compute_policy_loss(
     low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs `cliprange`, or both `cliprange_low` and `cliprange_high`.")
-    config = SimpleNamespace(
-        clip_ratio=cliprange, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c
-    )
+    config = SimpleNamespace(clip_ratio=cliprange, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
     loss, metrics = compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config
     )
@@ -155,8 +153,6 @@ def compute_value_loss(
     return policy_loss.value_loss(vpreds, returns, values, response_mask, counts, config)
 
 
-def compute_rewards(
-    token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
-) -> Tensor:
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """Scores minus the KL penalty k1: s - kl_ratio * (old - ref), all [B, T]."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)

@@ -108,8 +108,7 @@ def create_rl_sampler(data_config: Mapping[str, Any], dataset: Dataset) -> Sampl
         sampler = sampler_class(data_source=dataset, data_config=to_omegaconf(data_config))
         if not isinstance(sampler, AbstractSampler):
             raise AssertionError(
-                f"data.sampler: {sampler_class.__name__} must be a subclass of "
-                "verl.data.sampler.AbstractSampler"
+                f"data.sampler: {sampler_class.__name__} must be a subclass of verl.data.sampler.AbstractSampler"
             )
         return sampler
     if not settings.shuffle:

@@ -1,3 +1,3 @@
-"""Compatibility with verl: the older path of `verl.utils.profiler`, the same names, imported on first use."""
+"""Compatibility with verl: the older path of `verl.utils.profiler`, the same names."""
 
-from verl.utils.profiler import __all__, __getattr__  # noqa: F401
+from verl.utils.profiler import *  # noqa: F403

@@ -49,10 +49,7 @@ class DataParallelPPOCritic(BasePPOCritic):
     def _loss(self, batch: TensorDict, counts: StepCounts) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
         mask, values = batch["response_mask"], self._values(batch)
         loss, clipped = value_loss(values, batch["returns"], batch["values"], mask, counts, self.config)
-        means = {
-            "critic/vf_clipfrac": clipped.item(),
-            "critic/vpred_mean": masked_mean(values.detach(), mask).item(),
-        }
+        means = {"critic/vf_clipfrac": clipped.item(), "critic/vpred_mean": masked_mean(values.detach(), mask).item()}
         return loss, {"critic/vf_loss": loss.item()}, means
 
     def _values(self, batch: TensorDict) -> torch.Tensor:

@@ -23,9 +23,7 @@ _VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num
 class RewardModelServer(LocalVllmServer):
     """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
 
-    def __init__(
-        self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str
-    ) -> None:
+    def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str) -> None:
         rollout, model = config.rollout, config.model
         settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
         settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
