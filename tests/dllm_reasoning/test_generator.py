@@ -239,9 +239,10 @@ def test_bad_arguments_are_named(more, message):
 def test_commit_rule_by_name():
     modes = (2, "3", "verify", "converge")
     rules = {mode: commit_rule(GenerationSettings(7, mode, noise_token_id=2)) for mode in modes}
-    assert [rule.width for rule in rules.values()] == [8] * 4 and [rule.noise for rule in rules.values()] == [2] * 4
-    assert isinstance(rules[2], Refine) and rules["3"].times == 3
-    assert rules["verify"].drafts == 7 and rules["converge"].times is None
+    assert all(rule.noise == 2 for rule in rules.values())
+    assert all(isinstance(rules[mode], Refine) and rules[mode].width == 8 for mode in (2, "3", "converge"))
+    assert rules["3"].times == 3 and rules["converge"].times is None
+    assert rules["verify"].windows == [Window(7, 7)]
 
 
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():
