@@ -19,6 +19,7 @@ from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.kv_cache import drop_rows
 from verl.workers.rollout.hf_rollout import choose
+from verl.workers.rollout.sampling import right_padded
 
 
 @dataclass
@@ -117,10 +118,8 @@ def iterative_generate(
         width = max(row.prompt_length for row in rows)
         pads = [[pad_token_id] * (width - row.prompt_length) for row in rows]
         given = torch.tensor([pad + row.tokens[: row.prompt_length] for pad, row in zip(pads, rows, strict=True)])
-    answers = torch.full((len(new), max(map(len, new))), pad_token_id, dtype=given.dtype, device=given.device)
-    for row, tokens in zip(answers, new, strict=True):
-        row[: len(tokens)] = torch.tensor(tokens)
-    return torch.cat([given, answers], 1)
+    answers = right_padded(new, max(map(len, new)), pad_token_id, given.dtype)
+    return torch.cat([given, answers.to(given.device)], 1)
 
 
 def decode(

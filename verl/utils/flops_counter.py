@@ -59,7 +59,7 @@ ESTIMATE_FUNC: dict[str, Callable[[Any, Sequence[int]], float]] = dict.fromkeys(
 
 
 class FlopsCounter:
-    """FLOPs of training steps of one model. `config` is a model's transformers configuration.
+    """FLOPs of training steps of one model. `config` is a model's transformers configuration; any other is unknown.
 
     `peak_tflops`: TFLOP/s of a device (trainer.peak_tflops); None looks its name up.
     """
@@ -67,7 +67,7 @@ class FlopsCounter:
     def __init__(self, config: Any, peak_tflops: float | None = None) -> None:
         self.config = config
         self.peak_tflops = peak_tflops
-        self.estimate = ESTIMATE_FUNC.get(config.model_type)
+        self.estimate = ESTIMATE_FUNC.get(getattr(config, "model_type", None))
 
     def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
         """(TFLOP/s that the step reached, peak TFLOP/s of a device): tokens of each sequence, seconds of the step.

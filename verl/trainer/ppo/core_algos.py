@@ -3,7 +3,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -72,12 +73,15 @@ def _to_verl(loss: PolicyLoss, mode: str = "token-mean") -> VerlLoss:
     return compute_loss
 
 
-class _VerlLosses(MutableMapping[str, VerlLoss]):
+class _VerlLosses(UserDict[str, VerlLoss]):
     """The registered losses by name, each with verl's signature."""
 
     key, howto = LOSS_FUNCTIONS.key, LOSS_FUNCTIONS.howto
     register = Registry.register
     find = Registry.find
+
+    def __init__(self) -> None:
+        self.data = LOSS_FUNCTIONS
 
     def __getitem__(self, name: str) -> VerlLoss:
         loss = LOSS_FUNCTIONS[name]
@@ -85,15 +89,6 @@ class _VerlLosses(MutableMapping[str, VerlLoss]):
 
     def __setitem__(self, name: str, loss: VerlLoss) -> None:
         LOSS_FUNCTIONS[name] = _from_verl(loss)
-
-    def __delitem__(self, name: str) -> None:
-        del LOSS_FUNCTIONS[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(LOSS_FUNCTIONS)
-
-    def __len__(self) -> int:
-        return len(LOSS_FUNCTIONS)
 
 
 POLICY_LOSS_REGISTRY = _VerlLosses()

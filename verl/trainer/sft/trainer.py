@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from transformers import PretrainedConfig
 
 from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
@@ -219,10 +218,7 @@ class FSDPSFTTrainer:
         """
         if self.engine.device.type == "cpu" and self.config.trainer.peak_tflops is None:
             return {}
-        model = getattr(self.engine.module, "config", None)
-        if not isinstance(model, PretrainedConfig):
-            return {}
-        counter = FlopsCounter(model, self.config.trainer.peak_tflops)
+        counter = FlopsCounter(getattr(self.engine.module, "config", None), self.config.trainer.peak_tflops)
         lengths = batch["attention_mask"].sum(-1).tolist()  # of this rank; every rank adds its share
         share = counter.utilisation(lengths, seconds, self.engine.world_size) or 0.0
         total = all_reduce_values({"mfu": share}, self.engine.device)["mfu"]

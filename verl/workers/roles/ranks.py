@@ -3,7 +3,6 @@
 from typing import Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
 from verl.config.actor import ActorConfig
 from verl.config.base import BaseConfig
@@ -61,11 +60,8 @@ class ModelWorker(Worker, DistProfilerExtension):
 
         Empty where the device's peak (trainer.peak_tflops) or the kind of model is unknown, as on CPUs.
         """
-        model = getattr(self.engine.module, "config", None)
-        if not isinstance(model, PretrainedConfig):  # a module of another kind, such as a recipe's
-            return {}
-        lengths = data.meta_info.get("global_token_num", ())
-        share = FlopsCounter(model, self.peak_tflops).utilisation(lengths, seconds, self.world_size)
+        counter = FlopsCounter(getattr(self.engine.module, "config", None), self.peak_tflops)
+        share = counter.utilisation(data.meta_info.get("global_token_num", ()), seconds, self.world_size)
         return {f"perf/mfu/{role}": passes * share} if share else {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
