@@ -138,7 +138,9 @@ def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype,
 
 
 def create_huggingface_actor(
-    model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None,
+    model_name: str,
+    override_config_kwargs: dict | None = None,
+    automodel_kwargs: dict | None = None,
     loader: str = "auto",
 ) -> nn.Module:
     """Loads the model in directory `model_name` with the loader of that name.
@@ -148,10 +150,9 @@ def create_huggingface_actor(
     options = dict(automodel_kwargs or {})
     dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
     trust = bool(options.pop("trust_remote_code", False))
-    request = SimpleNamespace(  # what a loader reads of HFModelConfig
-        path=model_name, local_path=model_name, override_config=dict(override_config_kwargs or {}),
-        trust_remote_code=trust, local_hf_config_path=None, hf_config=None,
-    )  # fmt: skip
+    paths = {"path": model_name, "local_path": model_name, "local_hf_config_path": None, "hf_config": None}
+    # What a loader reads of HFModelConfig.
+    request = SimpleNamespace(**paths, override_config=dict(override_config_kwargs or {}), trust_remote_code=trust)
     return get_model_loader(loader)(request, dtype, **options)
 
 

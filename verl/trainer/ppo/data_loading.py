@@ -76,7 +76,11 @@ class RLData:
 
 
 def create_rl_dataset(
-    data_paths: Any, data_config: Mapping[str, Any], tokenizer: Any, processor: Any, is_train: bool = True,
+    data_paths: Any,
+    data_config: Mapping[str, Any],
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
     """The data set of these files: data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset."""
