@@ -11,8 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # Linux
+from verl.utils.supervisor import end_with_parent
 
 
 class ChildDied(RuntimeError):
@@ -76,8 +75,8 @@ class Child:
 def _serve(function: Callable, connection: Connection, caller: int) -> None:
     """Run the child's loop; does not return."""
     try:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # an endless call must not outlive its caller
-        while os.getppid() == caller:
+        end_with_parent(signal.SIGKILL, caller)  # an endless call must not outlive its caller
+        while True:
             args, kwargs = connection.recv()
             try:
                 connection.send((True, function(*args, **kwargs)))

@@ -1,14 +1,11 @@
 """Compatibility with verl: import path of the Ray-facing roles on FSDP engines."""
+# ruff: noqa: F401
 
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
-
-__all__ = [
-    "ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "create_device_mesh",
-]  # fmt: skip
 
 
 class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):

@@ -6,12 +6,7 @@ from ray.util.placement_group import PlacementGroup
 from verl.single_controller.base.worker import get_master_addr_port
 from verl.single_controller.base.worker_group import func_generator
 from verl.single_controller.ray.fetch import WorkerDiedError
-from verl.single_controller.ray.ray_class import (
-    RayClassWithInitArgs,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-    create_colocated_worker_raw_cls,
-)
+from verl.single_controller.ray.ray_class import *  # noqa: F403
 from verl.single_controller.ray.resource_pool import RayResourcePool, get_random_string, sort_placement_group_by_node_ip
 from verl.single_controller.ray.worker_group import RayWorkerGroup
 
