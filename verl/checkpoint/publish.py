@@ -225,8 +225,6 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
 def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
     """The newest published folder whose manifest holds, or None; refused ones are logged by file."""
     root = Path(root)
-    if not root.is_dir():
-        return None
     restore_interrupted(root)
     for step in reversed(published_steps(root)):
         folder = root / f"global_step_{step}"
