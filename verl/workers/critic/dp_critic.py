@@ -60,7 +60,7 @@ class DataParallelPPOCritic(BasePPOCritic):
             return response_values(self.engine.module, batch, self.packs)
 
 
-def response_values(module: nn.Module, batch: TensorDict | dict[str, torch.Tensor], packs: bool) -> torch.Tensor:
+def response_values(module: nn.Module, batch: TensorDict, packs: bool) -> torch.Tensor:
     """[B, R] float32, with padding or, if it `packs`, in a flat row: the value in front of each response token, which
     stands one position to its left."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}

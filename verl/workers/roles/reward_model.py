@@ -15,8 +15,9 @@ from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_datap
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
-from verl.workers.critic.dp_critic import packs_values, response_values
+from verl.workers.critic.dp_critic import packs_values
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.policy.packing import pack_batch
 from verl.workers.roles.critic import value_model
 from verl.workers.roles.ranks import ModelWorker
 
@@ -72,11 +73,13 @@ class RewardModelWorker(ModelWorker):
                 values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
                 return [values.gather(1, last).squeeze(1)]
             # Turn each row so that it ends with its last token, and append a token that counts as its response: the
-            # value in front of the response is then that of the last token.
+            # packing's `predicted_from` is then the last token.
             turned = (positions + last + 1) % mask.shape[1]
             ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}
-            ended["responses"] = ended["input_ids"][:, -1:]
-            return [response_values(self.engine.module, ended, True).squeeze(1)]
+            packing = pack_batch(ended, 1)
+            flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
+            values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
+            return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
 
         chosen, own = self.engine.gather_over_sequence_group(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
