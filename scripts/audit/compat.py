@@ -6,7 +6,8 @@ from pathlib import Path
 MARK = "Compatibility with verl:"  # how the docstring of such a module begins
 #: Modules of this kind at paths that verl does not have: names of earlier versions of this project.
 OF_EARLIER_VERSIONS = (
-    "verl.tools.code_tool", "verl.tools.function_tool", "verl.utils.dataset.spd_dataset",
+    "verl.experimental.agent_loop.base", "verl.tools.code_tool", "verl.tools.function_tool",
+    "verl.utils.dataset.spd_dataset",
     "verl.utils.reward_score.spd_scorer_reward", "verl.workers.rollout.spd_rollout",
 )  # fmt: skip
 
