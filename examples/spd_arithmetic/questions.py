@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
-from recipe.spd.rollout.answers import extract_answer
+from recipe.spd.rollout.answers import final_answer
 from verl.data.chat_template import render_chat
 from verl.utils.jsonl import read_objects
 
@@ -126,7 +126,7 @@ def _worked(path: Path) -> Iterator[tuple[str, str, str]]:
     for number, row in read_objects(path):
         if not {"question", "answer"} <= row.keys():
             raise ValueError(f"{path}, line {number}: keys {sorted(row)}; expected question and answer (GSM8K format)")
-        answer = extract_answer(row["answer"])
+        answer = final_answer(row["answer"])
         if answer is None:
             raise ValueError(f"{path}, line {number}: no answer in {row['answer'][-60:]!r}; end it with '#### 42'")
         yield row["question"].strip(), row["answer"].strip(), answer

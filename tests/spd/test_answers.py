@@ -102,3 +102,14 @@ def test_no_answer_takes_long(text):
     started = time.process_time()
     is_correct(text, "5")
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [("Logan is a boy. The answer is son.", "son", True), ("so the answer is mother-in-law.", "mother-in-law", True),
+     ("the answer is **Tariq-Jay**", "Tariq-Jay", True), ("The answer is Son", "#### son", True),
+     ("The answer is son. Or the answer is daughter.", "son", False), ("Logan is the son.", "son", False),
+     ("The answer is stepson.", "son", False), ("The answer is 3.", "son", False), ("The answer is son.", "3", False)],
+)  # fmt: skip
+def test_words_are_answers_too(text, truth, right):
+    assert is_correct(text, truth) is right

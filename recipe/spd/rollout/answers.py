@@ -11,6 +11,7 @@ _MARKUP = r"[\s*_`$(:]*+(?:\\\(|\\\[)?\s*+"  # of chat models: bold, code, TeX
 _ABOUT = r"(?:(?:about|approximately|roughly|USD|≈|\\approx)\s*+)?"
 _CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-z]\b)++=)*"  # "3 * 6 =", "x ="
 _MARKED = re.compile(rf"(?:answer[*_`\s]*+(?:is\b|:)|####){_MARKUP}{_ABOUT}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
+_ANY = re.compile(r"(?:answer[*_`\s]*+(?:is\b|:)|####)[\s*_`$(:\"']*+([^\n.!?]*)", re.IGNORECASE)
 _BOXED = "\\boxed{"
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
 _SPACING = re.compile(r"\\[,;!: ]|~|\*\*|\\(?:left|right)\b|\\?[$€£%]|\^\{?\\circ\}?|\s+")
@@ -33,6 +34,17 @@ def extract_answer(text: str) -> str | None:
         if depth == 0:
             return normalise(text[first:i])
     return None if marked is None else normalise(marked.group(1))
+
+
+def final_answer(text: str) -> str | None:
+    """As `extract_answer`, but words count too: without a number, what follows the last marker up to the end of its
+    sentence; None without a marker.
+    """
+    number = extract_answer(text)
+    if number is not None:
+        return number
+    *_, last = ["", *_ANY.findall(text)]
+    return last.strip(" *_`\"')") or None
 
 
 def normalise(answer: str) -> str:
@@ -59,11 +71,14 @@ def is_correct(text: str, ground_truth: object) -> bool:
 
     Numbers are compared by value; other mathematics by math-verify, everything else as text.
     """
+    expected = final_answer(str(ground_truth)) or str(ground_truth)
+    if not re.search(r"[\d\\]", expected):  # words, such as a name
+        answer = final_answer(text)
+        return answer is not None and normalise(answer).casefold() == normalise(expected).casefold()
     answer = extract_answer(text)
     if answer is None:
         return False
-    expected = extract_answer(str(ground_truth))
-    expected = normalise(str(ground_truth)) if expected is None else expected
+    expected = extract_answer(str(ground_truth)) or normalise(str(ground_truth))
     if answer == expected:
         return True
     ours, theirs = _value(answer), _value(expected)
