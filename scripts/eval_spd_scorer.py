@@ -4,12 +4,14 @@
         --val-questions val.jsonl --harm-labels labels.jsonl --out DIR [--untrained DIR] [--all-rules]
 
 Real multi-round decoding until the end token or the limit. Writes evaluation.json, evaluation.png and validation.json
-(the runs on the validation questions that chose the scorer's threshold).
+(the runs on the validation questions that chose the scorer's threshold). A stopped command continues where it was.
 """
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,12 +30,15 @@ from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
+from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
     "target", "exact", "all", "random", "scorer", "scorer_untrained", "margin", "typical", "top_rank", "rank_margin",
-    "deferred", "divergence", "divergence_strict",
+    "deferred", "entropy", "words", "divergence", "divergence_strict", "ngram",
 )  # fmt: skip
+FINISHED = "finished_runs"  # in --out: what an evaluation that was stopped has computed
+NGRAM = 3  # most tokens of the n-grams whose continuation is drafted, of the row `ngram`
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
 
@@ -70,7 +75,10 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     job = load_job(args)
     split_runs = {split: [Run(split, "target"), Run(split, "exact")] for split in ("validation", "test")}
     free = rules_without_training(args)
-    with Pool(job, args.processes, progress) as pool:
+    kept = args.out / FINISHED / fingerprint(args)
+    if kept.exists():
+        console.print(f"continues an evaluation that was stopped: {len(list(kept.iterdir()))} parts are in {kept}")
+    with Pool(job, args.processes, progress, kept) as pool:
         scored = {name: Scores(name) for name in args.scorers} if job.validation else {}
         pool.submit([*scored.values(), *split_runs["validation"]])
         labelled = {name: pool.result(task) for name, task in scored.items()}
@@ -118,7 +126,26 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
     for run, row in zip(runs, rows, strict=True):
         row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
+    if args.all_rules and not args.temperature:
+        own, exact = (pool.result(run) for run in runs[:2])
+        prompts = [question["prompt_ids"] for question in job.questions["test"]]
+        drafted = measures.ngram_drafts(prompts, own.result, args.gamma, NGRAM)
+        rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
+                                     target_tokens=sum(map(len, own.result.tokens))))
     return rows, chooser, len(job.questions["test"])
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of everything the results depend on: the arguments, the files they name, models and scorers."""
+    given = {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes")}
+    digest = hashlib.sha256(json.dumps(given).encode())
+    files = (args.questions, args.val_questions, args.harm_labels, args.val_harm_labels)
+    for file in filter(None, files):
+        digest.update(file.read_bytes())
+    for named in filter(None, (args.target, args.draft, args.untrained, *args.scorers.values())):
+        if (folder := model_folder(str(named))) is not None:
+            digest.update(model_dir_fingerprint(folder).encode())
+    return digest.hexdigest()[:16]
 
 
 def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
@@ -126,7 +153,8 @@ def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
     swept = [("margin", gap) for gap in args.margins] + [("typical", eps) for eps in args.typicals]
     if args.all_rules:
         swept += [("top_rank", count) for count in args.ranks] + [("rank_margin", gap) for gap in args.margins]
-        swept += [("deferred", entropy) for entropy in args.entropies]
+        swept += [(rule, entropy) for rule in ("deferred", "entropy") for entropy in args.entropies]
+        swept += [("words", 0.0)]  # without a threshold
         swept += [(rule, nats) for nats in args.divergences for rule in ("divergence", "divergence_strict")]
     return swept
 
@@ -261,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
         rows, validation, questions = evaluate(args, progress)
+    shutil.rmtree(args.out / FINISHED, ignore_errors=True)
     record = {"questions": questions, "dtype": args.dtype, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,6 +92,39 @@ def accepted_share(result: SpecResult) -> float:
     """Share of the judged mismatches that the judge accepted."""
     judged = sum(result.judged_mismatches)
     return sum(result.accepted_mismatches) / judged if judged else 0.0
+
+
+def ngram_drafts(
+    prompts: Sequence[Sequence[int]], own: SpecResult, gamma: int, longest: int = 3
+) -> SpecResult:  # fmt: skip
+    """Exact match with drafts that continue an earlier occurrence of the last tokens (prompt lookup, Saxena 2023).
+
+    No model runs: exact match gives the target's own text, which `own` holds. The longest n-gram counts, up to
+    `longest` tokens, and of those its first occurrence, as in vLLM; a round without one commits the target's token.
+    """
+    rounds, accepted = [], []
+    for prompt, tokens in zip(prompts, own.tokens, strict=True):
+        context, done, steps, kept = list(prompt), 0, 0, 0
+        while done < len(tokens):
+            draft = _lookup(context, gamma, longest)
+            matches = 0
+            while matches < len(draft) and done + matches < len(tokens) and draft[matches] == tokens[done + matches]:
+                matches += 1
+            taken = tokens[done : done + matches + 1]
+            context += taken
+            done, steps, kept = done + len(taken), steps + 1, kept + matches
+        rounds.append(steps)
+        accepted.append(kept)
+    return replace(own, rounds=rounds, accepted=accepted)
+
+
+def _lookup(context: Sequence[int], gamma: int, longest: int) -> Sequence[int]:
+    for size in range(min(longest, len(context) - 1), 0, -1):
+        suffix = context[-size:]
+        for start in range(len(context) - size):
+            if context[start : start + size] == suffix:
+                return context[start + size : start + size + gamma]
+    return []
 
 
 def choose_threshold(

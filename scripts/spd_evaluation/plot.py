@@ -11,6 +11,8 @@ CURVES = (  # rules of one curve, legend, colour, marker
     (("top_rank",), "top ranks, swept", "#1f78b4", "<"),
     (("rank_margin",), "margin within the top 3, swept", "#fb9a99", ">"),
     (("deferred",), "deferred window, entropy swept", "#b2df8a", "p"),
+    (("words",), "tokens without figures", "#ff7f00", "D"),
+    (("entropy",), "entropy, swept", "#33a02c", "h"),
     (("divergence",), "divergence rule, swept", "#a6761d", "v"),
     (("divergence_strict",), "divergence rule, strict", "#666666", "D"),
     (("supervised", "supervised_sweep"), "supervised scorer, swept", "#6a3d9a", "d"),
@@ -20,6 +22,7 @@ CURVES = (  # rules of one curve, legend, colour, marker
 POINTS = {  # rule: legend, colour, marker
     "exact": ("exact match", "black", "*"),
     "all": ("accept everything", "#999999", "X"),
+    "ngram": ("n-gram drafts, exact match", "black", "+"),
     "random": ("random share", "#e7298a", "P"),
     "scorer_untrained": ("untrained scorer", "#66a61e", "h"),
     "scorer": ("trained scorer, threshold from validation", "#1b9e77", "o"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
+import json
 import multiprocessing
 import operator
 import os
@@ -13,8 +15,9 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
@@ -65,6 +68,16 @@ class Run:
         """The outcome of a run from those of its parts."""
         return functools.reduce(operator.add, outcomes)
 
+    @staticmethod
+    def to_json(outcome: Outcome) -> Any:
+        return asdict(outcome)
+
+    @staticmethod
+    def from_json(value: Any) -> Outcome:
+        from scripts.spd_evaluation.worker import Outcome, SpecResult
+
+        return Outcome(SpecResult(**value["result"]), value["correct"])
+
 
 class _Undivided:
     """A task that one process performs, since results of its parts could not be joined."""
@@ -75,6 +88,12 @@ class _Undivided:
     @staticmethod
     def joined(outcomes: list) -> Any:
         return outcomes[0]
+
+    @staticmethod
+    def to_json(outcome: Any) -> Any:
+        return outcome
+
+    from_json = to_json
 
 
 @dataclass(frozen=True)
@@ -111,12 +130,13 @@ Task = Run | Harm | Scores  # independent of all others; the same result in ever
 class Pool:
     """Processes that take parts of tasks in the order of `submit`; leaving the `with` block ends them at once.
 
-    On CUDA each process sees one GPU, the next one of `visible_gpus`.
+    On CUDA each process sees one GPU, the next one of `visible_gpus`. The results of finished parts are written to the
+    folder `kept`, if one is given; those that are there are not computed again.
     """
 
-    def __init__(self, job: Job, processes: int, progress: Progress):
+    def __init__(self, job: Job, processes: int, progress: Progress, kept: Path | None = None):
         context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
-        self.job = job
+        self.job, self._kept = job, kept
         self._done = context.Value("q", 0)
         leash, self._hand = context.Pipe(duplex=False)
         gpus = visible_gpus() if job.args.device == "cuda" else []
@@ -138,7 +158,21 @@ class Pool:
         """Queue the tasks that are not queued yet."""
         for task in tasks:
             if task not in self._futures:
-                self._futures[task] = [self._executor.submit(_perform, part) for part in task.parts(self.job)]
+                self._futures[task] = [self._begun(part) for part in task.parts(self.job)]
+
+    def _begun(self, part: Task) -> Future:
+        if self._kept is None:
+            return self._executor.submit(_perform, part)
+        file = self._kept / f"{hashlib.sha256(repr(part).encode()).hexdigest()[:24]}.json"
+        if file.exists():
+            with self._done.get_lock():
+                self._done.value += part.size(self.job)
+            known: Future = Future()
+            known.set_result(part.from_json(json.loads(file.read_text())))
+            return known
+        future = self._executor.submit(_perform, part)
+        future.add_done_callback(functools.partial(_keep, part, file))
+        return future
 
     def result(self, task: Task) -> Any:
         """Wait for a task and return its result; raises the first error of any task."""
@@ -168,6 +202,15 @@ class Pool:
                 f"{len(ended)} of {len(self._futures)} runs, {done} of {total} answers and labelled blocks, "
                 f"{rate:.1f} a second, {left}", soft_wrap=True, highlight=False
             )  # fmt: skip
+
+
+def _keep(part: Task, file: Path, future: Future) -> None:
+    if future.cancelled() or future.exception() is not None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(part.to_json(future.result())))
+    os.replace(partial, file)
 
 
 def visible_gpus() -> list[str]:

@@ -5,6 +5,7 @@ accepted; the decoder keeps the leading accepts and accepts matches whatever the
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from recipe.spd.rollout.decoder import Block, Judge
 from recipe.spd.scorer.model import ScoringActor
+
+FIGURE = re.compile(r"[\d+*/=<>^%×÷−-]")
 
 
 def exact() -> Judge:
@@ -105,6 +108,28 @@ def divergence(threshold: float, *, strict: bool = False, confident: float = 0.9
         return accept
 
     return judge
+
+
+def entropy(threshold: float) -> Judge:
+    """Accept where the target's entropy in nats exceeds `threshold`: FLy's rule (see `deferred`) without a window."""
+    return deferred(threshold, 0)
+
+
+def words(figures: torch.Tensor) -> Judge:
+    """Accept where neither the draft's token nor the target's is one of `figures` (bool [V], see `figure_ids`)."""
+
+    def judge(block: Block) -> torch.Tensor:
+        table = figures.to(block.draft_ids.device)
+        return ~table[block.draft_ids] & ~table[block.target_ids[:, :-1]]
+
+    return judge
+
+
+def figure_ids(tokenizer: Any, size: int) -> torch.Tensor:
+    """Bool [size]: tokens with a digit or an operator, and special tokens, such as the end of a turn."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    texts = (tokenizer.decode([i]) if i < len(tokenizer) else "" for i in range(size))
+    return torch.tensor([i in special or FIGURE.search(text) is not None for i, text in enumerate(texts)])
 
 
 def scorer(model: ScoringActor, threshold: float, **tokens: Any) -> Judge:

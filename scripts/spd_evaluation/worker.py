@@ -55,6 +55,7 @@ class Worker:
         self.draft = load_model(self.args.draft, self.args.device, self.args.dtype)
         self.eos = stop_ids(self.tokenizer, self.args.target)
         self.scores = {name: self._scores(model) for name, model in self._load_scorers().items()}
+        figures = rules.figure_ids(self.tokenizer, self.target.config.get_text_config().vocab_size)
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),
             "all": lambda _: rules.accept_all(),
@@ -64,6 +65,8 @@ class Worker:
             "top_rank": lambda count: rules.top_rank(int(count)),
             "rank_margin": lambda gap: rules.top_rank(3, gap),
             "deferred": lambda entropy: rules.deferred(entropy, 6, end_ids(self.eos)),  # the published window
+            "entropy": rules.entropy,
+            "words": lambda _: rules.words(figures),
             "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),

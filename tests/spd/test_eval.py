@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_curve_is_read_between_its_points():
     assert measures.accuracy_on_curve(rows, 4.1) is None
 
 
+def test_ngram_drafts_continue_the_first_occurrence_of_the_longest_suffix():
+    # The prompt's last two tokens were followed by 3 4 5; the text agrees with 3 4 and goes on with 9 (round 1).
+    # Nothing repeats 9 (round 2 commits 1); 1 was followed by 2 3, of which 2 is right (round 3 commits 2 and 8).
+    own = result_of([[3, 4, 9, 1, 2, 8]], [6], [0], [True])
+    drafted = measures.ngram_drafts([[1, 2, 3, 4, 5, 7, 1, 2]], own, gamma=3)
+    assert (drafted.rounds, drafted.accepted, drafted.tokens) == ([3], [3], own.tokens)
+    assert measures.ngram_drafts([[1]], own, gamma=3).rounds == [6]
+
+
 def test_accepted_share_counts_only_what_was_judged():
     result = result_of([[1], [1]], [1, 1], [0, 0], [True, True], judged=[3, 5], passed=[2, 0])
     assert measures.accepted_share(result) == 0.25
@@ -244,8 +254,8 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert all(list(row) == KEYS for row in record["rows"])
     assert [row["rule"] for row in record["rows"]] == [
         "target", "exact", "all", "scorer", "twin", "random", "scorer_untrained", "margin", "margin", "typical",
-        "top_rank", "rank_margin", "rank_margin", "deferred", "divergence", "divergence_strict", "scorer_sweep",
-        "twin_sweep",
+        "top_rank", "rank_margin", "rank_margin", "deferred", "entropy", "words", "divergence", "divergence_strict",
+        "scorer_sweep", "twin_sweep", "ngram",
     ]  # fmt: skip
     twins = [[row[k] for k in KEYS if k not in ("rule", "seconds")] for row in record["rows"] if row["rule"] in
              ("scorer", "twin")]  # fmt: skip
@@ -260,7 +270,7 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert by_rule["target"]["harmless_accepted"] is None
     assert [row["rule"] for row in choice["rows"]] == [
         "target", "exact", *["scorer_sweep"] * 2, *["twin_sweep"] * 2, "margin", "margin", "typical", "top_rank",
-        "rank_margin", "rank_margin", "deferred", "divergence", "divergence_strict",
+        "rank_margin", "rank_margin", "deferred", "entropy", "words", "divergence", "divergence_strict",
     ]  # fmt: skip
     assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
     chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:4]], 0.01).threshold
@@ -306,6 +316,25 @@ def test_an_error_in_a_worker_ends_the_command_and_every_worker(house, tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         run_script(house, tmp_path / "nowhere", tmp_path / "out", "--processes", "2")
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.process
+def test_a_stopped_evaluation_continues_with_its_finished_parts(house, tmp_path, monkeypatch, capsys):
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _, choice = run_script(house, scorer, whole, "--processes", "1")
+    assert not (whole / "finished_runs").exists()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(measures, "choose_threshold", lambda *_: 1 / 0)  # the validation runs are there
+        with pytest.raises(ZeroDivisionError):
+            run_script(house, scorer, stopped, "--processes", "1")
+    (folder,) = (stopped / "finished_runs").iterdir()
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert before and run_script(house, scorer, stopped, "--processes", "1")[1]["chosen"] == choice["chosen"]
+    assert "continues an evaluation that was stopped" in capsys.readouterr().out
+    after = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert before.items() <= after.items() and len(after) > len(before)
 
 
 WITH_A_WORKER = """

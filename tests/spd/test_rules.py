@@ -9,6 +9,7 @@ import torch
 from recipe.spd.rollout.decoder import Block
 from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import rules
+from tests.helpers.models import make_tokenizer
 
 
 def block_of(target_p, draft_ids, draft_p=None, contexts=None):
@@ -118,7 +119,7 @@ class SpyScorer(torch.nn.Module):
     def block_scores(self, **tokens):
         return SCORERS[self.config.backbone].block_scores(self, **tokens)
 
-    def score_features(self, hidden, draft_ids, target_ids):
+    def score_features(self, hidden, draft_ids, target_ids, logits):
         self.seen = (hidden, draft_ids, target_ids)
         return self.z
 
@@ -161,3 +162,23 @@ def test_text_scorer_shows_a_draft_up_to_its_end_token():
     short = SpyScorer("own", [[1.0]])
     judge = rules.scorer(short, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))
     assert judge(block_of(PROBABILITIES, [[1, 0]])).tolist() == [[True, False]]
+
+
+def test_entropy_is_the_deferred_rule_without_a_window():
+    # 0.898 and 0.232 nats
+    assert rules.entropy(0.5)(BLOCK).tolist() == [[True, False]]
+    assert rules.entropy(0.2)(BLOCK).tolist() == [[True, True]]
+
+
+def test_words_rejects_where_either_token_has_a_figure():
+    # drafts 1 and 0 for targets 0 and 2
+    assert rules.words(torch.tensor([False, False, True]))(BLOCK).tolist() == [[True, False]]
+    assert rules.words(torch.tensor([True, False, False]))(BLOCK).tolist() == [[False, False]]
+
+
+def test_figures_are_digits_operators_and_special_tokens():
+    tokenizer = make_tokenizer()
+    figures = rules.figure_ids(tokenizer, 70)
+    flagged = {tokenizer.decode([i]) for i in range(len(tokenizer)) if figures[i]}
+    assert {"7", "+", tokenizer.eos_token} <= flagged and not {"a", "b"} & flagged
+    assert not figures[len(tokenizer) :].any()  # padding of the embeddings
