@@ -33,6 +33,7 @@ REWARD_VARIABLES = {variable: f"spd.reward.{name}" for variable, name in VARIABL
 }
 # Option -> the trainer's keys that it sets (none: read here), and its argparse settings. Without a value (None) the
 # recipe's default applies.
+PATIENCE = 10  # epochs
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--blocks": ("", {"required": True, "help": "generated blocks (parquet or jsonl)"}),
     "--metadata": ("", {"required": True, "help": "questions with ground truth and baseline correctness"}),
@@ -165,6 +166,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single "
         "mismatches, into OUTPUT_DIR/supervised, which --adapter starts GRPO from")
     parser.add_argument("--label-budget", type=int, help="completions that these labels may use (default: no limit)")
+    parser.add_argument("--patience", type=int, default=PATIENCE, help="epochs without a lower cross-entropy on "
+        "--val-blocks after which a supervised training ends before its --steps; 0: never")
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("-") or "=" not in text:
@@ -263,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.trainer.dry_run:
             return dry_run(config, known=known)
         exit_if_wrong(config, known)
-        logger.info("supervised scorer: {}", train_supervised(config, args.label_budget))
+        logger.info("supervised scorer: {}", train_supervised(config, args.label_budget, args.patience))
     else:
         run_training(config, known)
     return 0

@@ -86,14 +86,15 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     """Cross-entropy of sigmoid(z) at the labelled mismatches, their mean over the global batch.
 
     The scorer of the lowest cross-entropy in validation is saved in the run's folder; without validation, the last one.
+    The run ends after `patience` validations without a lower one (None: at its last step).
     """
 
     policy_type = BernoulliPolicy
     shares_type = SampledShares
 
-    def __init__(self, training: DictConfig, *arguments: Any) -> None:
+    def __init__(self, training: DictConfig, patience: int | None, *arguments: Any) -> None:
         """`training`: the GRPO config that describes model, engine and optimizer; the others as FSDPSFTTrainer's."""
-        self.training = training
+        self.training, self.patience = training, patience
         self.losses: list[float] = []  # of each step
         self.validation: dict[int, float] = {}  # after a step
         super().__init__(*arguments)
@@ -129,6 +130,12 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
             self.save_scorer()
         return means
 
+    def ends_early(self) -> bool:
+        steps = list(self.validation)
+        return bool(self.patience and steps) and (
+            len(steps) - 1 - steps.index(min(steps, key=self.validation.get)) >= self.patience
+        )
+
     def save_scorer(self) -> None:
         """Write the trained weights with spd_config.json into the run's folder."""
         trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
@@ -143,12 +150,13 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         self.validation = {int(step): loss for step, loss in state["validation"].items()}
 
 
-def train_supervised(config: DictConfig, budget: int | None) -> Path:
+def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
     Optimizer, schedule, batch size, micro-batch size, steps and seed are those of the config. `budget` is the number of
     completions that labels may use; None labels every block. Validation blocks, if they are others than the training
-    blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved.
+    blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved, and the
+    training ends after `patience` epochs without a lower one (None: after the config's steps).
     """
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
@@ -181,7 +189,7 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
                 harmful)  # fmt: skip
 
     settings = _settings(config, len(labelled[0]))
-    trainer = SupervisedScorerTrainer(config, settings, None, None, tokenizer, *labelled)
+    trainer = SupervisedScorerTrainer(config, patience, settings, None, None, tokenizer, *labelled)
     code = trainer.fit()
     folder = Path(trainer.config.trainer.default_local_dir)
     if not trainer.validation:

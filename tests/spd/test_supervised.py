@@ -127,15 +127,17 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
     server = AnsweringServer()
     with server.running() as url:
         monkeypatch.setenv("SPD_VLLM_URLS", url)
-        assert entry.main([*options, "--supervised"]) == 0
+        assert entry.main([*options, "--supervised", "--patience", "12"]) == 0
     folder = tmp_path / "run" / "supervised"
     figures = json.loads((folder / "supervised.json").read_text())
     assert figures["blocks"] == 3 and figures["harmful"] == 2
     assert figures["loss"][-1] < 0.5 * figures["loss"][0]
     if contradicted:
         validation = {int(step): loss for step, loss in figures["validation"].items()}  # an epoch has one step
-        assert list(validation) == list(range(1, 41)) and validation[40] > 1.1 * validation[figures["saved_step"]]
-        assert figures["saved_step"] == min(validation, key=validation.get) < 10
+        last = figures["saved_step"] + 12  # epochs of patience
+        assert list(validation) == list(range(1, last + 1)) and len(figures["loss"]) == figures["steps"] == last < 40
+        assert figures["saved_step"] == min(validation, key=validation.get)
+        assert validation[last] > 1.1 * validation[figures["saved_step"]]
         scorer = AutoModelForSPDScoring.from_pretrained(folder)
         blocks = SPDInputData.from_blocks(
             [[30, 31, 32]] * 2, [[11, 12, 13]] * 2, [[21, 12, 25, 26], [20, 12, 24, 26]], sep_token_id=3, pad_token_id=0
@@ -145,6 +147,11 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         loss = torch.nn.functional.binary_cross_entropy_with_logits(z[[0, 1, 1], [0, 0, 2]], truth).item()
         assert loss == pytest.approx(validation[figures["saved_step"]], rel=1e-4)
         assert "the scorer memorises its 3 blocks" in capsys.readouterr().err
+        before = (folder / "supervised.json").read_text()
+        with server.running() as url:  # a run that has ended, started again
+            monkeypatch.setenv("SPD_VLLM_URLS", url)
+            assert entry.main([*options, "--supervised", "--patience", "12"]) == 0
+        assert (folder / "supervised.json").read_text() == before
         return
     assert figures["completions"] == len(server.asked) and figures["validation"] == {}
     scorer = AutoModelForSPDScoring.from_pretrained(folder)

@@ -177,6 +177,8 @@ class FSDPSFTTrainer:
         """The remaining steps; the exit code of a stop that was requested, else 0."""
         with StopSignals() as signals:
             done, total = self.global_steps, self.total_training_steps
+            if self.ends_early():  # a run that has ended, started again
+                return 0
             if self.val_loader is not None and self.config.trainer.val_before_train and done == 0:
                 self.run_log.write(0, self._validate())
             hidden = None if self.engine.rank == 0 else True  # None: shown on a terminal only
@@ -202,9 +204,12 @@ class FSDPSFTTrainer:
                     "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
                 )  # fmt: skip
                 self.checkpoints.advance()
-                stop = any_rank(signals.stop_requested, self.engine.device)
-                if stop or self.checkpoints.is_due(self.global_steps, self.global_steps >= self.total_training_steps):
+                stop, ended = any_rank(signals.stop_requested, self.engine.device), self.ends_early()
+                last = ended or self.global_steps >= self.total_training_steps
+                if stop or self.checkpoints.is_due(self.global_steps, last):
                     self.save_checkpoint(self.global_steps)
+                if ended:
+                    break
                 if stop and self.global_steps < self.total_training_steps:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
                     return signals.exit_code
@@ -250,6 +255,10 @@ class FSDPSFTTrainer:
             self.global_steps, self.counters, self.best = state.global_step, state.counters, state.best
             self.load_variant_state(state.variant)
         self.run_log.open(self.global_steps)
+
+    def ends_early(self) -> bool:
+        """Whether a subclass ends the run before its last step; equal on all ranks."""
+        return False
 
     def variant_state(self) -> dict[str, Any]:
         """What a subclass adds to trainer_state.json (plain JSON values)."""
