@@ -14,7 +14,7 @@ from verl.config.fields import check_settings, refuse_unknown, setting, value_er
 _YAML = "recipe/spd/config/spd_trainer.yaml"
 BACKBONES = ("own", "target")
 ATTENTIONS = ("causal", "spd", "hybrid")
-HEAD_INPUTS = ("state", "pair")
+HEAD_INPUTS = ("state", "pair", "logits")
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
     "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
@@ -116,7 +116,8 @@ class ScorerSettings:
         "state",
         "Inputs of the head. own: state is the hidden state at the target token, pair adds the state before the draft "
         "token and both tokens' embeddings; target: state is the hidden state that predicted the target token, with "
-        "both embeddings, pair adds the state at the draft token.",
+        "both embeddings, pair adds the state at the draft token, logits also the target's entropy and the margin "
+        "of its own token's logit over the draft token's (in training only for targets with tied embeddings).",
         choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)

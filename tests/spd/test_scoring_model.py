@@ -1,11 +1,13 @@
 """The scorer: where z is read, matches, save and load, and that a foreign target is refused."""
 
 import json
+import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.spd.scorer.heads import logit_features
 from recipe.spd.scorer.masks import MASKS
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
@@ -112,6 +114,34 @@ def test_what_each_mask_lets_the_first_score_see(tiny_llama):
         later = SPDInputData.from_blocks(CONTEXTS, [[11, 12, 41], DRAFTS[1]], TARGETS, sep_token_id=3, pad_token_id=0)
         # causal reads the whole draft before the target; spd hides draft tokens behind i
         assert bool((model(**later.as_kwargs())[0, 1] - before).abs() > 1e-7) is (attention != "spd")
+
+
+def test_a_head_may_read_the_entropy_and_the_margin_of_the_targets_logits(tmp_path):
+    tied = save_tiny_llama(tmp_path / "tied", tied=True)
+    model = build(tied, backbone="target", head_inputs="logits")
+    assert model.head.first.in_features == 5 * model.config.hidden_size + 2
+    z = model(**data().as_kwargs())
+    plain = AutoModelForCausalLM.from_pretrained(tied)
+    context, draft, target = CONTEXTS[0], DRAFTS[0], TARGETS[0]
+    output = plain(torch.tensor([context + draft]), output_hidden_states=True)
+    first = len(context) - 1
+    given = output.hidden_states[-1][:, first:], torch.tensor([draft]), torch.tensor([target[: len(draft)]])
+    assert torch.allclose(z[:1, : len(draft)], model.score_features(*given, output.logits[:, first:-1]), atol=1e-5)
+    assert not torch.equal(model.score_features(*given, output.logits[:, first:-1] * 2), z[:1, : len(draft)])
+
+
+def test_a_head_that_reads_logits_needs_a_tied_target(tiny_llama):
+    with pytest.raises(ValueError, match="spd.backbone=own never sees"):
+        build(tiny_llama, backbone="own", head_inputs="logits")
+    with pytest.raises(ValueError, match="needs a target with tied embeddings"):
+        build(tiny_llama, backbone="target", head_inputs="logits")(**data().as_kwargs())
+
+
+def test_logit_features_by_hand():
+    logits = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.5, 0.0]]).log() + 3.0  # the last one is -inf: forbidden
+    entropies, margins = torch.tensor([0.8979457, math.log(2)]), torch.tensor([math.log(2), 100.0])
+    expected = torch.stack([entropies, margins], dim=-1).log1p()
+    assert torch.allclose(logit_features(logits, torch.tensor([1, 2])), expected, atol=1e-6)
 
 
 def test_the_logit_gap_is_one_of_the_head_s_inputs():

@@ -29,6 +29,11 @@ class ScoringModelConfig(ScorerSettings):
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.backbone == "own" and self.head_inputs == "logits":
+            raise ValueError(
+                "spd.head_inputs=logits reads the target's logits, which spd.backbone=own never sees. Use pair, or "
+                "spd.backbone=target."
+            )
         if self.backbone == "target" and self.context_tokens:
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+MARGIN_MAX = 100.0  # of a finite feature for a forbidden draft token, whose logit is -inf
+
 
 class ScoreHead(nn.Module):
     """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's state over t_i."""
@@ -27,23 +29,41 @@ class PairHead(nn.Module):
     the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states (0 or 1).
 
     With tied embeddings h * (d - t) sums to the logit difference of d_i and t_i, which linear layers learn slowly.
+    `values`: numbers of each position (see `logit_features`) that follow the states.
     """
 
-    def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
+    def __init__(self, hidden_size: int, width: int, more: int = 0, values: int = 0) -> None:
         super().__init__()
-        self.more = more
-        self.first = nn.Linear((4 + more) * hidden_size, width)
+        self.more, self.values = more, values
+        self.first = nn.Linear((4 + more) * hidden_size + values, width)
         self.second = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
 
     def forward(
-        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
-    ) -> torch.Tensor:
-        """Three or more of [B, g, H] -> [B, g]; states beyond `more` are ignored.
+        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Three or more of [B, g, H], and values [B, g, V] -> [B, g]; states beyond `more` are ignored.
 
         All are normalised: embeddings may be far smaller than states.
         """
         dtype = self.first.weight.dtype
         h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more[: self.more]))
-        features = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
+        given = [] if values is None else [values.to(dtype)]
+        features = torch.cat([h, d, t, h * (d - t), *rest, *given], dim=-1)
         return self.out(F.gelu(self.second(F.gelu(self.first(features))))).squeeze(-1)
+
+
+LOGIT_FEATURES = 2
+
+
+def logit_features(logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    """log(1 + x) of the target's entropy in nats, and of its largest logit less the draft token's.
+
+    logits [..., V], draft_ids [...] -> [..., LOGIT_FEATURES] float32; a forbidden token's logit may be -inf.
+    """
+    logits = logits.float()
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    own = logits.gather(-1, draft_ids[..., None]).squeeze(-1)
+    margin = (logits.amax(-1) - own).clamp(max=MARGIN_MAX)
+    return torch.stack([entropy, margin], dim=-1).log1p()

@@ -12,9 +12,10 @@ from torch import nn
 
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import FeatureStore
-from recipe.spd.scorer.heads import PairHead
+from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
 from verl.trainer.run.ranks import any_rank
+from verl.utils.fsdp_utils import full_tensor
 from verl.workers.policy.packing import OnHost
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class TargetHeadScorer(ScoringActor):
 
     @classmethod
     def make_head(cls, config: ScoringModelConfig) -> nn.Module:
-        return PairHead(config.hidden_size, config.head_size, more=int(config.head_inputs == "pair"))
+        values = LOGIT_FEATURES if config.head_inputs == "logits" else 0
+        return PairHead(config.hidden_size, config.head_size, more=int(config.head_inputs != "state"), values=values)
 
     @classmethod
     def is_complete(cls, config: ScoringModelConfig) -> bool:
@@ -59,16 +61,38 @@ class TargetHeadScorer(ScoringActor):
         hidden = self._target_hidden(input_ids, texts, layout, gamma, pack)
         return self.mask_padding(self.score_features(hidden, draft_ids, target_ids), spd_layout[:, 3:4])
 
-    def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+    def score_features(
+        self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """hidden [B, g + 1, H]: the target's states (after its final norm) over the token before d_1 and over d_1 to
-        d_g, of which the i-th predicted t_i; ids [B, g] -> z [B, g].
+        d_g, of which the i-th predicted t_i; ids [B, g]; the target's logits [B, g, V] -> z [B, g].
+
+        A head that reads logits computes them from the states where they are not given.
         """
-        z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:])
+        values = None
+        if self.config.head_inputs == "logits":
+            with torch.no_grad():
+                values = logit_features(self._logits(hidden[:, :-1]) if logits is None else logits, draft_ids)
+        z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:], values=values)
         return self.mask_matches(z, draft_ids, target_ids)
 
     def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
         """See ScoringActor; reads the hidden states of the verification."""
-        return lambda block: self.score_features(block.target_hidden, block.draft_ids, block.target_ids[:, :-1])
+        return lambda block: self.score_features(
+            block.target_hidden, block.draft_ids, block.target_ids[:, :-1], block.target_logits[:, :-1]
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, g, H] -> [B, g, V] by the target's output matrix, which its embedding is."""
+        config = self.backbone.config.get_text_config()
+        # A scorer's backbone has no output layer of its own.
+        if not config.tie_word_embeddings or getattr(config, "final_logit_softcapping", None):
+            raise ValueError(
+                f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
+                f"{self.config.base_model_path}. Use spd.head_inputs=pair."
+            )
+        return F.linear(hidden, full_tensor(self.backbone.get_input_embeddings().weight).to(hidden.dtype))
 
     def _target_hidden(
         self, input_ids: torch.Tensor, texts: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool

@@ -12,6 +12,8 @@ import torch
 from loguru import logger
 from torch import nn
 
+from recipe.spd.scorer.heads import logit_features
+
 MATCHED, JUDGED, ACCEPTED_BY_SCORER = range(3)
 COUNTS = ("matched", "judged", "let_through")  # names on the server; let_through: accepted by the scorer
 KEPT_REQUESTS = 4096  # finished requests whose counts can still be asked for
@@ -62,14 +64,15 @@ class Step:
 class ServedJudge:
     """Raises the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
-    head: (state before the draft token, embeddings of draft and target, state over the draft token, each [N, H]) ->
-    z [N]; embed: ids [N] -> [N, H].
+    head: (state before the draft token, embeddings of draft and target, state over the draft token, each [N, H], and
+    values [N, 2] for a head that reads logits) -> z [N]; embed: ids [N] -> [N, H].
     """
 
     def __init__(
         self, head: nn.Module, embed: Callable[[torch.Tensor], torch.Tensor], threshold: float, device: torch.device
     ) -> None:
         self.head, self.embed, self.threshold, self.device = head, embed, threshold, device
+        self.reads_logits = bool(getattr(head, "values", 0))
         self.thresholds: dict[str, float] = {}  # of running requests
         self.counts: OrderedDict[str, list[int]] = OrderedDict()  # of running and of recently finished requests
         self.totals = [0] * len(COUNTS)
@@ -107,7 +110,8 @@ class ServedJudge:
         if self.step.judges:
             ids = draft.clamp(min=0).long()
             before, after = self.step.hidden[rows], self.step.hidden[(rows + 1).clamp(max=len(self.step.hidden) - 1)]
-            z = self.head(before, self.embed(ids), self.embed(target), after).float()
+            given = {"values": logit_features(logits, ids)} if self.reads_logits else {}
+            z = self.head(before, self.embed(ids), self.embed(target), after, **given).float()
             threshold = self.step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             own = logits.gather(1, ids[:, None]).squeeze(1)
