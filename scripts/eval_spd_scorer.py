@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +39,7 @@ FIXED_RULES = (
 )  # fmt: skip
 FINISHED = "finished_runs"  # in --out: what an evaluation that was stopped has computed
 NGRAM = 3  # most tokens of the n-grams whose continuation is drafted, of the row `ngram`
+STATISTICS = ("margin", "probability", "rank", "entropy", "divergence")  # keys of spd_evaluation.rules.STATISTICS
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
 
@@ -80,8 +81,12 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         console.print(f"continues an evaluation that was stopped: {len(list(kept.iterdir()))} parts are in {kept}")
     with Pool(job, args.processes, progress, kept) as pool:
         scored = {name: Scores(name) for name in args.scorers} if job.validation else {}
-        pool.submit([*scored.values(), *split_runs["validation"]])
+        statistics = {name: Scores(name) for name in STATISTICS} if job.validation and args.all_rules else {}
+        pool.submit([*scored.values(), *statistics.values(), *split_runs["validation"]])
         labelled = {name: pool.result(task) for name, task in scored.items()}
+        if statistics:
+            values = labelled | {name: pool.result(task) for name, task in statistics.items()}
+            show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in values.items()})
         swept = {name: args.scorer_thresholds or measures.spread_thresholds(labelled[name], args.harmless_shares)
                  for name in args.scorers}
         sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}
@@ -133,6 +138,14 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
     return rows, chooser, len(job.questions["test"])
+
+
+def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
+    """Print how well the scorers and what the rules compare tell harmless from harmful labelled mismatches."""
+    share = next(iter(areas.values()))[0]
+    named = ", ".join(f"{name} {area:.2f}" for name, (_, area) in areas.items() if area is not None)
+    text = f"labelled validation mismatches: {100 * share:.0f} % are harmless; area under the ROC curve: {named}"
+    console.print(text, soft_wrap=True, highlight=False)
 
 
 def fingerprint(args: argparse.Namespace) -> str:

@@ -158,6 +158,21 @@ Labelled = Sequence[Sequence[tuple[float, bool]]]
 """(z, harmful) of the reachable mismatches of each labelled block."""
 
 
+def harmless_share_and_auc(blocks: Labelled) -> tuple[float, float | None]:
+    """The share of harmless ones among the reachable mismatches, and the probability that a harmless one has a larger
+    value than a harmful one (ties count half); None where there is only one kind.
+    """
+    kinds: tuple[list[float], list[float]] = ([], [])
+    for value, harmful in (pair for block in blocks for pair in block):
+        kinds[harmful].append(value)
+    harmless, harms = kinds
+    share = len(harmless) / (len(harmless) + len(harms))
+    if not harmless or not harms:
+        return share, None
+    above = sum((value > other) + (value == other) / 2 for value in harmless for other in harms)
+    return share, above / (len(harmless) * len(harms))
+
+
 def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
     """The thresholds above which these shares of the harmless mismatches lie: z has another scale in each scorer."""
     harmless = sorted((z for block in blocks for z, harmful in block if not harmful), reverse=True)

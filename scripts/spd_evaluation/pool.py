@@ -112,9 +112,9 @@ class Harm(_Undivided):
 
 @dataclass(frozen=True)
 class Scores(_Undivided):
-    """Score the labelled validation blocks by one scorer; the result is harm.labelled_scores."""
+    """Score the labelled validation blocks; the result is harm.labelled_scores."""
 
-    rule: str  # a key of Worker.scores
+    rule: str  # a key of Worker.scores or of rules.STATISTICS
 
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""

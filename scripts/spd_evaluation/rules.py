@@ -43,24 +43,14 @@ def random_share(share: float, seed: int) -> Judge:
 def margin(threshold: float) -> Judge:
     """Accept if the target's logit of its own token t exceeds the draft token's by at most `threshold`."""
 
-    def judge(block: Block) -> torch.Tensor:
-        logits = block.target_logits[:, :-1]  # [B, g, V]
-        gap = logits.amax(-1) - _at(logits, block.draft_ids)
-        return gap <= threshold
-
-    return judge
+    return lambda block: _gap(block) <= threshold
 
 
 def top_rank(count: int, gap: float = math.inf) -> Judge:
     """Accept if the draft token is among the target's `count` most likely, its logit within `gap` of the largest."""
     within = margin(gap)
 
-    def judge(block: Block) -> torch.Tensor:
-        logits = block.target_logits[:, :-1]  # [B, g, V]
-        rank = (logits > _at(logits, block.draft_ids)[..., None]).sum(-1)
-        return (rank < count) & within(block)
-
-    return judge
+    return lambda block: (_rank(block) < count) & within(block)
 
 
 def deferred(entropy: float, window: int, end_ids: frozenset[int] = frozenset()) -> Judge:
@@ -70,13 +60,12 @@ def deferred(entropy: float, window: int, end_ids: frozenset[int] = frozenset())
     """
 
     def judge(block: Block) -> torch.Tensor:
-        log_p = block.target_logits[:, :-1].log_softmax(-1)  # [B, g, V]
         ended = torch.isin(block.draft_ids, torch.tensor(sorted(end_ids), device=block.draft_ids.device)).cumsum(-1) > 0
         differs, later = block.mismatch.clone(), torch.zeros_like(block.mismatch)
         differs[:, 1:] &= ~ended[:, :-1]  # what follows an end token is never read
         for step in range(1, window + 1):
             later[:, :-step] |= differs[:, step:]
-        return (-(log_p.exp() * log_p).sum(-1) > entropy) & ~later
+        return (_entropy(block) > entropy) & ~later
 
     return judge
 
@@ -85,10 +74,8 @@ def typical(eps: float, delta: float) -> Judge:
     """Typical acceptance (Cai et al. 2024, Medusa): accept if p_target(d) > min(eps, delta * exp(-entropy))."""
 
     def judge(block: Block) -> torch.Tensor:
-        log_p = block.target_logits[:, :-1].log_softmax(-1)  # [B, g, V]
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        limit = (delta * torch.exp(-entropy)).clamp(max=eps)
-        return _at(log_p, block.draft_ids).exp() > limit
+        limit = (delta * torch.exp(-_entropy(block))).clamp(max=eps)
+        return _at(block.target_logits[:, :-1].softmax(-1), block.draft_ids) > limit
 
     return judge
 
@@ -100,11 +87,9 @@ def divergence(threshold: float, *, strict: bool = False, confident: float = 0.9
     """
 
     def judge(block: Block) -> torch.Tensor:
-        log_p = block.target_logits[:, :-1].log_softmax(-1)  # [B, g, V]
-        log_q = block.draft_logits.log_softmax(-1)
-        accept = (log_q.exp() * (log_q - log_p)).sum(-1) < threshold
+        accept = _divergence(block) < threshold
         if strict:
-            accept &= log_p.amax(-1).exp() <= confident
+            accept &= block.target_logits[:, :-1].softmax(-1).amax(-1) <= confident
         return accept
 
     return judge
@@ -130,6 +115,35 @@ def figure_ids(tokenizer: Any, size: int) -> torch.Tensor:
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     texts = (tokenizer.decode([i]) if i < len(tokenizer) else "" for i in range(size))
     return torch.tensor([i in special or FIGURE.search(text) is not None for i, text in enumerate(texts)])
+
+
+def _gap(block: Block) -> torch.Tensor:
+    logits = block.target_logits[:, :-1]  # [B, g, V]
+    return logits.amax(-1) - _at(logits, block.draft_ids)
+
+
+def _rank(block: Block) -> torch.Tensor:
+    logits = block.target_logits[:, :-1]
+    return (logits > _at(logits, block.draft_ids)[..., None]).sum(-1)
+
+
+def _entropy(block: Block) -> torch.Tensor:
+    return torch.special.entr(block.target_logits[:, :-1].softmax(-1)).sum(-1)
+
+
+def _divergence(block: Block) -> torch.Tensor:
+    log_p, log_q = block.target_logits[:, :-1].log_softmax(-1), block.draft_logits.log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+STATISTICS: dict[str, Callable[[Block], torch.Tensor]] = {
+    "margin": lambda block: -_gap(block),
+    "probability": lambda block: _at(block.target_logits[:, :-1].log_softmax(-1), block.draft_ids),
+    "rank": lambda block: -_rank(block).float(),
+    "entropy": _entropy,
+    "divergence": lambda block: -_divergence(block),
+}
+"""What the rules above compare with a threshold, as [B, g] of a Block, larger where a rule rather accepts."""
 
 
 def scorer(model: ScoringActor, threshold: float, **tokens: Any) -> Judge:

@@ -111,7 +111,7 @@ class Worker:
 
     def labelled_scores(self, task: Scores) -> list[list[tuple[float, bool]]]:
         """See harm.labelled_scores."""
-        z_of, blocks = self.scores[task.rule], self.job.validation
+        z_of, blocks = {**rules.STATISTICS, **self.scores}[task.rule], self.job.validation
         scores = harm.labelled_scores(z_of, self.target, self.draft, blocks, self.args.batch_size)
         self._count(len(self.job.validation))
         return scores

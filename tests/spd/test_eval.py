@@ -96,6 +96,13 @@ def test_thresholds_are_spread_over_the_harmless_mismatches():
         measures.spread_thresholds([[(1.0, True)]], [0.5])
 
 
+def test_areas_by_hand():
+    blocks = [[(3.0, False), (1.0, True)], [(1.0, False), (2.0, True)]]
+    # 3 is above both harmful ones, 1 ties with one: 2.5 of 4 pairs
+    assert measures.harmless_share_and_auc(blocks) == (0.5, 0.625)
+    assert measures.harmless_share_and_auc([[(3.0, False)]]) == (1.0, None)
+
+
 def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
     row = row_of(0.4, 0.01, 5.0, error=0.003)
     # At z > 0.4 five mismatches are judged: 2.0, 1.0 | 0.5, 0.2 (rejected) | 1.5; two of them are harmful accepts.
@@ -279,15 +286,18 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
 
 
 @pytest.mark.process
-def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path):
+def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     load_script().main([
         "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
         str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
-        "--processes", "1",
+        "--processes", "1", "--all-rules",
     ])  # fmt: skip
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
+    assert tuple(rules.STATISTICS) == load_script().STATISTICS
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
