@@ -4,6 +4,7 @@
 #   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
+#   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (hours on 2 cores; resumes)
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -42,7 +43,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
   test-v2 test-sglang \
   bench chaos gpu-check audit docs lint clean
 
@@ -64,6 +65,10 @@ PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r re
 demo-pretrained: env
 	@$(PRETRAINED)
 	@$(PY) -m examples.pretrained.demo $(if $(MODEL),--model $(MODEL))
+
+demo-pretrained-spd: env
+	@$(PRETRAINED)
+	@$(PY) -m examples.pretrained.spd.demo $(if $(MODEL),--model $(MODEL))
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo

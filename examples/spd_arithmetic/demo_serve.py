@@ -50,15 +50,16 @@ class Served:
 class Client:
     """A served model, asked for greedy answers."""
 
-    def __init__(self, url: str, target: str) -> None:
-        self.url, self.target = url, target
+    def __init__(self, url: str, target: str, limit: int = LIMIT) -> None:
+        """`limit`: tokens of an answer."""
+        self.url, self.target, self.limit = url, target, limit
 
     def answers(self, questions: Sequence[Question], concurrent: int, **xargs: float) -> tuple[list[list[int]], float]:
         """Token ids of each answer, and the seconds of all."""
 
         def one(question: Question) -> list[int]:
-            body = {"prompt": question.prompt_ids, "max_tokens": LIMIT, "temperature": 0.0, "return_token_ids": True}
-            data = json.dumps({**body, "vllm_xargs": xargs or None}).encode()
+            body = {"prompt": question.prompt_ids, "max_tokens": self.limit, "temperature": 0.0}
+            data = json.dumps({**body, "return_token_ids": True, "vllm_xargs": xargs or None}).encode()
             request = urllib.request.Request(
                 f"{self.url}/v1/completions", data, {"Content-Type": "application/json"}
             )

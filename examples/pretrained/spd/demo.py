@@ -1,0 +1,277 @@
+"""A scorer for speculative decoding of a pretrained model, from the fetched weights to a server.
+
+    python -m examples.pretrained.spd.demo [--model DIR] [--seed 0] [--out DIR] [--until STAGE]
+
+The target is SmolLM2-135M-Instruct (examples.pretrained.fetch), or any Hugging Face folder with a chat template, after
+supervised fine-tuning on answers that the model itself gave. The draft has fewer of the target's layers and is trained
+on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers, evaluation, vLLM's server.
+
+Every stage runs once for its settings and for those of the stages before it, and resumes if it was stopped; OUT/stages
+has their commands, logs and times. Ends with the accuracies of the pair, the evaluation's table and OUT/served.json.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
+from examples.demo_runner import TrainingWatch as Watch
+from examples.pretrained import fetch
+from examples.pretrained.spd import tasks
+from examples.pretrained.spd.sample import LIMIT
+from examples.pretrained.spd.stages import Stage, run
+from examples.spd_arithmetic.demo import saved_scorer
+from verl.utils.accelerator import default_dtype
+
+ROLES = ("supervised", "grpo", "refined")  # the scorers; refined: GRPO from the supervised one
+TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a scorer is trained on it
+ANSWERS_OF_A_QUESTION = 2  # most answers to one question in the target's training
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; the defaults fit 90 minutes on two idle cores."""
+
+    train: int = 300  # questions
+    val: int = 150
+    test: int = 240
+    target_steps: int = 36
+    draft_layers: int = 6
+    draft_steps: int = 100
+    blocks: int = 900
+    harm_blocks: int = 240
+    scorer_steps: int = 60
+    gamma: int = 8
+    batch: int = 16
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Questions of each split."""
+        return {"train": self.train, "val": self.val, "test": self.test}
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """A command of a module or of a script with its arguments."""
+    name = [module] if module.endswith(".py") else ["-m", module]
+    return [sys.executable, *name, *map(str, arguments)]
+
+
+def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, lr: float, seed: int) -> list[str]:
+    """Supervised fine-tuning of all weights on DATA.train.jsonl, validated on DATA.val.jsonl."""
+    device = fetch_device()
+    settings = {
+        "data.train_files": f"{data}.train.jsonl", "data.val_files": f"{data}.val.jsonl", "data.max_length": 512,
+        "data.multiturn.enable": "true", "data.train_batch_size": batch, "data.micro_batch_size_per_gpu": batch // 4,
+        "data.packing": "true", "data.dataloader_num_workers": 0, "model.partial_pretrain": model,
+        "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": default_dtype(device),
+        "optim.lr": lr, "optim.weight_decay": 0.0, "trainer.device": device, "trainer.n_gpus_per_node": 1,
+        "trainer.total_epochs": 1000, "trainer.total_training_steps": steps, "trainer.test_freq": max(1, steps // 4),
+        "trainer.save_freq": max(1, steps // 6), "trainer.max_ckpt_to_keep": 1, "trainer.seed": seed + 1,
+        "trainer.default_local_dir": folder, "trainer.logger": "[tensorboard]", "trainer.project_name": "pretrained",
+        "trainer.experiment_name": folder.name, "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+    }  # fmt: skip
+    return python("verl.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in settings.items()))
+
+
+def fetch_device() -> str:
+    """cuda where there is a GPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def write_conversations(rows: Sequence[Mapping[str, Any]], data: Path, held_out: int = 24) -> None:
+    """DATA.train.jsonl and DATA.val.jsonl from answers; those to the last questions validate."""
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    validated = set(questions[-held_out:])
+    for split in ("train", "val"):
+        kept = [row for row in rows if (row["question"] in validated) == (split == "val")]
+        lines = ({"messages": [*tasks.messages(row["question"]), {"role": "assistant", "content": row["answer"]}]}
+                 for row in kept)  # fmt: skip
+        Path(f"{data}.{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def right_answers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The right ones, at most ANSWERS_OF_A_QUESTION to each question."""
+    taken: dict[str, int] = {}
+    kept = []
+    for row in rows:
+        taken[row["question"]] = taken.get(row["question"], 0) + row["right"]
+        if row["right"] and taken[row["question"]] <= ANSWERS_OF_A_QUESTION:
+            kept.append(row)
+    return kept
+
+
+def write_question_files(out: Path, counts: Mapping[str, int], seed: int) -> None:
+    """questions_SPLIT.jsonl in GSM8K's format, for prepare_blocks."""
+    for split, asked in tasks.draw(counts, tuple(tasks.TASKS), seed).items():
+        lines = ({"question": a.question, "answer": f"#### {a.answer}"} for a in asked)
+        (out / f"questions_{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def accuracy(file: Path) -> dict[str, float]:
+    """Share of right answers of each task, and of all."""
+    rows = read_rows(file)
+    named = {name: [row["right"] for row in rows if row["task"] == name] for name in tasks.TASKS}
+    named["all"] = [row["right"] for row in rows]
+    return {name: sum(right) / len(right) for name, right in named.items() if right}
+
+
+def stages_of(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
+    """All stages in order."""
+    counts = json.dumps(sizes.counts)
+    sample = python("examples.pretrained.spd.sample", "--counts", counts, "--seed", seed)
+    sampled, val, own = out / "sampled.jsonl", out / "answers_val.jsonl", out / "answers_train.jsonl"
+    first = Stage("sample", [*sample, "--model", str(model), "--out", str(sampled)], sampled)
+    run_of = {role: out / f"{role}_run" for role in ("target", "draft")}
+    target, draft = (run_of[role] / f"global_step_{steps}" / "huggingface"
+                     for role, steps in (("target", sizes.target_steps), ("draft", sizes.draft_steps)))  # fmt: skip
+    trained = Stage(
+        "target", sft_command(model, out / "target", run_of["target"], sizes.target_steps, sizes.batch, 1e-4, seed),
+        run_of["target"], (first,),
+        lambda: write_conversations(right_answers(read_rows(sampled)), out / "target"),
+    )  # fmt: skip
+    ask = [*sample, "--greedy", "--model", str(target)]
+    checked = Stage("target_accuracy", [*ask, "--split", "val", "--out", str(val)], val, (trained,))
+    written = Stage("target_answers", [*ask, "--split", "train", "--out", str(own)], own, (trained,))
+    cut = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
+                              sizes.draft_layers), out / "cut", (trained,))  # fmt: skip
+    distilled = Stage(
+        "draft", sft_command(out / "cut", out / "draft", run_of["draft"], sizes.draft_steps, sizes.batch, 5e-4, seed),
+        run_of["draft"], (cut, written),
+        lambda: write_conversations([row for row in read_rows(own) if row["ended"]], out / "draft"),
+    )  # fmt: skip
+    pair = ["--target", target, "--draft", draft]
+    splits = [part for split in sizes.counts for part in (f"--{split}-questions", out / f"questions_{split}.jsonl")]
+    numbers = [part for split, count in sizes.counts.items() for part in (f"--n-{split}-questions", count)]
+    blocks = Stage(
+        "blocks", python(
+            "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", *pair, *splits, *numbers,
+            "--instruction", tasks.INSTRUCTION, "--system", tasks.SYSTEM, "--max-new-tokens", LIMIT, "--gamma",
+            sizes.gamma, "--n-train-blocks", sizes.blocks, "--n-val-blocks", sizes.harm_blocks, "--n-harm-blocks",
+            sizes.harm_blocks, "--device", fetch_device(), "--seed", seed, "--batch-size", 50, "--processes",
+            os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
+        ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed),
+    )  # fmt: skip
+    train = python(
+        "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", out / "pair" / "blocks_train.parquet",
+        "--metadata", out / "pair" / "metadata_train.parquet", "--val-blocks", out / "pair" / "blocks_val.parquet",
+        "--val-metadata", out / "pair" / "metadata_val.parquet", "--store", out / "completions.sqlite3",
+        "--max-tokens", LIMIT, "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps, "--save-freq",
+        max(1, sizes.scorer_steps // 3), "--device", fetch_device(),
+    )  # fmt: skip
+    more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", "spd.head_inputs=logits"]
+    supervised = Stage("supervised", [*train, "--supervised", "--output-dir", str(out / "supervised"), *more],
+                       out / "supervised", (blocks,))  # fmt: skip
+    scorers = {"supervised": out / "supervised" / "supervised"}
+    grpo = Stage("grpo", [*train, "--output-dir", str(out / "grpo"), *more], out / "grpo", (blocks,))
+    refined = Stage(
+        "refined", [*train, "--output-dir", str(out / "refined"), "--adapter", str(scorers["supervised"]), *more],
+        out / "refined", (supervised,),
+    )  # fmt: skip
+    scorers |= {role: saved_scorer(out / role, sizes.scorer_steps) for role in ("grpo", "refined")}
+    evaluation = Stage(
+        "evaluation", python(
+            "scripts/eval_spd_scorer.py", *pair, "--scorer", scorers["grpo"], "--compare",
+            *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
+            "--questions", out / "pair" / "questions_test.jsonl", "--val-questions",
+            out / "pair" / "questions_val.jsonl", "--harm-labels", out / "pair" / "harm_labels.jsonl",
+            "--val-harm-labels", out / "pair" / "harm_labels_val.jsonl", "--max-new-tokens", LIMIT, "--gamma",
+            sizes.gamma, "--device", fetch_device(), "--all-rules", "--max-val-drop", 0.02, "--seed", seed,
+            "--batch-size", 50, "--processes", os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
+            "--out", out / "evaluation",
+        ), out / "evaluation", (supervised, grpo, refined),
+    )  # fmt: skip
+    served = Stage(
+        "served", python("examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--scorer",
+                         scorers["refined"], "--pair", out / "pair", "--evaluation", out / "evaluation", "--gamma",
+                         sizes.gamma, "--out", out / "served.json"), out / "served.json", (evaluation,),
+    )  # fmt: skip
+    return [first, trained, checked, cut, written, distilled, blocks, supervised, grpo, refined, evaluation, served]
+
+
+def describe(data: Mapping[str, float]) -> str:
+    """The part of a step's metrics that is shown next to the bar."""
+    names = {"train/loss": "loss", "val/loss": "validation", "critic/score/mean": "reward",
+             "spd/accepted_len/mean": "accepted"}  # fmt: skip
+    return "  ".join(f"{label} {data[name]:.3f}" for name, label in names.items() if name in data)
+
+
+def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
+    """The folder of metrics and the steps of a training stage."""
+    steps = {"target": sizes.target_steps, "draft": sizes.draft_steps}
+    steps |= dict.fromkeys(ROLES, sizes.scorer_steps)
+    if stage.name not in steps:
+        return None
+    return stage.result / "supervised" if stage.name == "supervised" else stage.result, steps[stage.name]
+
+
+def report(out: Path) -> None:
+    """Print the figures that exist."""
+    if (out / "answers_val.jsonl").exists():
+        shares = accuracy(out / "answers_val.jsonl")
+        named = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        console.print(f"target on validation questions: {named} (wanted: {100 * TARGET_ACCURACY:.0f} % of all)")
+    if (out / "pair" / "testbed.json").exists():
+        figures = json.loads((out / "pair" / "testbed.json").read_text())["figures"]
+        console.print(f"exact match accepts {figures['exact_accepted_per_forward']:.2f} draft tokens a forward on "
+                      f"validation questions (wanted: {DRAFT_ACCEPTED:g})")  # fmt: skip
+    for name in ("evaluation/evaluation.png", "served.json"):
+        if (out / name).exists():
+            console.print(out / name)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained_spd")
+    parser.add_argument("--until", help="the last stage to run")
+    for name, value in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages; returns the exit code."""
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    console.rule("SPD scorer of a pretrained model")
+    if args.model is None:
+        fetch.main([])
+    model = args.model.resolve() if args.model else fetch.OUT / "model"
+    stages = stages_of(model, out, sizes, args.seed)
+    names = [stage.name for stage in stages]
+    if args.until and args.until not in names:
+        raise SystemExit(f"--until {args.until}: the stages are {', '.join(names)}")
+    try:
+        for stage in stages[: names.index(args.until) + 1 if args.until else None]:
+            training = watched(stage, sizes)
+            with make_progress() as progress:
+                run(stage, out, Watch(progress, {stage.name: training}, describe) if training else None)
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return 1
+    report(out)
+    if not args.model:
+        console.print(f"The model: {fetch.NOTE}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Answers of a model to questions of reasoning-gym, each with what the task's verifier says of it.
+
+    python -m examples.pretrained.spd.sample --model DIR --out sampled.jsonl --counts '{"train": 600}'
+    python -m examples.pretrained.spd.sample --model DIR --out answers.jsonl --counts ... --split val --greedy
+
+Without --greedy, a few worked examples and the right answer precede each question, and the model explains it. A killed
+command resumes after the last finished part.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from examples.pretrained.spd import tasks
+from recipe.spd.rollout.answers import final_answer
+
+PART = 60  # questions that are lost when the command is killed
+PREFIXES = 5  # different sets of worked examples for a task: vLLM keeps their states
+LIMIT = 64  # tokens of an answer
+
+
+def engine(model: str, seed: int, limit: int = 1024, sequences: int = 128) -> Any:
+    """vLLM in this process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                   "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    from vllm import LLM
+
+    from verl.utils.accelerator import default_dtype
+
+    return LLM(model, dtype=default_dtype("cpu"), enforce_eager=True, max_model_len=limit, max_num_seqs=sequences,
+               seed=seed, block_size=32, kv_cache_memory_bytes=2**30)  # fmt: skip
+
+
+def sample(
+    llm: Any, asked: list[tasks.Asked], samples: int, temperature: float, greedy: bool
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row per different answer to a question: `right` as the verifier says, False where it was cut at the limit."""
+    from vllm import SamplingParams
+
+    if greedy:
+        chats, settings = [tasks.messages(a.question) for a in asked], SamplingParams(temperature=0, max_tokens=LIMIT)
+    else:
+        chats = [tasks.hinted(a, i // len(tasks.TASKS) % PREFIXES) for i, a in enumerate(asked)]
+        settings = SamplingParams(n=samples, temperature=temperature, max_tokens=LIMIT)
+    rows = []
+    for a, output in zip(asked, llm.chat(chats, settings, use_tqdm=False), strict=True):
+        texts = {answer.text.strip(): answer.finish_reason == "stop" for answer in output.outputs}
+        rows += [{"task": a.task, "question": a.question, "answer": text, "ground_truth": a.answer, "ended": ended,
+                  "right": ended and a.is_right(final_answer(text))} for text, ended in texts.items()]  # fmt: skip
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Answer the parts that OUT lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True)
+    add("--out", type=Path, required=True)
+    add("--counts", type=json.loads, required=True, help="questions of each split, as JSON")
+    add("--split", choices=tasks.SEEDS, default="train")
+    add("--limit", type=int, help="only the first N questions of the split")
+    add("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
+    add("--samples", type=int, default=2)
+    add("--temperature", type=float, default=0.7)
+    add("--greedy", action="store_true", help="the model's greedy answers to the bare questions")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    asked = tasks.draw(args.counts, tuple(args.tasks), args.seed)[args.split][: args.limit]
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = 1 + max((row["part"] for row in rows), default=-1)
+    parts = [asked[i : i + PART] for i in range(0, len(asked), PART)]
+    llm = engine(args.model, args.seed + done) if done < len(parts) else None
+    for number in range(done, len(parts)):
+        begun = time.monotonic()
+        answers = sample(llm, parts[number], args.samples, args.temperature, args.greedy)
+        with open(args.out, "a") as file:
+            file.write("".join(json.dumps({"part": number, **row}) + "\n" for row in answers))
+        rows += [{"part": number, **row} for row in answers]
+        print(f"part {number + 1} of {len(parts)}: {sum(row['right'] for row in answers)} of {len(answers)} answers "
+              f"right, {time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
+    for task, count in Counter(row["task"] for row in rows).items():
+        print(f"{task}: {sum(row['right'] for row in rows if row['task'] == task)} of {count} answers right")
+
+
+if __name__ == "__main__":
+    main()

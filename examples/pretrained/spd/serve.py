@@ -1,0 +1,123 @@
+"""The pair in vLLM's server: plain greedy decoding, exact match and a scorer, over HTTP.
+
+    python -m examples.pretrained.spd.serve --target DIR --draft DIR --scorer DIR --pair DIR --evaluation DIR --out FILE
+
+The scorer's threshold is the one that the evaluation chose on validation questions. Every way of decoding answers the
+same test questions, one request at a time; OUT has accuracies, accepted draft tokens, tokens per second and per CPU
+second of the server, and how many answers equal those of the recipe's own decoder in the same dtype.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.table import Table
+
+from examples.demo_runner import console
+from examples.pretrained.spd.sample import LIMIT
+from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client
+from examples.spd_arithmetic.serving import Question, accuracy, read_questions
+from recipe.spd.vllm_plugin import engine_options
+from scripts.serve_spd import flags_of
+from verl.utils.accelerator import default_dtype
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+
+QUESTIONS = 100
+
+
+@contextmanager
+def server(target: Path, log: Path, extra: list[str]) -> Iterator[tuple[Client, LocalVllmServer]]:
+    """A client of a server that runs while the block does."""
+    running = LocalVllmServer(str(target), log, 512, ["--max-num-seqs", "8", *extra])
+    try:
+        yield Client(running.wait_ready(600), str(target), LIMIT), running
+    finally:
+        running.stop()
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU seconds of a process and its children so far."""
+    process = psutil.Process(root)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def measure(client: Client, pid: int, questions: list[Question], **xargs: float) -> dict[str, Any]:
+    """What one way of decoding gives on the questions."""
+    drafts, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
+    tokens, _ = client.answers(questions, 1, **xargs)
+    seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
+    accepted, rounds = (after - before for before, after in zip(drafts, client.drafts(), strict=True))
+    count = sum(map(len, tokens))
+    return {
+        "accuracy": accuracy(client.target, questions, tokens), "accepted": accepted / rounds if rounds else None,
+        "tokens_per_second": count / seconds, "tokens_per_cpu_second": count / used, "tokens": tokens,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve, measure, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "draft", "scorer", "pair", "evaluation", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--gamma", type=int, default=8)
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    parser.add_argument("--rule", default="refined", help="the scorer's name in the evaluation")
+    args = parser.parse_args(argv)
+    questions = read_questions(args.pair / "questions_test.jsonl", args.questions)
+    rows = json.loads((args.evaluation / "evaluation.json").read_text())["rows"]
+    threshold = next(row["threshold"] for row in rows if row["rule"] == args.rule)
+    options = engine_options(str(args.target), str(args.scorer), draft=str(args.draft), gamma=args.gamma)
+    del options["model"]
+    results: dict[str, dict[str, Any]] = {}
+    with server(args.target, args.out.with_suffix(".plain.log"), []) as (client, running):
+        results["greedy"] = measure(client, running.pid, questions)
+    extra = [*flags_of(options), "--middleware", MIDDLEWARE]
+    with server(args.target, args.out.with_suffix(".log"), extra) as (client, running):
+        results["exact"] = measure(client, running.pid, questions, spd=0)
+        results["scorer"] = measure(client, running.pid, questions, spd_threshold=threshold)
+    same = sum(a == b for a, b in zip(results["greedy"].pop("tokens"), results["exact"].pop("tokens"), strict=True))
+    decoded = own_decoder(args, questions, threshold)
+    agree = sum(a == b for a, b in zip(results["scorer"].pop("tokens"), decoded, strict=True))
+    record = {"questions": len(questions), "threshold": threshold, "dtype": default_dtype("cpu"),
+              "exact_equals_greedy": same, "scorer_equals_decoder": agree, "results": results}  # fmt: skip
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    table = Table("", "accuracy %", "accepted", "tokens/s", "tokens per CPU second",
+                  title=f"{len(questions)} test questions over HTTP, threshold {threshold:.3g}")
+    for name, row in results.items():
+        accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
+        table.add_row(name, f"{100 * row['accuracy']:.1f}", accepted, f"{row['tokens_per_second']:.1f}",
+                      f"{row['tokens_per_cpu_second']:.1f}")
+    console.print(table)
+    console.print(f"{same} of {len(questions)} answers of exact match equal greedy decoding's; {agree} of the scorer's "
+                  "equal those of the recipe's own decoder")
+
+
+def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: float) -> list[list[int]]:
+    """The scorer's answers by the recipe's decoder; as in vLLM, the first token is the target's."""
+    from recipe.spd.rollout.decoder import speculative_generate
+    from scripts.spd_evaluation.rules import exact, scorer
+    from scripts.spd_evaluation.worker import load_model
+    from spd_scorer import AutoModelForSPDScoring
+    from verl.utils.tokenizer import hf_tokenizer, stop_ids
+
+    target, draft = (load_model(str(folder), "cpu", default_dtype("cpu")) for folder in (args.target, args.draft))
+    model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=target, torch_dtype=target.dtype)
+    ends = stop_ids(hf_tokenizer(str(args.target)), str(args.target))
+    common = {"eos_token_id": ends, "batch_size": 25}
+    prompts = [question.prompt_ids for question in questions]
+    first = speculative_generate(target, draft, prompts, exact(), gamma=1, max_new_tokens=1, **common)
+    begun = [[*ids, *more] for ids, more in zip(prompts, first.tokens, strict=True)]
+    rest = speculative_generate(target, draft, begun, scorer(model, threshold), gamma=args.gamma,
+                                max_new_tokens=LIMIT - 1, **common)
+    return [head if head[-1] in ends else [*head, *tail]
+            for head, tail in zip(first.tokens, rest.tokens, strict=True)]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Stages of a long command: each is a command that runs once for its settings and those of the stages it reads."""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from examples.demo_runner import ROOT, console, run_logged
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command with what it writes. Commands resume by themselves what they have begun with the same settings."""
+
+    name: str
+    command: Sequence[str]
+    result: Path  # file or folder, removed before a run with other settings
+    reads: tuple["Stage", ...] = ()
+    before: Callable[[], None] | None = None  # prepares the command's input; cheap, and the same each time
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Hash of the command, wherever the project's folder is, and of the stages that it reads."""
+        command = shlex.join(map(str, self.command)).replace(str(ROOT), ".")
+        parts = [command, *(stage.key for stage in self.reads)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:
+    """Run a stage unless it ended with the same key; returns its seconds over all attempts.
+
+    OUT/stages/NAME.json records key, command and time, OUT/stages/NAME.log is its output. A stage that was stopped runs
+    again on what it has written; with another key that is removed first.
+    """
+    record = out / "stages" / f"{stage.name}.json"
+    kept = json.loads(record.read_text()) if record.exists() else {}
+    if kept.get("key") != stage.key:
+        if stage.result.is_dir() and not stage.result.is_symlink():
+            shutil.rmtree(stage.result)
+        else:
+            stage.result.unlink(missing_ok=True)
+        kept = {"key": stage.key, "command": [str(part) for part in stage.command], "seconds": 0.0, "ended": False}
+    if kept["ended"]:
+        console.print(f"{stage.name}: made before, in {kept['seconds']:.0f} s", highlight=False)
+        return kept["seconds"]
+    console.print(f"[bold]{stage.name}[/bold]  {record.with_suffix('.log')}", highlight=False)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(kept, indent=1))
+    begun = time.monotonic()
+    try:
+        if stage.before is not None:
+            stage.before()
+        run_logged([str(part) for part in stage.command], record.with_suffix(".log"), watch,
+                   {**os.environ, **stage.environment})  # fmt: skip
+        kept["ended"] = True
+    finally:
+        kept["seconds"] += time.monotonic() - begun
+        record.write_text(json.dumps(kept, indent=1))
+    console.print(f"  took {kept['seconds']:.0f} s")
+    return kept["seconds"]

@@ -1,0 +1,125 @@
+"""The demo of a scorer on a pretrained pair: questions, training data, stages, draft, commands.
+
+Not covered: the figures of the pretrained pair (`make demo-pretrained-spd` shows them).
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.demo_runner import PhaseFailed
+from examples.pretrained.spd import cut, demo, tasks
+from examples.pretrained.spd.stages import Stage, run
+from examples.spd_arithmetic.questions import PromptStyle, read_splits
+from recipe.spd.rollout.answers import final_answer, is_correct
+from tests.helpers.models import save_tiny_llama
+from verl.utils.tokenizer import hf_tokenizer
+
+pytestmark = pytest.mark.demo
+COUNTS = {"train": 30, "val": 12, "test": 15}
+
+
+@pytest.fixture(scope="module")
+def splits():
+    pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
+    return tasks.draw(COUNTS, tuple(tasks.TASKS))
+
+
+def test_questions_occur_once_and_more_training_questions_change_no_others(splits):
+    texts = [asked.question for asked in sum(splits.values(), [])]
+    assert {split: len(asked) for split, asked in splits.items()} == COUNTS and len(set(texts)) == sum(COUNTS.values())
+    assert {asked.task for asked in splits["val"]} == set(tasks.TASKS)
+    more = tasks.draw({**COUNTS, "train": 60}, tuple(tasks.TASKS))
+    assert (more["val"], more["test"], more["train"][:30]) == (splits["val"], splits["test"], splits["train"])
+
+
+def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
+    """Words decide some answers, and digits others."""
+    kinds = {asked.task: asked.answer[-1].isdigit() for asked in splits["train"]}
+    assert set(kinds.values()) == {True, False}
+    for one, other in zip(splits["train"], splits["train"][3:], strict=False):  # of the same task
+        for answer in (one.answer, other.answer):
+            text = f"Some words. So the answer is {answer}."
+            assert one.is_right(final_answer(text)) == is_correct(text, one.answer) == (answer == one.answer)
+    assert not splits["train"][0].is_right(final_answer("no answer at all"))
+
+
+def test_worked_examples_end_with_an_answer_and_the_hint_names_it(splits):
+    for task, worked in json.loads(tasks.WORKED.read_text()).items():
+        assert task in tasks.TASKS and all(final_answer(answer) for _, answer in worked)
+    asked = splits["train"][0]
+    *turns, last = tasks.hinted(asked, 1)
+    assert len(turns) == 1 + 2 * tasks.SHOTS and asked.answer in last["content"]
+    assert asked.question not in {text for text, _ in sum(json.loads(tasks.WORKED.read_text()).values(), [])}
+
+
+def test_prepare_blocks_asks_as_the_target_was_trained(splits, tmp_path, tiny_llama):
+    demo.write_question_files(tmp_path, COUNTS, 0)
+    style = PromptStyle(tasks.INSTRUCTION, tasks.SYSTEM)
+    files = {split: tmp_path / f"questions_{split}.jsonl" for split in COUNTS}
+    tokenizer = hf_tokenizer(tiny_llama)
+    read = read_splits(files, COUNTS, 0, tokenizer, style)
+    by_text = {asked.question: asked for asked in splits["test"]}
+    for question in read["test"]:
+        assert question.ground_truth == by_text[question.question].answer
+        rendered = tokenizer.apply_chat_template(
+            tasks.messages(question.question), tokenize=False, add_generation_prompt=True
+        )
+        assert question.prompt_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_the_target_learns_from_right_answers_and_validates_on_other_questions(tmp_path):
+    rows = [{"question": f"q{i // 3}", "answer": f"a{i}", "right": i % 3 != 1} for i in range(30)]
+    kept = demo.right_answers(rows)
+    assert [row["answer"] for row in kept[:4]] == ["a0", "a2", "a3", "a5"] and len(kept) == 20
+    assert len(demo.right_answers([{**row, "right": True} for row in rows])) == 20  # two of three
+    demo.write_conversations(kept, tmp_path / "target", held_out=2)
+    train, val = (
+        [json.loads(line)["messages"] for line in (tmp_path / f"target.{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "val")
+    )
+    assert (len(train), len(val)) == (16, 4) and val[0][1]["content"].startswith("q8")
+    assert [turn["role"] for turn in train[0]] == ["system", "user", "assistant"]
+
+
+def test_a_stage_runs_once_resumes_and_starts_again_with_other_settings(tmp_path):
+    result = tmp_path / "result"
+    code = f"open({str(result)!r}, 'a').write('x'); import sys; sys.exit(int(sys.argv[1]))"
+    stage = Stage("one", [sys.executable, "-c", code, "0"], result)
+    run(stage, tmp_path)
+    run(stage, tmp_path)
+    assert result.read_text() == "x"
+    failing = Stage("one", [sys.executable, "-c", code, "3"], result)
+    for _ in range(2):
+        with pytest.raises(PhaseFailed, match="ended with 3"):
+            run(failing, tmp_path)
+    assert result.read_text() == "xx"  # other settings: removed; then continued
+    reading = [Stage("two", ["true"], result, (given,)).key for given in (stage, failing)]
+    assert reading[0] != reading[1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_draft_has_the_first_layers_and_the_last_one(tmp_path, tied):
+    target = save_tiny_llama(tmp_path / "target", layers=4, tied=tied)
+    assert cut.cut(Path(target), tmp_path / "draft", 3) == [0, 1, 3]
+    whole, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, tmp_path / "draft"))
+    whole.model.layers = torch.nn.ModuleList(whole.model.layers[i] for i in (0, 1, 3))
+    for place, layer in enumerate(whole.model.layers):
+        layer.self_attn.layer_idx = place
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(whole(ids, use_cache=False).logits, draft(ids).logits) and draft.config.num_hidden_layers == 3
+    with pytest.raises(SystemExit, match="give 2 to 4"):
+        cut.cut(Path(target), tmp_path / "none", 5)
+
+
+def test_every_stage_follows_those_that_it_reads(tmp_path):
+    stages = demo.stages_of(tmp_path / "model", tmp_path, demo.Sizes(), 0)
+    for number, stage in enumerate(stages):
+        assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
+    other = demo.stages_of(tmp_path / "model", tmp_path, demo.Sizes(draft_layers=5), 0)
+    same = [a.key == b.key for a, b in zip(stages, other, strict=True)]
+    assert same[:3] == [True] * 3 and not any(same[6:])  # the target stays, what follows the draft does not
