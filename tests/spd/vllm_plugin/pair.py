@@ -41,11 +41,11 @@ class ServedPair:
         return rest
 
 
-def make_pair(folder: Path) -> ServedPair:
-    """Save the three below `folder`."""
+def make_pair(folder: Path, tied: bool = False) -> ServedPair:
+    """Save the three below `folder`; with `tied` embeddings, as most small models have them, the head reads logits."""
     torch.manual_seed(0)
     paths = {name: str(folder / name) for name in ("target", "draft", "scorer")}
-    save_tiny_llama(paths["target"])
+    save_tiny_llama(paths["target"], tied=tied)
     model = AutoModelForCausalLM.from_pretrained(paths["target"])
     with torch.no_grad():
         for weight in model.parameters():
@@ -56,7 +56,9 @@ def make_pair(folder: Path) -> ServedPair:
         for weight in model.parameters():
             weight.add_(0.1 * weight.std() * torch.randn_like(weight))
         model.save_pretrained(paths["draft"])
-    scorer = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=paths["target"]))
+    scorer = AutoModelForSPDScoring.from_config(ScoringModelConfig(
+        base_model_path=paths["target"], head_inputs="logits" if tied else "state"
+    ))
     with torch.no_grad():
         scorer.head.out.weight.mul_(20.0)
     scorer.config.draft_fingerprint = cached_folder_fingerprint(paths["draft"])

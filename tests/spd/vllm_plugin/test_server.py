@@ -19,11 +19,11 @@ THRESHOLDS = (-1.0, 0.0, 1.0)
 MIDDLEWARE = ["--middleware", "recipe.spd.vllm_plugin.http.CountsMiddleware"]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def served(request, tmp_path_factory):
     """The pair and the server's URL."""
     folder = tmp_path_factory.mktemp("served_scorer")
-    pair = make_pair(folder)
+    pair = make_pair(folder, tied=request.param)
     options = engine_options(pair.target, pair.scorer, draft=pair.draft, gamma=GAMMA)
     del options["model"]
     extra = [*flags_of(options), *MIDDLEWARE, "--max-num-seqs", "16", "--per-request-spec-decode-metrics", "summary"]
@@ -64,7 +64,7 @@ def test_requests_of_mixed_thresholds_in_one_batch_equal_the_decoder(served):
         reference = pair.decode(prompts, threshold)
         assert got[number :: len(wanted)] == reference.tokens
         lossy += sum(reference.accepted_mismatches)
-    assert lossy > 50  # the scorer decided something
+    assert lossy > 30  # the scorer decided something
     default = [tokens_of(ask(url, prompt)) for prompt in prompts]
     assert default == pair.decode(prompts, 0.0).tokens  # the engine's own threshold
 
