@@ -4,7 +4,8 @@
         --val-questions val.jsonl --harm-labels labels.jsonl --out DIR [--untrained DIR] [--all-rules]
 
 Real multi-round decoding until the end token or the limit. Writes evaluation.json, evaluation.png and validation.json
-(the runs on the validation questions that chose the scorer's threshold). A stopped command continues where it was.
+(the runs on the validation questions that chose the scorer's threshold), and by_question.json (each run on each
+question). A stopped command continues where it was.
 """
 
 import argparse
@@ -26,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.spd_evaluation import harm, measures  # noqa: E402
+from scripts.spd_evaluation.curves import best_mix, curves_of, speed  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
-from scripts.spd_evaluation.plot import save_plot  # noqa: E402
+from scripts.spd_evaluation.plot import CURVES, save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
@@ -71,7 +73,8 @@ def load_job(args: argparse.Namespace) -> Job:
 def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
-    Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer.
+    Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
+    --near-drop they follow, for the thresholds that `runs_near` gives. Writes by_question.json.
     """
     job = load_job(args)
     split_runs = {split: [Run(split, "target"), Run(split, "exact")] for split in ("validation", "test")}
@@ -97,7 +100,10 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         test = [*split_runs["test"], Run("test", "all")]
         rivals = [Run("test", "scorer_untrained", 0.0), *(Run("test", rule, threshold) for rule, threshold in free)]
         harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
-        pool.submit([*validation, *scorers_of["test"], *harms, *test, *rivals])
+        if args.near_drop is None:
+            pool.submit([*validation, *scorers_of["test"], *harms, *test, *rivals])
+        else:
+            pool.submit([*validation, *test])
         chooser = make_rows(pool, validation)
         chosen = []
         for name, runs in sweeps["validation"].items():
@@ -122,12 +128,19 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
                               f"{best.threshold:.3g} has the lowest, {100 * drop:.1f} ± {100 * error:.1f} points: "
                               f"{advice}[/yellow]")
 
+        if args.near_drop is not None:
+            near = [*chosen, *runs_near(chooser, args.near_drop)]
+            scorers_of["test"] = [run for run in scorers_of["test"] if run in near]
+            rivals = [rivals[0], *(run for run in rivals[1:] if run in near)]
+            harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
+            pool.submit([*scorers_of["test"], *harms, *rivals])
         chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
         harms.append(Harm((chance,)))
         pool.submit([chance, harms[1]])
         others = [run for run in scorers_of["test"] if run not in chosen]
         runs = [*test, *chosen, chance, *rivals, *others]
         rows = make_rows(pool, runs, chosen)
+        write_by_question(pool, {"validation": (validation, chooser), "test": (runs, rows)})
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
     for run, row in zip(runs, rows, strict=True):
         row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
@@ -138,6 +151,27 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
     return rows, chooser, len(job.questions["test"])
+
+
+def runs_near(rows: Sequence[EvaluationRow], drop: float) -> list[Run]:
+    """On test questions, the two thresholds of each rule and scorer between which a coin for each question accepts the
+    most at this drop on validation questions (`rows`).
+    """
+    legends = {rule: legend for rules, legend, *_ in CURVES for rule in rules}
+    kept = {legend: best_mix(curve, drop, speed)[:2] for legend, curve in curves_of(rows).items()}
+    return [Run("test", row.rule.removesuffix("_sweep"), row.threshold) for row in rows
+            if row.rule in legends and row.threshold in kept[legends[row.rule]]]  # fmt: skip
+
+
+def write_by_question(pool: Pool, runs: Mapping[str, tuple[Sequence[Run], Sequence[EvaluationRow]]]) -> None:
+    """Write what each run did on each question of its split: right or not, accepted draft tokens, target forwards."""
+    record = {
+        split: [{"rule": row.rule, "threshold": row.threshold, "correct": outcome.correct,
+                 "accepted": outcome.result.accepted, "rounds": outcome.result.rounds}
+                for row, outcome in zip(rows, map(pool.result, of_split), strict=True)]
+        for split, (of_split, rows) in runs.items()
+    }  # fmt: skip
+    (pool.job.args.out / "by_question.json").write_text(json.dumps(record) + "\n")
 
 
 def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
@@ -258,6 +292,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="answers per question, for a temperature above 0")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
+    add("--near-drop", type=float, help="with --all-rules: test questions are decoded only with the thresholds "
+        "that come nearest to this drop on validation questions, two of each rule and scorer")
     add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
         "--val-harm-labels -1 0 0.5 1 2")
     add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5],
@@ -281,6 +317,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "and on CPUs with instructions for it, else float32)")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or default_dtype(args.device)
+    if args.near_drop is not None and not args.all_rules:
+        parser.error("--near-drop chooses among rules too: add --all-rules")
     if args.processes is None:
         args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}

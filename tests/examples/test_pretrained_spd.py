@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.demo_runner import PhaseFailed
-from examples.pretrained.spd import cut, demo, tasks
+from examples.pretrained.spd import cut, demo, gains, tasks
 from examples.pretrained.spd.stages import Stage, run
 from examples.spd_arithmetic.questions import PromptStyle, read_splits
 from recipe.spd.rollout.answers import final_answer, is_correct
@@ -100,6 +100,24 @@ def test_a_stage_runs_once_resumes_and_starts_again_with_other_settings(tmp_path
     assert result.read_text() == "xx"  # other settings: removed; then continued
     reading = [Stage("two", ["true"], result, (given,)).key for given in (stage, failing)]
     assert reading[0] != reading[1]
+
+
+def test_gains_at_an_equal_drop_by_hand():
+    """Of 100 questions the scorer loses one at 4 accepted tokens a forward and ten at 6, the margin rule four at 3."""
+
+    def run(rule, threshold, lost, accepted):
+        return {"rule": rule, "threshold": threshold, "correct": [i >= lost for i in range(100)],
+                "accepted": [accepted] * 100, "rounds": [1] * 100}  # fmt: skip
+
+    runs = [run("exact", None, 0, 2), run("margin", 3.0, 4, 3), run("scorer_sweep", 0.0, 1, 4),
+            run("scorer_sweep", -1.0, 10, 6), run("words", 0.0, 30, 7)]  # fmt: skip
+    result = gains.gains({"validation": runs, "test": [*runs[:2], {**runs[2], "rule": "scorer"}, *runs[3:]]})
+    assert (result["scorer"], result["rule"]) == ("trained scorer, swept", "margin rule, swept")
+    # At 2 points: half of the questions by the margin rule; the scorer mixes 1 and 10 points, 1/9 by the latter.
+    assert result["accepted"] == pytest.approx({"scorer": 4 + 2 / 9, "rule": 2.5, "exact": 2.0})
+    assert result["spd_gain_over_best_rule"] == pytest.approx((4 + 2 / 9) / 2.5)
+    low, high = result["spd_gain_over_best_rule_95"]
+    assert low < result["spd_gain_over_best_rule"] < high
 
 
 @pytest.mark.parametrize("tied", [False, True])

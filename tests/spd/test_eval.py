@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,15 @@ def test_ngram_drafts_continue_the_first_occurrence_of_the_longest_suffix():
     drafted = measures.ngram_drafts([[1, 2, 3, 4, 5, 7, 1, 2]], own, gamma=3)
     assert (drafted.rounds, drafted.accepted, drafted.tokens) == ([3], [3], own.tokens)
     assert measures.ngram_drafts([[1]], own, gamma=3).rounds == [6]
+
+
+def test_the_thresholds_near_a_drop_are_two_of_each_curve():
+    points = [(None, 0.0, 1.0), (1.0, 0.01, 2.0), (2.0, 0.03, 4.0), (3.0, 0.2, 5.0)]
+    rows = [replace(row_of(0, 0, accepted, 1.0), rule="exact" if threshold is None else rule, threshold=threshold,
+                    drop=drop) for rule in ("margin", "scorer_sweep") for threshold, drop, accepted in points]
+    near = load_script().runs_near(rows, 0.02)
+    assert [(run.split, run.rule, run.threshold) for run in near] == [
+        ("test", "margin", 1.0), ("test", "margin", 2.0), ("test", "scorer", 1.0), ("test", "scorer", 2.0)]
 
 
 def test_accepted_share_counts_only_what_was_judged():
@@ -293,12 +303,19 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
         str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
-        "--processes", "1", "--all-rules",
+        "--processes", "1", "--all-rules", "--near-drop", "0.02",
     ])  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
     assert tuple(rules.STATISTICS) == load_script().STATISTICS
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
+    by_question = json.loads((tmp_path / "by_question.json").read_text())
+    assert {split: {len(run["accepted"]) for run in runs} for split, runs in by_question.items()} == {
+        "validation": {6}, "test": {12}}
+    assert [run["rule"] for run in by_question["validation"]] == [row["rule"] for row in rows]
+    tested = {(run["rule"].removesuffix("_sweep"), run["threshold"]) for run in by_question["test"]}
+    near = load_script().runs_near([EvaluationRow(**row) for row in rows], 0.02)
+    assert {(run.rule, run.threshold) for run in near} <= tested and len(tested) < len(rows) + 3
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")

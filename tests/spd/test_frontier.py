@@ -9,18 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from examples.spd_arithmetic import frontier
-from examples.spd_arithmetic.frontier import (
-    Point,
-    Seed,
-    best_mix,
-    compare,
-    fewest,
-    mixed,
-    pool,
-    seed_figures,
-    speed,
-    verdicts,
-)
+from examples.spd_arithmetic.frontier import Seed, compare, pool, seed_figures, verdicts
+from scripts.spd_evaluation.curves import Point, best_mix, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 
 SCORER, MARGIN = "trained scorer, swept", "margin rule, swept"
@@ -35,7 +25,7 @@ def row(rule: str, threshold: float | None, drop: float, speed: float, error: fl
 
 def test_a_coin_between_two_thresholds_mixes_sums_and_no_ratio():
     # 3 and 1 accepted per forward; 4 and 2 tokens, so 1/4 and 1/2 forwards for each token of the target's own.
-    fast, slow = frontier.point_of(row("margin", 3.0, 0.02, 3.0)), frontier.point_of(row("exact", None, 0.0, 1.0))
+    fast, slow = point_of(row("margin", 3.0, 0.02, 3.0)), point_of(row("exact", None, 0.0, 1.0))
     assert (fast.forwards, fast.accepted, slow.forwards, slow.accepted) == (0.25, 0.75, 0.5, 0.5)
     half = mixed(slow, fast, 0.5)
     assert half == Point(0.01, 0.625, 0.375)

@@ -24,11 +24,15 @@ from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
 from examples.demo_runner import TrainingWatch as Watch
 from examples.pretrained import fetch
 from examples.pretrained.spd import tasks
+from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.sample import LIMIT
 from examples.pretrained.spd.stages import Stage, run
 from examples.spd_arithmetic.demo import saved_scorer
 from verl.utils.accelerator import default_dtype
 
+# Few thresholds, since each decodes all validation questions; the first measurements had margins up to 9.
+RULES = ("--margins", 1, 2, 4, 8, "--typicals", 0.09, 0.03, 0.01, "--ranks", 2, 3, "--entropies", 0.1, 0.6,
+         "--divergences", 1, 3, "--harmless-shares", 0.9, 0.8, 0.7, 0.5)  # fmt: skip
 ROLES = ("supervised", "grpo", "refined")  # the scorers; refined: GRPO from the supervised one
 TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a scorer is trained on it
 ANSWERS_OF_A_QUESTION = 2  # most answers to one question in the target's training
@@ -188,7 +192,8 @@ def stages_of(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
             "--questions", out / "pair" / "questions_test.jsonl", "--val-questions",
             out / "pair" / "questions_val.jsonl", "--harm-labels", out / "pair" / "harm_labels.jsonl",
             "--val-harm-labels", out / "pair" / "harm_labels_val.jsonl", "--max-new-tokens", LIMIT, "--gamma",
-            sizes.gamma, "--device", fetch_device(), "--all-rules", "--max-val-drop", 0.02, "--seed", seed,
+            sizes.gamma, "--device", fetch_device(), "--all-rules", "--max-val-drop", DROP, "--near-drop", DROP,
+            "--seed", seed, *RULES,
             "--batch-size", 50, "--processes", os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
             "--out", out / "evaluation",
         ), out / "evaluation", (supervised, grpo, refined),
@@ -227,6 +232,14 @@ def report(out: Path) -> None:
         figures = json.loads((out / "pair" / "testbed.json").read_text())["figures"]
         console.print(f"exact match accepts {figures['exact_accepted_per_forward']:.2f} draft tokens a forward on "
                       f"validation questions (wanted: {DRAFT_ACCEPTED:g})")  # fmt: skip
+    if (out / "evaluation" / "evaluation.json").exists():
+        result = gains(json.loads((out / "evaluation" / "by_question.json").read_text()))
+        (out / "gains.json").write_text(json.dumps(result, indent=1) + "\n")
+        for name, what in (("best_rule", result["rule"]), ("exact", "exact match")):
+            low, high = result[f"spd_gain_over_{name}_95"]
+            console.print(f"{result['scorer']} over {what}, a drop of {100 * DROP:g} points on {result['questions']} "
+                          f"test questions: {result[f'spd_gain_over_{name}']:.2f} times the accepted draft tokens, "
+                          f"95 % interval {low:.2f} to {high:.2f}", soft_wrap=True)  # fmt: skip
     for name in ("evaluation/evaluation.png", "served.json"):
         if (out / name).exists():
             console.print(out / name)
