@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.demo_runner import PhaseFailed
-from examples.pretrained.spd import cut, demo, gains, tasks
+from examples.pretrained.spd import cut, demo, gains, serve, tasks
 from examples.pretrained.spd.stages import Stage, run
 from examples.spd_arithmetic.questions import PromptStyle, read_splits
 from recipe.spd.rollout.answers import final_answer, is_correct
 from tests.helpers.models import save_tiny_llama
+from tests.spd.vllm_plugin.pair import GAMMA, make_pair, make_prompts
 from verl.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.demo
@@ -135,9 +136,44 @@ def test_a_draft_has_the_first_layers_and_the_last_one(tmp_path, tied):
 
 
 def test_every_stage_follows_those_that_it_reads(tmp_path):
-    stages = demo.stages_of(tmp_path / "model", tmp_path, demo.Sizes(), 0)
+    def all_stages(**sizes):
+        pair = demo.pair_stages(tmp_path / "model", tmp_path, demo.Sizes(**sizes), 0)
+        return pair + [s for seed in (0, 1) for s in demo.scorer_stages(pair[-1], tmp_path, demo.Sizes(**sizes), seed)]
+
+    stages = all_stages()
+    assert len({stage.name for stage in stages}) == len({stage.result for stage in stages}) == len(stages)
     for number, stage in enumerate(stages):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
-    other = demo.stages_of(tmp_path / "model", tmp_path, demo.Sizes(draft_layers=5), 0)
-    same = [a.key == b.key for a, b in zip(stages, other, strict=True)]
+    same = [a.key == b.key for a, b in zip(stages, all_stages(draft_layers=5), strict=True)]
     assert same[:3] == [True] * 3 and not any(same[6:])  # the target stays, what follows the draft does not
+    watched = [stage.name for stage in stages if demo.watched(stage, demo.Sizes())]
+    assert watched[:3] == ["target", "draft", "seed0/supervised"] and len(watched) == 8
+
+
+def test_the_figures_that_exist_are_reported(tmp_path, capsys):
+    (tmp_path / "answers_val.jsonl").write_text("".join(
+        json.dumps({"task": "aiw", "right": right}) + "\n" for right in (True, True, False, True)
+    ))  # fmt: skip
+    demo.report(tmp_path, [0])
+    assert "aiw 75.0 %, all 75.0 % (wanted: 85 % of all)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.process
+def test_a_served_pair_is_measured_and_compared_with_the_recipes_decoder(tmp_path, capsys):
+    pair = make_pair(tmp_path, tied=True)
+    questions = [{"question_id": f"test-{i}", "question": "q", "prompt_ids": ids, "ground_truth": "4"}
+                 for i, ids in enumerate(make_prompts(6))]  # fmt: skip
+    (tmp_path / "questions_test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": 0.0}]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    serve.main([
+        "--target", pair.target, "--draft", pair.draft, "--scorer", pair.scorer, "--pair", str(tmp_path),
+        "--evaluation", str(tmp_path), "--gamma", str(GAMMA), "--out", str(tmp_path / "served.json"),
+    ])  # fmt: skip
+    record = json.loads((tmp_path / "served.json").read_text())
+    assert (record["questions"], record["threshold"]) == (6, 0.0)
+    assert record["exact_equals_greedy"] == record["scorer_equals_decoder"] == 6
+    greedy, exact, scorer = (record["results"][name] for name in ("greedy", "exact", "scorer"))
+    assert greedy["accepted"] is None and scorer["accepted"] > exact["accepted"] > 0
+    assert min(result["tokens_per_cpu_second"] for result in (greedy, exact, scorer)) > 0
+    assert "tokens per CPU second" in " ".join(capsys.readouterr().out.split())

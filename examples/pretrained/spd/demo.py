@@ -1,23 +1,24 @@
 """A scorer for speculative decoding of a pretrained model, from the fetched weights to a server.
 
-    python -m examples.pretrained.spd.demo [--model DIR] [--seed 0] [--out DIR] [--until STAGE]
+    python -m examples.pretrained.spd.demo [--model DIR] [--seeds 0 1 2] [--out DIR] [--until STAGE]
 
 The target is SmolLM2-135M-Instruct (examples.pretrained.fetch), or any Hugging Face folder with a chat template, after
 supervised fine-tuning on answers that the model itself gave. The draft has fewer of the target's layers and is trained
 on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers, evaluation, vLLM's server.
 
 Every stage runs once for its settings and for those of the stages before it, and resumes if it was stopped; OUT/stages
-has their commands, logs and times. Ends with the accuracies of the pair, the evaluation's table and OUT/served.json.
+has their commands, logs and times. Each of --seeds is a seed of the scorers, all on one pair. Ends with the accuracies
+of the pair, the gains of the scorers and, for each seed, the evaluation's picture and served.json.
 """
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
@@ -33,6 +34,9 @@ from verl.utils.accelerator import default_dtype
 # Few thresholds, since each decodes all validation questions; the first measurements had margins up to 9.
 RULES = ("--margins", 1, 2, 4, 8, "--typicals", 0.09, 0.03, 0.01, "--ranks", 2, 3, "--entropies", 0.1, 0.6,
          "--divergences", 1, 3, "--harmless-shares", 0.9, 0.8, 0.7, 0.5)  # fmt: skip
+SEED = 0  # of questions, target and draft
+GAINS = ("spd_gain_over_best_rule", "spd_gain_over_exact")
+BATCH = 50  # questions that a process decodes together
 ROLES = ("supervised", "grpo", "refined")  # the scorers; refined: GRPO from the supervised one
 TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a scorer is trained on it
 ANSWERS_OF_A_QUESTION = 2  # most answers to one question in the target's training
@@ -68,7 +72,7 @@ def python(module: str, *arguments: Any) -> list[str]:
 
 def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, lr: float, seed: int) -> list[str]:
     """Supervised fine-tuning of all weights on DATA.train.jsonl, validated on DATA.val.jsonl."""
-    device = fetch_device()
+    device = device_here()
     settings = {
         "data.train_files": f"{data}.train.jsonl", "data.val_files": f"{data}.val.jsonl", "data.max_length": 512,
         "data.multiturn.enable": "true", "data.train_batch_size": batch, "data.micro_batch_size_per_gpu": batch // 4,
@@ -83,7 +87,7 @@ def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, l
     return python("verl.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in settings.items()))
 
 
-def fetch_device() -> str:
+def device_here() -> str:
     """cuda where there is a GPU."""
     import torch
 
@@ -132,15 +136,14 @@ def accuracy(file: Path) -> dict[str, float]:
     return {name: sum(right) / len(right) for name, right in named.items() if right}
 
 
-def stages_of(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
-    """All stages in order."""
+def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
+    """The stages from the model to the blocks of a trained pair, in order."""
     counts = json.dumps(sizes.counts)
     sample = python("examples.pretrained.spd.sample", "--counts", counts, "--seed", seed)
     sampled, val, own = out / "sampled.jsonl", out / "answers_val.jsonl", out / "answers_train.jsonl"
     first = Stage("sample", [*sample, "--model", str(model), "--out", str(sampled)], sampled)
     run_of = {role: out / f"{role}_run" for role in ("target", "draft")}
-    target, draft = (run_of[role] / f"global_step_{steps}" / "huggingface"
-                     for role, steps in (("target", sizes.target_steps), ("draft", sizes.draft_steps)))  # fmt: skip
+    target, draft = models_of(out, sizes)
     trained = Stage(
         "target", sft_command(model, out / "target", run_of["target"], sizes.target_steps, sizes.batch, 1e-4, seed),
         run_of["target"], (first,),
@@ -156,54 +159,66 @@ def stages_of(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
         run_of["draft"], (cut, written),
         lambda: write_conversations([row for row in read_rows(own) if row["ended"]], out / "draft"),
     )  # fmt: skip
-    pair = ["--target", target, "--draft", draft]
     splits = [part for split in sizes.counts for part in (f"--{split}-questions", out / f"questions_{split}.jsonl")]
     numbers = [part for split, count in sizes.counts.items() for part in (f"--n-{split}-questions", count)]
     blocks = Stage(
         "blocks", python(
-            "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", *pair, *splits, *numbers,
+            "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", "--target", target, "--draft", draft,
+            *splits, *numbers,
             "--instruction", tasks.INSTRUCTION, "--system", tasks.SYSTEM, "--max-new-tokens", LIMIT, "--gamma",
             sizes.gamma, "--n-train-blocks", sizes.blocks, "--n-val-blocks", sizes.harm_blocks, "--n-harm-blocks",
-            sizes.harm_blocks, "--device", fetch_device(), "--seed", seed, "--batch-size", 50, "--processes",
-            os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
+            sizes.harm_blocks, "--device", device_here(), "--seed", seed, "--batch-size", BATCH,
         ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed),
     )  # fmt: skip
+    return [first, trained, checked, cut, written, distilled, blocks]
+
+
+def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
+    """The folders of target and draft."""
+    target, draft = (out / f"{role}_run" / f"global_step_{steps}" / "huggingface"
+                     for role, steps in (("target", sizes.target_steps), ("draft", sizes.draft_steps)))  # fmt: skip
+    return target, draft
+
+
+def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
+    """The stages of one seed of the scorers on the pair of `out`, in order; they write to OUT/seedN."""
+    (target, draft), folder, prepared = models_of(out, sizes), out / f"seed{seed}", out / "pair"
     train = python(
-        "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", out / "pair" / "blocks_train.parquet",
-        "--metadata", out / "pair" / "metadata_train.parquet", "--val-blocks", out / "pair" / "blocks_val.parquet",
-        "--val-metadata", out / "pair" / "metadata_val.parquet", "--store", out / "completions.sqlite3",
+        "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", prepared / "blocks_train.parquet",
+        "--metadata", prepared / "metadata_train.parquet", "--val-blocks", prepared / "blocks_val.parquet",
+        "--val-metadata", prepared / "metadata_val.parquet", "--store", out / "completions.sqlite3",
         "--max-tokens", LIMIT, "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps, "--save-freq",
-        max(1, sizes.scorer_steps // 3), "--device", fetch_device(),
+        max(1, sizes.scorer_steps // 3), "--device", device_here(),
     )  # fmt: skip
     more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", "spd.head_inputs=logits"]
-    supervised = Stage("supervised", [*train, "--supervised", "--output-dir", str(out / "supervised"), *more],
-                       out / "supervised", (blocks,))  # fmt: skip
-    scorers = {"supervised": out / "supervised" / "supervised"}
-    grpo = Stage("grpo", [*train, "--output-dir", str(out / "grpo"), *more], out / "grpo", (blocks,))
-    refined = Stage(
-        "refined", [*train, "--output-dir", str(out / "refined"), "--adapter", str(scorers["supervised"]), *more],
-        out / "refined", (supervised,),
-    )  # fmt: skip
-    scorers |= {role: saved_scorer(out / role, sizes.scorer_steps) for role in ("grpo", "refined")}
+
+    def training(role: str, reads: Stage, *options: str) -> Stage:
+        command = [*train, "--output-dir", str(folder / role), *options, *more]
+        return Stage(f"seed{seed}/{role}", command, folder / role, (reads,))
+
+    supervised, grpo = training("supervised", blocks, "--supervised"), training("grpo", blocks)
+    scorers = {"supervised": folder / "supervised" / "supervised"}
+    scorers |= {role: saved_scorer(folder / role, sizes.scorer_steps) for role in ("grpo", "refined")}
+    refined = training("refined", supervised, "--adapter", str(scorers["supervised"]))
     evaluation = Stage(
-        "evaluation", python(
-            "scripts/eval_spd_scorer.py", *pair, "--scorer", scorers["grpo"], "--compare",
-            *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
-            "--questions", out / "pair" / "questions_test.jsonl", "--val-questions",
-            out / "pair" / "questions_val.jsonl", "--harm-labels", out / "pair" / "harm_labels.jsonl",
-            "--val-harm-labels", out / "pair" / "harm_labels_val.jsonl", "--max-new-tokens", LIMIT, "--gamma",
-            sizes.gamma, "--device", fetch_device(), "--all-rules", "--max-val-drop", DROP, "--near-drop", DROP,
-            "--seed", seed, *RULES,
-            "--batch-size", 50, "--processes", os.environ.get("OMP_NUM_THREADS", os.cpu_count()),
-            "--out", out / "evaluation",
-        ), out / "evaluation", (supervised, grpo, refined),
+        f"seed{seed}/evaluation", python(
+            "scripts/eval_spd_scorer.py", "--target", target, "--draft", draft, "--scorer", scorers["grpo"],
+            "--compare", *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
+            "--questions", prepared / "questions_test.jsonl", "--val-questions", prepared / "questions_val.jsonl",
+            "--harm-labels", prepared / "harm_labels.jsonl", "--val-harm-labels", prepared / "harm_labels_val.jsonl",
+            "--max-new-tokens", LIMIT, "--gamma", sizes.gamma, "--device", device_here(), "--all-rules",
+            "--max-val-drop", DROP, "--near-drop", DROP, "--seed", seed, *RULES, "--batch-size", BATCH,
+            "--out", folder / "evaluation",
+        ), folder / "evaluation", (supervised, grpo, refined),
     )  # fmt: skip
     served = Stage(
-        "served", python("examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--scorer",
-                         scorers["refined"], "--pair", out / "pair", "--evaluation", out / "evaluation", "--gamma",
-                         sizes.gamma, "--out", out / "served.json"), out / "served.json", (evaluation,),
+        f"seed{seed}/served", python(
+            "examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--scorer", scorers["refined"],
+            "--pair", prepared, "--evaluation", folder / "evaluation", "--gamma", sizes.gamma, "--out",
+            folder / "served.json",
+        ), folder / "served.json", (evaluation,),
     )  # fmt: skip
-    return [first, trained, checked, cut, written, distilled, blocks, supervised, grpo, refined, evaluation, served]
+    return [supervised, grpo, refined, evaluation, served]
 
 
 def describe(data: Mapping[str, float]) -> str:
@@ -217,12 +232,13 @@ def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
     """The folder of metrics and the steps of a training stage."""
     steps = {"target": sizes.target_steps, "draft": sizes.draft_steps}
     steps |= dict.fromkeys(ROLES, sizes.scorer_steps)
-    if stage.name not in steps:
+    name = stage.name.rpartition("/")[2]
+    if name not in steps:
         return None
-    return stage.result / "supervised" if stage.name == "supervised" else stage.result, steps[stage.name]
+    return stage.result / "supervised" if name == "supervised" else stage.result, steps[name]
 
 
-def report(out: Path) -> None:
+def report(out: Path, seeds: Sequence[int]) -> None:
     """Print the figures that exist."""
     if (out / "answers_val.jsonl").exists():
         shares = accuracy(out / "answers_val.jsonl")
@@ -232,24 +248,30 @@ def report(out: Path) -> None:
         figures = json.loads((out / "pair" / "testbed.json").read_text())["figures"]
         console.print(f"exact match accepts {figures['exact_accepted_per_forward']:.2f} draft tokens a forward on "
                       f"validation questions (wanted: {DRAFT_ACCEPTED:g})")  # fmt: skip
-    if (out / "evaluation" / "evaluation.json").exists():
-        result = gains(json.loads((out / "evaluation" / "by_question.json").read_text()))
-        (out / "gains.json").write_text(json.dumps(result, indent=1) + "\n")
+    files = {seed: out / f"seed{seed}" / "evaluation" / "by_question.json" for seed in seeds}
+    results = {seed: gains(json.loads(file.read_text())) for seed, file in files.items() if file.exists()}
+    for seed, result in results.items():
         for name, what in (("best_rule", result["rule"]), ("exact", "exact match")):
             low, high = result[f"spd_gain_over_{name}_95"]
-            console.print(f"{result['scorer']} over {what}, a drop of {100 * DROP:g} points on {result['questions']} "
-                          f"test questions: {result[f'spd_gain_over_{name}']:.2f} times the accepted draft tokens, "
-                          f"95 % interval {low:.2f} to {high:.2f}", soft_wrap=True)  # fmt: skip
-    for name in ("evaluation/evaluation.png", "served.json"):
-        if (out / name).exists():
-            console.print(out / name)
+            console.print(f"seed {seed}: {result['scorer']} over {what}, a drop of {100 * DROP:g} points on "
+                          f"{result['questions']} test questions: {result[f'spd_gain_over_{name}']:.2f} times the "
+                          f"accepted draft tokens, 95 % interval {low:.2f} to {high:.2f}", soft_wrap=True)  # fmt: skip
+    if results:
+        means = {name: mean(result[name] for result in results.values()) for name in GAINS}
+        (out / "gains.json").write_text(json.dumps({"seeds": results, "means": means}, indent=1) + "\n")
+        named = ", ".join(f"{name} {value:.2f}" for name, value in means.items())
+        console.print(f"means over {len(results)} seeds of the scorers: {named}", highlight=False)
+    for seed in seeds:
+        for name in ("evaluation/evaluation.png", "served.json"):
+            if (file := out / f"seed{seed}" / name).exists():
+                console.print(file)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the scorers")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained_spd")
     parser.add_argument("--until", help="the last stage to run")
     for name, value in vars(Sizes()).items():
@@ -268,7 +290,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None:
         fetch.main([])
     model = args.model.resolve() if args.model else fetch.OUT / "model"
-    stages = stages_of(model, out, sizes, args.seed)
+    stages = pair_stages(model, out, sizes, SEED)
+    blocks = stages[-1]
+    for seed in args.seeds:
+        stages += scorer_stages(blocks, out, sizes, seed)
     names = [stage.name for stage in stages]
     if args.until and args.until not in names:
         raise SystemExit(f"--until {args.until}: the stages are {', '.join(names)}")
@@ -280,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
-    report(out)
+    report(out, args.seeds)
     if not args.model:
         console.print(f"The model: {fetch.NOTE}.")
     return 0
