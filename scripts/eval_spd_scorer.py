@@ -287,6 +287,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
     add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--target-first", action="store_true", help="the target writes the first token of each answer, as vLLM does: a "
+        "served scorer then judges the same blocks")
     add("--temperature", type=float, default=0.0, help="draft and target sample; exact match is then rejection "
         "sampling, and the other rules judge the tokens that it would replace")
     add("--samples", type=int, default=1, help="answers per question, for a temperature above 0")

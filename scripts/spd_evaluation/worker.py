@@ -95,7 +95,8 @@ class Worker:
             self.first = run.first
             judge = self.judges[run.rule](run.threshold)
             result = speculative_generate(
-                self.target, self.draft, prompts, judge, gamma=self.args.gamma, on_block=count, **common
+                self.target, self.draft, prompts, judge, gamma=self.args.gamma, on_block=count,
+                target_first=self.args.target_first, **common
             )
         self._count(len(questions) - counted)
         answers = zip(questions, result.tokens, result.finished, strict=True)

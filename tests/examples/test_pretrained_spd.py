@@ -49,6 +49,21 @@ def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
     assert not splits["train"][0].is_right(final_answer("no answer at all"))
 
 
+def test_gsm8k_is_a_further_task_with_its_own_answers(tmp_path, monkeypatch, splits):
+    monkeypatch.setattr(tasks, "GSM8K_VALIDATION", 5)
+    for name in ("train", "test"):
+        rows = ({"question": f"{name} {i}", "answer": f"It is 2*{i}=<<2*{i}={2 * i}>>{2 * i}.\n#### {2 * i}"}
+                for i in range(20))  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = tasks.draw({"train": 20, "val": 16, "test": 8}, tuple(tasks.TASKS), gsm8k=tmp_path)
+    given = {split: [a for a in asked if a.task == tasks.GSM8K] for split, asked in mixed.items()}
+    assert {split: len(asked) for split, asked in given.items()} == {"train": 5, "val": 4, "test": 2}
+    assert {a.question for a in given["val"]} <= {f"train {i}" for i in range(15, 20)}
+    one = given["test"][0]
+    assert one.worked == f"It is 2*{int(one.answer) // 2}={one.answer}.\nThe answer is {one.answer}."
+    assert one.is_right(final_answer(one.worked)) and not one.is_right("1") and not splits["test"][0].worked
+
+
 def test_worked_examples_end_with_an_answer_and_the_hint_names_it(splits):
     for task, worked in json.loads(tasks.WORKED.read_text()).items():
         assert task in tasks.TASKS and all(final_answer(answer) for _, answer in worked)

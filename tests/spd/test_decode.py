@@ -120,14 +120,18 @@ def test_without_end_token_every_row_is_cut_at_the_limit():
     assert result.accepted == [12] * 6
 
 
-def test_accepting_everything_gives_the_drafts_words_and_the_targets_bonus():
+@pytest.mark.parametrize("target_first", [False, True])
+def test_accepting_everything_gives_the_drafts_words_and_the_targets_bonus(target_first):
     target, draft = tiny_llama(0), tiny_llama(1)
     prompts = ragged_prompts(5)
-    result = speculative_generate(target, draft, prompts, accept_all, gamma=3, max_new_tokens=8, eos_token_id=None)
+    result = speculative_generate(
+        target, draft, prompts, accept_all, gamma=3, max_new_tokens=8, eos_token_id=None, target_first=target_first
+    )
+    assert (result.rounds, result.accepted) == ([3 if target_first else 2] * 5, [6] * 5)
     for prompt, tokens in zip(prompts, result.tokens, strict=True):
         context = list(prompt)
         for step in range(8):
-            speaker = target if step % 4 == 3 else draft
+            speaker = target if step % 4 == (0 if target_first else 3) else draft
             with torch.no_grad():
                 context.append(int(speaker(torch.tensor([context])).logits[0, -1].argmax()))
         assert tokens == context[len(prompt) :]

@@ -1,6 +1,7 @@
 """A scorer for speculative decoding of a pretrained model, from the fetched weights to a server.
 
-    python -m examples.pretrained.spd.demo [--model DIR] [--seeds 0 1 2] [--out DIR] [--until STAGE]
+    python -m examples.pretrained.spd.demo [--model DIR] [--gsm8k DIR] [--seeds 0 1 2] [--out DIR]
+                                           [--until STAGE]
 
 The target is SmolLM2-135M-Instruct (examples.pretrained.fetch), or any Hugging Face folder with a chat template, after
 supervised fine-tuning on answers that the model itself gave. The draft has fewer of the target's layers and is trained
@@ -26,8 +27,7 @@ from examples.demo_runner import TrainingWatch as Watch
 from examples.pretrained import fetch
 from examples.pretrained.spd import tasks
 from examples.pretrained.spd.gains import DROP, gains
-from examples.pretrained.spd.sample import LIMIT
-from examples.pretrained.spd.stages import Stage, run
+from examples.pretrained.spd.stages import Stage, record_of, run
 from examples.spd_arithmetic.demo import saved_scorer
 from verl.utils.accelerator import default_dtype
 
@@ -51,10 +51,11 @@ class Sizes:
     test: int = 240
     target_steps: int = 36
     draft_layers: int = 6
-    draft_steps: int = 100
+    draft_steps: int = 80
     blocks: int = 900
     harm_blocks: int = 240
     scorer_steps: int = 60
+    scorer_batch: int = 192  # blocks
     gamma: int = 8
     batch: int = 16
 
@@ -121,9 +122,9 @@ def right_answers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return kept
 
 
-def write_question_files(out: Path, counts: Mapping[str, int], seed: int) -> None:
+def write_question_files(out: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
     """questions_SPLIT.jsonl in GSM8K's format, for prepare_blocks."""
-    for split, asked in tasks.draw(counts, tuple(tasks.TASKS), seed).items():
+    for split, asked in tasks.draw(counts, tuple(tasks.TASKS), seed, gsm8k).items():
         lines = ({"question": a.question, "answer": f"#### {a.answer}"} for a in asked)
         (out / f"questions_{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -131,15 +132,22 @@ def write_question_files(out: Path, counts: Mapping[str, int], seed: int) -> Non
 def accuracy(file: Path) -> dict[str, float]:
     """Share of right answers of each task, and of all."""
     rows = read_rows(file)
-    named = {name: [row["right"] for row in rows if row["task"] == name] for name in tasks.TASKS}
+    named = {name: [row["right"] for row in rows if row["task"] == name] for name in (*tasks.TASKS, tasks.GSM8K)}
     named["all"] = [row["right"] for row in rows]
     return {name: sum(right) / len(right) for name, right in named.items() if right}
 
 
-def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
+def limit_of(gsm8k: Path | None) -> int:
+    """Tokens of an answer."""
+    return tasks.LIMIT if gsm8k is None else tasks.LIMIT_GSM8K
+
+
+def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
     """The stages from the model to the blocks of a trained pair, in order."""
     counts = json.dumps(sizes.counts)
     sample = python("examples.pretrained.spd.sample", "--counts", counts, "--seed", seed)
+    if gsm8k is not None:
+        sample += ["--gsm8k", str(gsm8k), "--max-new-tokens", str(limit_of(gsm8k))]
     sampled, val, own = out / "sampled.jsonl", out / "answers_val.jsonl", out / "answers_train.jsonl"
     first = Stage("sample", [*sample, "--model", str(model), "--out", str(sampled)], sampled)
     run_of = {role: out / f"{role}_run" for role in ("target", "draft")}
@@ -164,11 +172,11 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
     blocks = Stage(
         "blocks", python(
             "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", "--target", target, "--draft", draft,
-            *splits, *numbers,
-            "--instruction", tasks.INSTRUCTION, "--system", tasks.SYSTEM, "--max-new-tokens", LIMIT, "--gamma",
-            sizes.gamma, "--n-train-blocks", sizes.blocks, "--n-val-blocks", sizes.harm_blocks, "--n-harm-blocks",
-            sizes.harm_blocks, "--device", device_here(), "--seed", seed, "--batch-size", BATCH,
-        ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed),
+            *splits, *numbers, "--instruction", tasks.INSTRUCTION, "--system", tasks.SYSTEM, "--max-new-tokens",
+            limit_of(gsm8k), "--gamma", sizes.gamma, "--n-train-blocks", sizes.blocks, "--n-val-blocks",
+            sizes.harm_blocks, "--n-harm-blocks", sizes.harm_blocks, "--device", device_here(), "--seed", seed,
+            "--batch-size", BATCH,
+        ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed, gsm8k),
     )  # fmt: skip
     return [first, trained, checked, cut, written, distilled, blocks]
 
@@ -180,15 +188,15 @@ def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
     return target, draft
 
 
-def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int) -> list[Stage]:
+def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
     """The stages of one seed of the scorers on the pair of `out`, in order; they write to OUT/seedN."""
     (target, draft), folder, prepared = models_of(out, sizes), out / f"seed{seed}", out / "pair"
     train = python(
         "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", prepared / "blocks_train.parquet",
         "--metadata", prepared / "metadata_train.parquet", "--val-blocks", prepared / "blocks_val.parquet",
         "--val-metadata", prepared / "metadata_val.parquet", "--store", out / "completions.sqlite3",
-        "--max-tokens", LIMIT, "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps, "--save-freq",
-        max(1, sizes.scorer_steps // 3), "--device", device_here(),
+        "--max-tokens", limit_of(gsm8k), "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps,
+        "--batch-size", sizes.scorer_batch, "--save-freq", max(1, sizes.scorer_steps // 3), "--device", device_here(),
     )  # fmt: skip
     more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", "spd.head_inputs=logits"]
 
@@ -206,16 +214,16 @@ def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int) -> list[Sta
             "--compare", *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
             "--questions", prepared / "questions_test.jsonl", "--val-questions", prepared / "questions_val.jsonl",
             "--harm-labels", prepared / "harm_labels.jsonl", "--val-harm-labels", prepared / "harm_labels_val.jsonl",
-            "--max-new-tokens", LIMIT, "--gamma", sizes.gamma, "--device", device_here(), "--all-rules",
-            "--max-val-drop", DROP, "--near-drop", DROP, "--seed", seed, *RULES, "--batch-size", BATCH,
-            "--out", folder / "evaluation",
+            "--max-new-tokens", limit_of(gsm8k), "--gamma", sizes.gamma, "--device", device_here(), "--all-rules",
+            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, "--seed", seed, *RULES, "--batch-size",
+            BATCH, "--out", folder / "evaluation",
         ), folder / "evaluation", (supervised, grpo, refined),
     )  # fmt: skip
     served = Stage(
         f"seed{seed}/served", python(
             "examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--scorer", scorers["refined"],
-            "--pair", prepared, "--evaluation", folder / "evaluation", "--gamma", sizes.gamma, "--out",
-            folder / "served.json",
+            "--pair", prepared, "--evaluation", folder / "evaluation", "--gamma", sizes.gamma,
+            "--max-new-tokens", limit_of(gsm8k), "--out", folder / "served.json",
         ), folder / "served.json", (evaluation,),
     )  # fmt: skip
     return [supervised, grpo, refined, evaluation, served]
@@ -271,6 +279,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
+    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the scorers")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained_spd")
     parser.add_argument("--until", help="the last stage to run")
@@ -290,16 +299,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None:
         fetch.main([])
     model = args.model.resolve() if args.model else fetch.OUT / "model"
-    stages = pair_stages(model, out, sizes, SEED)
+    gsm8k = args.gsm8k and args.gsm8k.resolve()
+    stages = pair_stages(model, out, sizes, SEED, gsm8k)
     blocks = stages[-1]
     for seed in args.seeds:
-        stages += scorer_stages(blocks, out, sizes, seed)
+        stages += scorer_stages(blocks, out, sizes, seed, gsm8k)
     names = [stage.name for stage in stages]
     if args.until and args.until not in names:
         raise SystemExit(f"--until {args.until}: the stages are {', '.join(names)}")
     try:
         for stage in stages[: names.index(args.until) + 1 if args.until else None]:
-            training = watched(stage, sizes)
+            training = None if record_of(stage, out)["ended"] else watched(stage, sizes)
             with make_progress() as progress:
                 run(stage, out, Watch(progress, {stage.name: training}, describe) if training else None)
     except PhaseFailed as failure:

@@ -20,7 +20,6 @@ from recipe.spd.rollout.answers import final_answer
 
 PART = 60  # questions that are lost when the command is killed
 PREFIXES = 5  # different sets of worked examples for a task: vLLM keeps their states
-LIMIT = 64  # tokens of an answer
 
 
 def engine(model: str, seed: int, limit: int = 1024, sequences: int = 128) -> Any:
@@ -36,17 +35,20 @@ def engine(model: str, seed: int, limit: int = 1024, sequences: int = 128) -> An
 
 
 def sample(
-    llm: Any, asked: list[tasks.Asked], samples: int, temperature: float, greedy: bool
+    llm: Any, asked: list[tasks.Asked], samples: int, temperature: float, greedy: bool, limit: int
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row per different answer to a question: `right` as the verifier says, False where it was cut at the limit."""
     from vllm import SamplingParams
 
+    given = [] if greedy else [a for a in asked if a.worked]  # the model need not explain these
+    asked = [a for a in asked if a not in given]
     if greedy:
-        chats, settings = [tasks.messages(a.question) for a in asked], SamplingParams(temperature=0, max_tokens=LIMIT)
+        chats, settings = [tasks.messages(a.question) for a in asked], SamplingParams(temperature=0, max_tokens=limit)
     else:
         chats = [tasks.hinted(a, i // len(tasks.TASKS) % PREFIXES) for i, a in enumerate(asked)]
-        settings = SamplingParams(n=samples, temperature=temperature, max_tokens=LIMIT)
-    rows = []
+        settings = SamplingParams(n=samples, temperature=temperature, max_tokens=limit)
+    rows = [{"task": a.task, "question": a.question, "answer": a.worked, "ground_truth": a.answer, "ended": True,
+             "right": True} for a in given]  # fmt: skip
     for a, output in zip(asked, llm.chat(chats, settings, use_tqdm=False), strict=True):
         texts = {answer.text.strip(): answer.finish_reason == "stop" for answer in output.outputs}
         rows += [{"task": a.task, "question": a.question, "answer": text, "ground_truth": a.answer, "ended": ended,
@@ -64,19 +66,21 @@ def main(argv: list[str] | None = None) -> None:
     add("--split", choices=tasks.SEEDS, default="train")
     add("--limit", type=int, help="only the first N questions of the split")
     add("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
+    add("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
+    add("--max-new-tokens", type=int, default=tasks.LIMIT)
     add("--samples", type=int, default=2)
     add("--temperature", type=float, default=0.7)
     add("--greedy", action="store_true", help="the model's greedy answers to the bare questions")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    asked = tasks.draw(args.counts, tuple(args.tasks), args.seed)[args.split][: args.limit]
+    asked = tasks.draw(args.counts, tuple(args.tasks), args.seed, args.gsm8k)[args.split][: args.limit]
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = 1 + max((row["part"] for row in rows), default=-1)
     parts = [asked[i : i + PART] for i in range(0, len(asked), PART)]
     llm = engine(args.model, args.seed + done) if done < len(parts) else None
     for number in range(done, len(parts)):
         begun = time.monotonic()
-        answers = sample(llm, parts[number], args.samples, args.temperature, args.greedy)
+        answers = sample(llm, parts[number], args.samples, args.temperature, args.greedy, args.max_new_tokens)
         with open(args.out, "a") as file:
             file.write("".join(json.dumps({"part": number, **row}) + "\n" for row in answers))
         rows += [{"part": number, **row} for row in answers]

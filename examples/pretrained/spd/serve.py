@@ -19,7 +19,7 @@ import psutil
 from rich.table import Table
 
 from examples.demo_runner import console
-from examples.pretrained.spd.sample import LIMIT
+from examples.pretrained.spd.tasks import LIMIT
 from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
@@ -31,11 +31,11 @@ QUESTIONS = 100
 
 
 @contextmanager
-def server(target: Path, log: Path, extra: list[str]) -> Iterator[tuple[Client, LocalVllmServer]]:
+def server(target: Path, log: Path, limit: int, extra: list[str]) -> Iterator[tuple[Client, LocalVllmServer]]:
     """A client of a server that runs while the block does."""
-    running = LocalVllmServer(str(target), log, 512, ["--max-num-seqs", "8", *extra])
+    running = LocalVllmServer(str(target), log, 1024, ["--max-num-seqs", "8", *extra])
     try:
-        yield Client(running.wait_ready(600), str(target), LIMIT), running
+        yield Client(running.wait_ready(600), str(target), limit), running
     finally:
         running.stop()
 
@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("target", "draft", "scorer", "pair", "evaluation", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--gamma", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--rule", default="refined", help="the scorer's name in the evaluation")
     args = parser.parse_args(argv)
@@ -75,10 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     options = engine_options(str(args.target), str(args.scorer), draft=str(args.draft), gamma=args.gamma)
     del options["model"]
     results: dict[str, dict[str, Any]] = {}
-    with server(args.target, args.out.with_suffix(".plain.log"), []) as (client, running):
+    with server(args.target, args.out.with_suffix(".plain.log"), args.max_new_tokens, []) as (client, running):
         results["greedy"] = measure(client, running.pid, questions)
     extra = [*flags_of(options), "--middleware", MIDDLEWARE]
-    with server(args.target, args.out.with_suffix(".log"), extra) as (client, running):
+    with server(args.target, args.out.with_suffix(".log"), args.max_new_tokens, extra) as (client, running):
         results["exact"] = measure(client, running.pid, questions, spd=0)
         results["scorer"] = measure(client, running.pid, questions, spd_threshold=threshold)
     same = sum(a == b for a, b in zip(results["greedy"].pop("tokens"), results["exact"].pop("tokens"), strict=True))
@@ -99,9 +100,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: float) -> list[list[int]]:
-    """The scorer's answers by the recipe's decoder; as in vLLM, the first token is the target's."""
+    """The scorer's answers by the recipe's decoder, in the blocks of a server."""
     from recipe.spd.rollout.decoder import speculative_generate
-    from scripts.spd_evaluation.rules import exact, scorer
+    from scripts.spd_evaluation.rules import scorer
     from scripts.spd_evaluation.worker import load_model
     from spd_scorer import AutoModelForSPDScoring
     from verl.utils.tokenizer import hf_tokenizer, stop_ids
@@ -109,14 +110,11 @@ def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: 
     target, draft = (load_model(str(folder), "cpu", default_dtype("cpu")) for folder in (args.target, args.draft))
     model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=target, torch_dtype=target.dtype)
     ends = stop_ids(hf_tokenizer(str(args.target)), str(args.target))
-    common = {"eos_token_id": ends, "batch_size": 25}
     prompts = [question.prompt_ids for question in questions]
-    first = speculative_generate(target, draft, prompts, exact(), gamma=1, max_new_tokens=1, **common)
-    begun = [[*ids, *more] for ids, more in zip(prompts, first.tokens, strict=True)]
-    rest = speculative_generate(target, draft, begun, scorer(model, threshold), gamma=args.gamma,
-                                max_new_tokens=LIMIT - 1, **common)
-    return [head if head[-1] in ends else [*head, *tail]
-            for head, tail in zip(first.tokens, rest.tokens, strict=True)]  # fmt: skip
+    return speculative_generate(
+        target, draft, prompts, scorer(model, threshold), gamma=args.gamma, max_new_tokens=args.max_new_tokens,
+        eos_token_id=ends, batch_size=25, target_first=True,
+    ).tokens
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.demo_runner import ROOT, console, run_logged
 
@@ -22,7 +23,6 @@ class Stage:
     result: Path  # file or folder, removed before a run with other settings
     reads: tuple["Stage", ...] = ()
     before: Callable[[], None] | None = None  # prepares the command's input; cheap, and the same each time
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -32,23 +32,30 @@ class Stage:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+def record_of(stage: Stage, out: Path) -> dict[str, Any]:
+    """What OUT/stages has of this stage with these settings: key, command, seconds and whether it has ended."""
+    file = out / "stages" / f"{stage.name}.json"
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if kept.get("key") == stage.key:
+        return kept
+    return {"key": stage.key, "command": [str(part) for part in stage.command], "seconds": 0.0, "ended": False}
+
+
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:
     """Run a stage unless it ended with the same key; returns its seconds over all attempts.
 
     OUT/stages/NAME.json records key, command and time, OUT/stages/NAME.log is its output. A stage that was stopped runs
     again on what it has written; with another key that is removed first.
     """
-    record = out / "stages" / f"{stage.name}.json"
-    kept = json.loads(record.read_text()) if record.exists() else {}
-    if kept.get("key") != stage.key:
+    record, kept = out / "stages" / f"{stage.name}.json", record_of(stage, out)
+    if kept["ended"]:
+        console.print(f"{stage.name}: made before, in {kept['seconds']:.0f} s", highlight=False)
+        return kept["seconds"]
+    if not record.exists() or json.loads(record.read_text())["key"] != stage.key:
         if stage.result.is_dir() and not stage.result.is_symlink():
             shutil.rmtree(stage.result)
         else:
             stage.result.unlink(missing_ok=True)
-        kept = {"key": stage.key, "command": [str(part) for part in stage.command], "seconds": 0.0, "ended": False}
-    if kept["ended"]:
-        console.print(f"{stage.name}: made before, in {kept['seconds']:.0f} s", highlight=False)
-        return kept["seconds"]
     console.print(f"[bold]{stage.name}[/bold]  {record.with_suffix('.log')}", highlight=False)
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(kept, indent=1))
@@ -57,7 +64,7 @@ def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> flo
         if stage.before is not None:
             stage.before()
         run_logged([str(part) for part in stage.command], record.with_suffix(".log"), watch,
-                   {**os.environ, **stage.environment})  # fmt: skip
+                   {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ})  # fmt: skip
         kept["ended"] = True
     finally:
         kept["seconds"] += time.monotonic() - begun

@@ -133,18 +133,19 @@ def speculative_generate(
     target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
     max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
     on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
-    temperature: float = 0.0, seed: int = 0,
+    temperature: float = 0.0, seed: int = 0, target_first: bool = False,
 ) -> SpecResult:  # fmt: skip
     """Continue every prompt in rounds: draft proposes gamma tokens, target verifies them in one forward, judge decides.
 
     Both models are greedy at temperature 0. Each round commits the leading accepted draft tokens and the target's token
     after them. A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of
     its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts
-    [B] int64 (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for
-    a judge that returns anything but bool [B, g].
+    [B] int64 (before such a cut). With `target_first` the first round has no draft, as in vLLM, whose prefill gives a
+    token of the target. Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge
+    that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
-    limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds}
+    limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds, "target_first": target_first}
     limits["sampling"] = Sampling.seeded(temperature, seed, target.device)
     return _generate([target, draft], prompts, judge, gamma, end_ids(eos_token_id), batch_size, on_block, **limits)
 
@@ -162,7 +163,7 @@ def greedy_generate(
 def _generate(
     models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, gamma: int, ends: frozenset[int],
     batch_size: int, on_block: Callable[[Block, torch.Tensor], None] | None = None, *, max_new_tokens: int,
-    max_rounds: int | None = None, sampling: Sampling | None = None,
+    max_rounds: int | None = None, sampling: Sampling | None = None, target_first: bool = False,
 ) -> SpecResult:  # fmt: skip
     """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
     result = SpecResult.empty(len(prompts))
@@ -173,9 +174,10 @@ def _generate(
             rows = _start(models, contexts, max_new_tokens, gamma)
             rounds = 0
             while rows.question.numel() and rounds != max_rounds:
-                draft_ids, draft_logits = _propose(models[-1], rows, gamma, sampling)
+                drafted = 0 if target_first and not rounds else gamma
+                draft_ids, draft_logits = _propose(models[-1], rows, drafted, sampling)
                 block = _verify(models[0], rows, contexts, draft_ids, draft_logits, sampling)
-                verdict = judge(block)
+                verdict = judge(block) if drafted else block.mismatch
                 if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
                     raise TypeError(
                         f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; expected torch.bool of "

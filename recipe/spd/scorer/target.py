@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from recipe.spd.rollout.decoder import Block
 
 
+LOGIT_ROWS = 512  # positions whose logits are in memory at once
+
+
 class TargetHeadScorer(ScoringActor):
     """A small head over the frozen target's last hidden states and the embeddings of d_i and t_i; trains the head."""
 
@@ -72,8 +75,7 @@ class TargetHeadScorer(ScoringActor):
         """
         values = None
         if self.config.head_inputs == "logits":
-            with torch.no_grad():
-                values = logit_features(self._logits(hidden[:, :-1]) if logits is None else logits, draft_ids)
+            values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
         z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:], values=values)
         return self.mask_matches(z, draft_ids, target_ids)
 
@@ -83,8 +85,20 @@ class TargetHeadScorer(ScoringActor):
             block.target_hidden, block.draft_ids, block.target_ids[:, :-1], block.target_logits[:, :-1]
         )
 
+    @torch.no_grad()
+    def _logit_values(
+        self, hidden: torch.Tensor, draft_ids: torch.Tensor, mismatch: torch.Tensor, logits: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        """logit_features [B, g, 2] at the mismatches, 0 elsewhere, in parts: a vocabulary's logits are large."""
+        given = (hidden if logits is None else logits)[mismatch].split(LOGIT_ROWS)
+        parts = [logit_features(self._logits(part) if logits is None else part, ids)
+                 for part, ids in zip(given, draft_ids[mismatch].split(LOGIT_ROWS), strict=True)]  # fmt: skip
+        values = torch.zeros(*draft_ids.shape, LOGIT_FEATURES, device=hidden.device)
+        values[mismatch] = torch.cat(parts)
+        return values
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, g, H] -> [B, g, V] by the target's output matrix, which its embedding is."""
+        """[N, H] -> [N, V] by the target's output matrix, which its embedding is."""
         config = self.backbone.config.get_text_config()
         # A scorer's backbone has no output layer of its own.
         if not config.tie_word_embeddings or getattr(config, "final_logit_softcapping", None):

@@ -30,15 +30,9 @@ class ServedPair:
         judge = exact()
         if threshold is not None:
             judge = scorer(AutoModelForSPDScoring.from_pretrained(self.scorer, self.target, target), threshold)
-        first = speculative_generate(target, draft, prompts, exact(), gamma=1, max_new_tokens=1, eos_token_id=EOS)
-        begun = [[*ids, *more] for ids, more in zip(prompts, first.tokens, strict=True)]
-        rest = speculative_generate(
-            target, draft, begun, judge, gamma=GAMMA, max_new_tokens=LIMIT - 1, eos_token_id=EOS
+        return speculative_generate(
+            target, draft, prompts, judge, gamma=GAMMA, max_new_tokens=LIMIT, eos_token_id=EOS, target_first=True
         )
-        rest.tokens = [  # nothing follows an end token
-            head if head == [EOS] else [*head, *tail] for head, tail in zip(first.tokens, rest.tokens, strict=True)
-        ]
-        return rest
 
 
 def make_pair(folder: Path, tied: bool = False) -> ServedPair:
