@@ -7,15 +7,17 @@ import json
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from examples.demo_runner import PhaseFailed
-from examples.pretrained.spd import cut, demo, gains, serve, tasks
+from examples.pretrained.spd import cut, demo, gains, reward, serve, tasks
 from examples.pretrained.spd.stages import Stage, run
 from examples.spd_arithmetic.questions import PromptStyle, read_splits
 from recipe.spd.rollout.answers import final_answer, is_correct
+from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
 from tests.spd.vllm_plugin.pair import GAMMA, make_pair, make_prompts
 from verl.utils.tokenizer import hf_tokenizer
@@ -102,6 +104,23 @@ def test_the_target_learns_from_right_answers_and_validates_on_other_questions(t
     assert [turn["role"] for turn in train[0]] == ["system", "user", "assistant"]
 
 
+def test_grpo_sees_more_questions_and_rewards_what_the_verifier_accepts(tmp_path, splits):
+    sizes = demo.Sizes(**COUNTS, rl_questions=45)
+    demo.write_rl_data(tmp_path, sizes, 0)
+    rows = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "val")}
+    assert {split: len(of_split) for split, of_split in rows.items()} == {"train": 45, "val": 12}
+    for row, asked in zip(rows["val"].itertuples(), splits["val"], strict=True):
+        assert list(row.prompt) == tasks.messages(asked.question) and row.data_source == asked.task
+        for answer, right in ((asked.answer, 1.0), ("a stepson", 0.0)):
+            given = (row.data_source, f"So the answer is {answer}.", row.reward_model["ground_truth"], row.extra_info)
+            assert reward.compute_score(*given) == {"score": right, "acc": right, "answered": 1.0}
+    assert reward.compute_score(row.data_source, "no", "x", row.extra_info)["answered"] == 0.0
+    command = demo.rl_command(tmp_path / "model", tmp_path, tmp_path / "run", 6, 0, limit=64)
+    config = trained_config([*command, "trainer.dry_run=true"])
+    assert config.data.max_response_length == 64
+    assert "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+
+
 def test_a_stage_runs_once_resumes_and_starts_again_with_other_settings(tmp_path):
     result = tmp_path / "result"
     code = f"open({str(result)!r}, 'a').write('x'); import sys; sys.exit(int(sys.argv[1]))"
@@ -160,9 +179,9 @@ def test_every_stage_follows_those_that_it_reads(tmp_path):
     for number, stage in enumerate(stages):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
     same = [a.key == b.key for a, b in zip(stages, all_stages(draft_layers=5), strict=True)]
-    assert same[:3] == [True] * 3 and not any(same[6:])  # the target stays, what follows the draft does not
+    assert same[:5] == [True] * 5 and not any(same[7:])  # the target stays, what follows the draft does not
     watched = [stage.name for stage in stages if demo.watched(stage, demo.Sizes())]
-    assert watched[:3] == ["target", "draft", "seed0/supervised"] and len(watched) == 8
+    assert watched[:3] == ["target", "target_rl", "draft"] and len(watched) == 9
 
 
 def test_the_figures_that_exist_are_reported(tmp_path, capsys):
@@ -170,7 +189,7 @@ def test_the_figures_that_exist_are_reported(tmp_path, capsys):
         json.dumps({"task": "aiw", "right": right}) + "\n" for right in (True, True, False, True)
     ))  # fmt: skip
     demo.report(tmp_path, [0])
-    assert "aiw 75.0 %, all 75.0 % (wanted: 85 % of all)" in " ".join(capsys.readouterr().out.split())
+    assert "aiw 75.0 %, all 75.0 % (wanted of the target: 85 % of all)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.process

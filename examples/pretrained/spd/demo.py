@@ -4,8 +4,8 @@
                                            [--until STAGE]
 
 The target is SmolLM2-135M-Instruct (examples.pretrained.fetch), or any Hugging Face folder with a chat template, after
-supervised fine-tuning on answers that the model itself gave. The draft has fewer of the target's layers and is trained
-on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers, evaluation, vLLM's server.
+supervised fine-tuning on answers that the model itself gave, and GRPO. The draft has fewer of the target's layers and
+is trained on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers, evaluation, vLLM's server.
 
 Every stage runs once for its settings and for those of the stages before it, and resumes if it was stopped; OUT/stages
 has their commands, logs and times. Each of --seeds is a seed of the scorers, all on one pair. Ends with the accuracies
@@ -22,9 +22,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import pandas as pd
+
 from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
 from examples.demo_runner import TrainingWatch as Watch
 from examples.pretrained import fetch
+from examples.pretrained.demo import training_command
 from examples.pretrained.spd import tasks
 from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.stages import Stage, record_of, run
@@ -50,6 +53,8 @@ class Sizes:
     val: int = 150
     test: int = 240
     target_steps: int = 36
+    rl_questions: int = 900  # of GRPO, those of `train` among them
+    rl_steps: int = 40
     draft_layers: int = 6
     draft_steps: int = 80
     blocks: int = 900
@@ -86,6 +91,27 @@ def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, l
         "trainer.experiment_name": folder.name, "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
     }  # fmt: skip
     return python("verl.trainer.fsdp_sft_trainer", *(f"{key}={value}" for key, value in settings.items()))
+
+
+def rl_command(model: Path, data: Path, folder: Path, steps: int, seed: int, limit: int) -> list[str]:
+    """GRPO of the fine-tuned target, with the settings of examples.pretrained.demo; `limit`: tokens of an answer."""
+    more = {"data.max_response_length": limit, "data.max_prompt_length": 256,
+            "custom_reward_function.path": "examples/pretrained/spd/reward.py",
+            "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}  # fmt: skip
+    return training_command(model, data, folder, steps, seed, *(f"{key}={value}" for key, value in more.items()))
+
+
+def write_rl_data(folder: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> None:
+    """train.parquet and val.parquet of GRPO, which never sees a validation question."""
+    folder.mkdir(exist_ok=True)
+    counts = {**sizes.counts, "train": max(sizes.train, sizes.rl_questions)}
+    drawn = tasks.draw(counts, tuple(tasks.TASKS), seed, gsm8k)
+    for split in ("train", "val"):
+        rows = [{"data_source": a.task, "prompt": tasks.messages(a.question),
+                 "reward_model": {"style": "rule", "ground_truth": a.answer},
+                 "extra_info": {"index": i, "entry": json.dumps(a.entry, default=str)}}
+                for i, a in enumerate(drawn[split])]  # fmt: skip
+        pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 
 
 def device_here() -> str:
@@ -157,11 +183,16 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
         run_of["target"], (first,),
         lambda: write_conversations(right_answers(read_rows(sampled)), out / "target"),
     )  # fmt: skip
-    ask = [*sample, "--greedy", "--model", str(target)]
-    checked = Stage("target_accuracy", [*ask, "--split", "val", "--out", str(val)], val, (trained,))
-    written = Stage("target_answers", [*ask, "--split", "train", "--out", str(own)], own, (trained,))
+    tuned = run_of["target"] / f"global_step_{sizes.target_steps}" / "huggingface"
+    tuned_val = out / "answers_val_sft.jsonl"
+    ask = [*sample, "--greedy", "--split"]
+    fine = Stage("sft_accuracy", [*ask, "val", "--model", str(tuned), "--out", str(tuned_val)], tuned_val, (trained,))
+    rl = Stage("target_rl", rl_command(tuned, out / "rl", out / "target_rl_run", sizes.rl_steps, seed, limit_of(gsm8k)),
+               out / "target_rl_run", (trained,), lambda: write_rl_data(out / "rl", sizes, seed, gsm8k))  # fmt: skip
+    checked = Stage("target_accuracy", [*ask, "val", "--model", str(target), "--out", str(val)], val, (rl,))
+    written = Stage("target_answers", [*ask, "train", "--model", str(target), "--out", str(own)], own, (rl,))
     cut = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
-                              sizes.draft_layers), out / "cut", (trained,))  # fmt: skip
+                              sizes.draft_layers), out / "cut", (rl,))  # fmt: skip
     distilled = Stage(
         "draft", sft_command(out / "cut", out / "draft", run_of["draft"], sizes.draft_steps, sizes.batch, 5e-4, seed),
         run_of["draft"], (cut, written),
@@ -178,14 +209,13 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
             "--batch-size", BATCH,
         ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed, gsm8k),
     )  # fmt: skip
-    return [first, trained, checked, cut, written, distilled, blocks]
+    return [first, trained, fine, rl, checked, cut, written, distilled, blocks]
 
 
 def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
     """The folders of target and draft."""
-    target, draft = (out / f"{role}_run" / f"global_step_{steps}" / "huggingface"
-                     for role, steps in (("target", sizes.target_steps), ("draft", sizes.draft_steps)))  # fmt: skip
-    return target, draft
+    draft = out / "draft_run" / f"global_step_{sizes.draft_steps}" / "huggingface"
+    return saved_scorer(out / "target_rl_run", sizes.rl_steps), draft
 
 
 def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
@@ -238,7 +268,7 @@ def describe(data: Mapping[str, float]) -> str:
 
 def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
     """The folder of metrics and the steps of a training stage."""
-    steps = {"target": sizes.target_steps, "draft": sizes.draft_steps}
+    steps = {"target": sizes.target_steps, "target_rl": sizes.rl_steps, "draft": sizes.draft_steps}
     steps |= dict.fromkeys(ROLES, sizes.scorer_steps)
     name = stage.name.rpartition("/")[2]
     if name not in steps:
@@ -248,10 +278,11 @@ def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
 
 def report(out: Path, seeds: Sequence[int]) -> None:
     """Print the figures that exist."""
-    if (out / "answers_val.jsonl").exists():
-        shares = accuracy(out / "answers_val.jsonl")
-        named = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
-        console.print(f"target on validation questions: {named} (wanted: {100 * TARGET_ACCURACY:.0f} % of all)")
+    for name, what in (("answers_val_sft", "after fine-tuning"), ("answers_val", "the target, after GRPO")):
+        if (file := out / f"{name}.jsonl").exists():
+            named = ", ".join(f"{name} {100 * share:.1f} %" for name, share in accuracy(file).items())
+            console.print(f"{what}, validation questions: {named} (wanted of the target: {100 * TARGET_ACCURACY:.0f} % "
+                          "of all)", soft_wrap=True)  # fmt: skip
     if (out / "pair" / "testbed.json").exists():
         figures = json.loads((out / "pair" / "testbed.json").read_text())["figures"]
         console.print(f"exact match accepts {figures['exact_accepted_per_forward']:.2f} draft tokens a forward on "
@@ -310,8 +341,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for stage in stages[: names.index(args.until) + 1 if args.until else None]:
             training = None if record_of(stage, out)["ended"] else watched(stage, sizes)
+            if training is None:
+                run(stage, out)
+                continue
             with make_progress() as progress:
-                run(stage, out, Watch(progress, {stage.name: training}, describe) if training else None)
+                run(stage, out, Watch(progress, {stage.name: training}, describe))
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
