@@ -260,7 +260,7 @@ def test_a_command_that_is_not_real_is_reported(target, words, unknown):
 INLINE = re.compile(r"`([^`]+)`")
 PROGRAMS = (
     "train_spd_scorer.py", "scripts/submit_spd.py", "scripts/eval_spd_scorer.py", "scripts/spd_decode.py",
-    "examples.spd_arithmetic.prepare_blocks",
+    "examples.spd_arithmetic.prepare_blocks", "examples.pretrained.spd.demo",
 )  # fmt: skip
 
 
