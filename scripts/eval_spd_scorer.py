@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.curves import best_mix, curves_of, speed  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
-from scripts.spd_evaluation.plot import CURVES, save_plot  # noqa: E402
+from scripts.spd_evaluation.plot import curves_in, save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
@@ -157,7 +158,7 @@ def runs_near(rows: Sequence[EvaluationRow], drop: float) -> list[Run]:
     """On test questions, the two thresholds of each rule and scorer between which a coin for each question accepts the
     most at this drop on validation questions (`rows`).
     """
-    legends = {rule: legend for rules, legend, *_ in CURVES for rule in rules}
+    legends = {rule: legend for rules, legend, *_ in curves_in(row.rule for row in rows) for rule in rules}
     kept = {legend: best_mix(curve, drop, speed)[:2] for legend, curve in curves_of(rows).items()}
     return [Run("test", row.rule.removesuffix("_sweep"), row.threshold) for row in rows
             if row.rule in legends and row.threshold in kept[legends[row.rule]]]  # fmt: skip
@@ -187,7 +188,7 @@ def fingerprint(args: argparse.Namespace) -> str:
     given = {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes")}
     digest = hashlib.sha256(json.dumps(given).encode())
     files = (args.questions, args.val_questions, args.harm_labels, args.val_harm_labels)
-    for file in filter(None, files):
+    for file in filter(None, (*files, *(Path(file) for file, *_ in args.rules.values()))):
         digest.update(file.read_bytes())
     for named in filter(None, (args.target, args.draft, args.untrained, *args.scorers.values())):
         if (folder := model_folder(str(named))) is not None:
@@ -203,7 +204,7 @@ def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
         swept += [(rule, entropy) for rule in ("deferred", "entropy") for entropy in args.entropies]
         swept += [("words", 0.0)]  # without a threshold
         swept += [(rule, nats) for nats in args.divergences for rule in ("divergence", "divergence_strict")]
-    return swept
+    return swept + [(name, value) for name, (_, _, values) in args.rules.items() for value in values]
 
 
 def make_rows(pool: Pool, runs: Sequence[Run], chosen: Sequence[Run] = ()) -> list[EvaluationRow]:
@@ -277,6 +278,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draft", required=True, help="directory of the draft model (same vocabulary)")
     add("--scorer", required=True, help="directory of the trained scorer")
     add("--compare", nargs="+", default=[], metavar="NAME=DIR", help="further scorers, reported in the same way")
+    add("--rule", nargs="+", default=[], metavar="NAME=FILE:FUNCTION[:N,N,...]", help="judges of your own: for each "
+        "threshold N (one of 0 without) FUNCTION(N) of a Python file returns a judge, a function of a Block")
     add("--untrained", help="directory of an untrained scorer; left out: the same config, drawn from --seed")
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
@@ -324,6 +327,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.processes is None:
         args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
+    args.rules = {}
+    for text in args.rule:
+        given = re.fullmatch(r"(\w+)=(.+?):(\w+)(?::([-+.\d,e]+))?", text)
+        if given is None or given[1] in {*FIXED_RULES, *args.scorers} or not Path(given[2]).is_file():
+            parser.error(f"--rule {text}: give NAME=FILE:FUNCTION or NAME=FILE:FUNCTION:N,N with an existing file, and "
+                         "a name that no other rule has")
+        args.rules[given[1]] = (given[2], given[3], [float(value) for value in (given[4] or "0").split(",")])
     if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
         parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")
     if args.val_harm_labels is None and args.scorer_thresholds is None:

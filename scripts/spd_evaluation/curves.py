@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.plot import CURVES
+from scripts.spd_evaluation.plot import curves_in
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def curves_of(rows: Sequence[EvaluationRow]) -> dict[str, dict[float | None, Poi
     exact = point_of(next(row for row in rows if row.rule == "exact"))
     return {
         legend: {None: exact, **{row.threshold: point_of(row) for row in rows if row.rule in rules}}
-        for rules, legend, *_ in CURVES if any(row.rule in rules for row in rows)
+        for rules, legend, *_ in curves_in(row.rule for row in rows) if any(row.rule in rules for row in rows)
     }  # fmt: skip
 
 

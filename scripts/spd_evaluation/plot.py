@@ -1,6 +1,6 @@
 """The picture of an evaluation: accuracy against accepted draft tokens per target forward, and against forwards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts.spd_evaluation.measures import EvaluationRow
@@ -27,6 +27,13 @@ POINTS = {  # rule: legend, colour, marker
     "scorer_untrained": ("untrained scorer", "#66a61e", "h"),
     "scorer": ("trained scorer, threshold from validation", "#1b9e77", "o"),
 }
+
+
+def curves_in(names: Iterable[str]) -> list[tuple[tuple[str, ...], str, str, str]]:
+    """CURVES, and one like them for each other name of a rule or scorer: those of --rule and --compare."""
+    known = {"target", *POINTS, *(rule for rules, *_ in CURVES for rule in rules)}
+    own = dict.fromkeys(name.removesuffix("_sweep") for name in names if name not in known)
+    return [*CURVES, *(((name, f"{name}_sweep"), name, f"C{i}", "x") for i, name in enumerate(own))]
 
 
 ZOOM_POINTS = 9.0  # how far below the target's accuracy the close-up reaches
@@ -61,7 +68,7 @@ def save_plot(rows: Sequence[EvaluationRow], questions: int, path: Path) -> None
 
 def _draw(axes, rows: Sequence[EvaluationRow], cost: str, label: str) -> None:
     """Curves, points and the target's own accuracy by the field `cost` on one pair of axes."""
-    for rules, legend, colour, marker in CURVES:
+    for rules, legend, colour, marker in curves_in(row.rule for row in rows):
         curve = _curve(rows, rules)
         if curve:
             axes.errorbar(*_series(curve, cost), color=colour, marker=marker, markersize=5, linewidth=1.6, capsize=2,
@@ -81,7 +88,7 @@ def _draw(axes, rows: Sequence[EvaluationRow], cost: str, label: str) -> None:
 
 def _name_thresholds(axes, rows: Sequence[EvaluationRow], floor: float) -> None:
     """Write each threshold next to its point: the scorer's above, the other rules' below."""
-    for rules, _, colour, _ in CURVES:
+    for rules, _, colour, _ in curves_in(row.rule for row in rows):
         place = (5, 7) if rules[0] == "scorer" else (5, -12)
         for row in _curve(rows, rules):
             if 100 * row.accuracy > floor:

@@ -25,6 +25,7 @@ from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
 from verl.models.loading import torch_dtype_of
+from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 
@@ -70,6 +71,7 @@ class Worker:
             "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),
+            **{name: load_extern_object(file, function) for name, (file, function, _) in self.args.rules.items()},
         }
         self.first = 0  # question of the part at work: each draws numbers of its own
         self._done = done

@@ -297,9 +297,11 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
 
 @pytest.mark.process
 def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys):
-    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    scorer, own = save_scorer(house, "target", tmp_path / "scorer"), tmp_path / "my_judge.py"
+    own.write_text("from scripts.spd_evaluation.rules import margin\n")
     load_script().main([
         "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
+        "--rule", f"mine={own}:margin:1,2",
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
         str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
@@ -309,6 +311,9 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
     assert tuple(rules.STATISTICS) == load_script().STATISTICS
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
+    one, mine = ({**row, "rule": "", "seconds": 0} for row in rows
+                 if row["rule"] in ("margin", "mine") and row["threshold"] == 1)  # fmt: skip
+    assert one == mine
     by_question = json.loads((tmp_path / "by_question.json").read_text())
     assert {split: {len(run["accepted"]) for run in runs} for split, runs in by_question.items()} == {
         "validation": {6}, "test": {12}}
