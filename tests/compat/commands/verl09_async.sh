@@ -1,0 +1,27 @@
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=$TRAIN \
+    data.val_files=$VAL \
+    data.train_batch_size=64 \
+    data.max_prompt_length=1024 \
+    data.max_response_length=4096 \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.nnodes=2 \
+    actor_rollout_ref.rollout.n_gpus_per_node=8 \
+    actor_rollout_ref.rollout.checkpoint_engine.backend=nccl \
+    trainer.use_v1=True \
+    trainer.v1.trainer_mode=separate_async \
+    trainer.v1.separate_async.parameter_sync_step=4 \
+    trainer.v1.separate_async.num_warmup_batches=1 \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name=verl_async \
+    trainer.experiment_name=qwen3_8b_separate_async \
+    trainer.nnodes=2 \
+    trainer.n_gpus_per_node=8 \
+    trainer.total_epochs=15

@@ -1,0 +1,27 @@
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    algorithm.rollout_correction.rollout_is=token \
+    algorithm.rollout_correction.rollout_is_threshold=0.5_5.0 \
+    algorithm.rollout_correction.rollout_is_batch_normalize=False \
+    algorithm.rollout_correction.rollout_rs='"token_k1,seq_max_k2"' \
+    algorithm.rollout_correction.rollout_rs_threshold='"0.6_1.6,2.5"' \
+    algorithm.rollout_correction.bypass_mode=False \
+    data.train_files=$TRAIN \
+    data.val_files=$VAL \
+    data.train_batch_size=128 \
+    data.max_prompt_length=2048 \
+    data.max_response_length=4096 \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.actor.optim.lr=5e-7 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.calculate_log_probs=True \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.temperature=1.0 \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name=rollout_corr_multi_rs_example \
+    trainer.experiment_name=qwen2_5_7b_multi_rs \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.total_epochs=10
