@@ -28,6 +28,7 @@
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU
 #   make gpu-check MODEL=DIR      with the demo of a pretrained model too
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
+#   make audit AUDIT=0.9.1        the same of verl 0.9.1
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
 SHELL := /bin/bash
@@ -37,6 +38,7 @@ V2_VENV ?= .venv-v2
 SGLANG_VENV ?= .venv-sglang
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
+AUDIT ?= 0.7.0
 TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -134,8 +136,8 @@ gpu-check: env
 
 audit: env
 	@mkdir -p outputs/audit
-	@$(PY) -m pip --disable-pip-version-check download -q verl==0.7.0 --no-deps -d outputs/audit
-	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-0.7.0-py3-none-any.whl --html outputs/audit/audit.html
+	@$(PY) -m pip --disable-pip-version-check download -q verl==$(AUDIT) --no-deps -d outputs/audit
+	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl --html outputs/audit/audit.html
 
 docs:
 	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/docs.txt; }

@@ -27,8 +27,8 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.planning.memory_trace import MicroBatch, trace_update
-from verl.utils.fsdp_utils import full_tensor, local_tensor
 from verl.utils.sequence_parallel import set_ulysses_sequence_parallel_group
+from verl.utils.sharding import full_tensor, local_tensor
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 

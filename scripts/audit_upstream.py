@@ -1,9 +1,10 @@
 """Compares the public face of an upstream release with ours: names, signatures, configuration keys, metrics.
 
-    python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--update]
+    python scripts/audit_upstream.py --release 0.7.0 [--upstream verl-0.7.0-py3-none-any.whl] [--html x.html] [--update]
 
-Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where
-anything differs, or a name in the modules of scripts/audit/reasons.yaml or a configuration key is missing, without a
+Of the release no more is read than the stored list in scripts/audit/releases; with `--upstream` the wheel's files are
+read as text (syntax trees, yaml) and compared with that list, and nothing of them is imported or shown. Exit code 1
+where anything differs, or a name in the modules of the release's reasons or a configuration key is missing, without a
 reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
 here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
 tables; where a module for imports of verl alone is at a path that verl does not have.
@@ -19,26 +20,29 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from scripts.audit import changes, compat, departures, keys, names, page  # noqa: E402
-from scripts.audit.reasons import Reasons  # noqa: E402
+from scripts.audit import changes, compat, departures, facts, keys, names, page  # noqa: E402
+from scripts.audit.facts import Facts  # noqa: E402
+from scripts.audit.reasons import Reasons, file_of  # noqa: E402
 from scripts.audit.sources import read_release  # noqa: E402
 
 
-def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]]:
+def audit(release: Facts, reasons: Reasons) -> dict[str, list[page.Row]]:
     """The findings by part: the modules that importers rely on, all others, configuration trees, metrics."""
     relied, other = [], []
-    for path in sorted(p for p in release if p.endswith(".py")):
+    for path, entries in release.modules.items():
         required = path in reasons.modules
-        for finding in names.compare_module(path, release[path]):
-            (relied if required else other).append(page.Row(finding, reasons.of(finding), required))
-    absent = [p for p in reasons.modules if p not in release]
+        for finding in names.compare_names(path, entries):
+            row = page.Row(finding, reasons.of(finding, required), required)
+            (relied if required else other).append(row)
+    absent = [p for p in reasons.modules if p not in release.modules]
     if absent:
-        raise FileNotFoundError(f"the release has no {absent[0]}, which scripts/audit/reasons.yaml lists")
+        raise FileNotFoundError(f"the release has no {absent[0]}, which its reasons list")
     parts = {"names importers rely on": relied, "names of other modules": other}
     for file, tree in keys.TREES.items():
-        findings = keys.compare_keys(release, file, tree)
-        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f), True) for f in findings]
-    findings = keys.compare_metrics(release)
+        if file in release.keys:
+            findings = keys.compare_trees(release.keys[file], tree)
+            parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f), True) for f in findings]
+    findings = keys.compare_metric_names(release.metrics)
     parts["metrics"] = [page.Row(f, reasons.of(f), True) for f in findings]
     return parts
 
@@ -48,37 +52,58 @@ def known_keys() -> set[str]:
     return {key for tree in keys.OURS for key in keys.our_keys(tree)}
 
 
-def check_changes(file: Path, release: dict[str, str], parts: dict[str, list[page.Row]]) -> list[str]:
+def tables_of(parts: dict[str, list[page.Row]], version: str) -> list[str]:
+    """The tables of docs/migrating.md: the counts, the reasons, and of 0.7.0 the modules for imports of verl."""
+    tables = [page.markdown(parts), page.reasons_table(parts)]
+    return [*tables, compat.table(ROOT)] if version == facts.VERSIONS[0] else tables
+
+
+def check_changes(file: Path, release: Facts, parts: dict[str, list[page.Row]], version: str = "0.7.0") -> list[str]:
     """What docs/migrating.md says wrongly; also where its tables of the audit are not those of `parts`."""
-    wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release)]
+    wrong = []
+    if version == facts.VERSIONS[0]:
+        wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release.keys)]
     text = file.read_text(encoding="utf-8")
-    fresh = all(table in text for table in (page.markdown(parts), page.reasons_table(parts), compat.table(ROOT)))
+    fresh = all(table in text for table in tables_of(parts, version))
     return wrong if fresh else [*wrong, "the tables of the audit are outdated; --update writes them"]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--upstream", type=Path, required=True, help="the wheel, or an unpacked folder")
+    parser.add_argument("--release", help=f"a stored release: {', '.join(facts.VERSIONS)}; default: that of the wheel")
+    parser.add_argument("--upstream", type=Path, help="the wheel, or an unpacked folder")
     parser.add_argument("--html", type=Path, help="page with every finding")
-    parser.add_argument("--update", action="store_true", help="write the tables of the audit to docs/migrating.md")
+    parser.add_argument("--update", action="store_true", help="write the stored list, and the tables of the audit")
     parser.add_argument("--show", action="store_true", help="print every missing or different name")
     args = parser.parse_args(argv)
     began = time.monotonic()
-    reasons = Reasons()
-    release = read_release(args.upstream)
+    version = args.release or (args.upstream.name.split("-")[1] if args.upstream else facts.VERSIONS[0])
+    stored, outdated = facts.stored(version), []
+    if args.upstream:
+        release = Facts.of(read_release(args.upstream))
+        if args.update:
+            stored.parent.mkdir(exist_ok=True)
+            stored.write_text(release.text(), encoding="utf-8")
+        elif stored.is_file() and stored.read_text(encoding="utf-8") != release.text():
+            outdated.append(f"{stored.relative_to(ROOT)} is not the list of {args.upstream.name}; --update writes it")
+    else:
+        release = Facts.load(stored)
+    reasons = Reasons(file_of(version))
     parts = audit(release, reasons)
     migrating = ROOT / "docs" / "migrating.md"
     if args.update:
         text = migrating.read_text(encoding="utf-8")
-        old = changes.section(text, changes.AUDIT)
+        old = changes.section(text, changes.AUDITS[version])
         intro = old.partition("\n|")[0]
-        new = f"{intro}\n{page.markdown(parts)}\n{page.reasons_table(parts)}\n{compat.table(ROOT)}\n\n"
-        migrating.write_text(text.replace(old, new), encoding="utf-8")
-    unfounded = check_changes(migrating, release, parts)
-    misplaced = compat.misplaced(ROOT, release)
+        joined = "\n".join(tables_of(parts, version))
+        migrating.write_text(text.replace(old, f"{intro}\n{joined}\n\n"), encoding="utf-8")
+    unfounded = check_changes(migrating, release, parts, version)
+    paths = {path for known in facts.VERSIONS if facts.stored(known).is_file()
+             for path in Facts.load(facts.stored(known)).modules}  # fmt: skip
+    misplaced = compat.misplaced(ROOT, dict.fromkeys(paths, ""))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
-        args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
+        args.html.write_text(page.html(f"verl {version} and this tree", parts, unfounded), encoding="utf-8")
     bad = [row for rows in parts.values() for row in page.unexplained(rows)]
     for rows in parts.values() if args.show else ():
         for row in rows:
@@ -90,13 +115,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
         print(f"docs/migrating.md: {line}")
-    for line in misplaced:
+    for line in [*misplaced, *outdated]:
         print(line)
     for pattern in reasons.unused():
-        print(f"scripts/audit/reasons.yaml: {pattern!r} excuses nothing any more")
+        print(f"scripts/audit/{file_of(version).name}: {pattern!r} excuses nothing any more")
     print(page.markdown(parts))
     print(f"{len(bad)} without a reason; {time.monotonic() - began:.0f} s")
-    return int(bool(bad or unfounded or misplaced or reasons.unused()))
+    return int(bool(bad or unfounded or misplaced or outdated or reasons.unused()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,14 @@ from verl.config.fields import field_metadata  # noqa: E402
 from verl.config.megatron import MegatronPPOConfig, TransformerOverrides  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig  # noqa: E402
+from verl.config.sft import (  # noqa: E402
+    SFTConfig,
+    SFTDataConfig,
+    SFTModelConfig,
+    SFTMultiturnConfig,
+    SFTOptimConfig,
+    SFTTrainerConfig,
+)
 
 HYDRA = """
 # Hydra makes no folder of its own, since it would hold the overrides with their secrets.
@@ -157,6 +164,7 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
     for role, engine in roles.items():
         values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in COMMON}
         values |= {f"{engine}.strategy": "fsdp2", f"{role}.megatron.seed": seed}
+        values[f"{role}.megatron.sequence_parallel"] = True  # without effect on a rank that splits no layer
         values[f"{engine}.tensor_parallel_size"] = f"${{{role}.megatron.tensor_model_parallel_size}}"
         if role != "actor_rollout_ref.ref":
             values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
@@ -170,13 +178,13 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
     values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in inherited}
     values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in SIZES} | {f"{ref}.forward_only": True}
     title = "Settings of python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: Megatron's keys, on FSDP2."
-    return File(title, MegatronPPOConfig(), ("ppo_trainer",), {"": ppo}, values)
+    return File(title, MegatronPPOConfig(algorithm=ppo.algorithm), ("ppo_trainer",), {"": ppo}, values)
 
 
 @functools.cache
 def files() -> dict[str, File]:
     """{path in the repository: file} of every generated yaml file."""
-    ppo, sft = PPOConfig(), SFTConfig()
+    ppo, sft = PPOConfig(algorithm=AlgoConfig(filter_groups=FilterGroupsConfig())), SFTConfig()
     roles, workers = ppo.actor_rollout_ref, verl.workers.config
     engine, optim = workers.FSDPEngineConfig(), workers.FSDPOptimizerConfig()
     seed = "${oc.select:trainer.seed,42}"
@@ -219,6 +227,23 @@ def files() -> dict[str, File]:
             },
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
+        "actor/actor": File(
+            "The PPO update of the policy, without the keys of FSDP2.", workers.ActorConfig(),
+            values={
+                "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
+                "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
+                "data_loader_seed": seed, "share_prompt_forward": "${verl.default:share_prompt_forward}", **profiled,
+            },
+            omitted=("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
+        ),
+        "actor/megatron_actor": File(
+            "The PPO update of the policy, with Megatron's keys.", MegatronPPOConfig().actor_rollout_ref.actor,
+            ("dp_actor",), {"": roles.actor},
+            {
+                key.removeprefix(f"{ACTOR}."): value
+                for key, value in _megatron_tree(ppo, seed).values.items() if key.startswith(f"{ACTOR}.")
+            },
+        ),
         "algorithm/rollout_correction": File(
             "Correction for a rollout policy that differs from the trained one.", RolloutCorrectionConfig.disabled()
         ),
@@ -230,6 +255,7 @@ def files() -> dict[str, File]:
                 **_follow(ACTOR, "strategy", "ppo_mini_batch_size", "ppo_micro_batch_size", "use_dynamic_bsz"),
                 **_follow(ACTOR, "ppo_micro_batch_size_per_gpu", "ppo_epochs", "loss_agg_mode", "shuffle"),
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
+                "loss_scale_factor": f"${{oc.select:{ACTOR}.loss_scale_factor,null}}",
                 "forward_micro_batch_size": "${.ppo_micro_batch_size}",
                 "forward_micro_batch_size_per_gpu": "${.ppo_micro_batch_size_per_gpu}",
                 "forward_max_token_len_per_gpu": "${.ppo_max_token_len_per_gpu}",
@@ -314,7 +340,6 @@ def files() -> dict[str, File]:
                 "algorithm.pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0},
                 f"trainer.{local_dir}": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
             },
-            ("algorithm.filter_groups",),
             tail=HYDRA,
         ),
         "sft_trainer": File(
@@ -327,6 +352,20 @@ def files() -> dict[str, File]:
                 **{f"model.{name}": value for name, value in checkpointed.items()},
             },
             tail=HYDRA,
+        ),
+        "sft_trainer_engine": File(
+            "Settings of torchrun ... -m verl.trainer.sft_trainer key=value ...: what differs from sft_trainer.",
+            SFTConfig(
+                data=SFTDataConfig(
+                    packing=True, max_token_len_per_gpu=8192, val_files=None, multiturn=SFTMultiturnConfig(enable=True)
+                ),
+                model=SFTModelConfig(partial_pretrain=MISSING),
+                optim=SFTOptimConfig(
+                    lr=1e-3, betas=[0.9, 0.999], lr_warmup_steps_ratio=0.0, min_lr_ratio=0.0, lr_scheduler="constant"
+                ),
+                trainer=SFTTrainerConfig(n_gpus_per_node=1),
+            ),
+            ("sft_trainer",), {"": sft},
         ),
         "generation": File(
             "Settings of python -m verl.trainer.main_generation.", GenerationConfig(),
@@ -348,7 +387,7 @@ def files() -> dict[str, File]:
     paths = {f"verl/trainer/config/{name}.yaml": file for name, file in trees.items()}
     paths["recipe/dapo/config/dapo_trainer.yaml"] = File(
         "Settings of python -m recipe.dapo.main_dapo: what differs from ppo_trainer.", dapo, ("ppo_trainer",),
-        {"": ppo, "algorithm.filter_groups": None}, {"data.gen_batch_size": "${data.train_batch_size}"},
+        {"": ppo}, {"data.gen_batch_size": "${data.train_batch_size}"},
         head=SEARCHPATH,
     )  # fmt: skip
     paths["dllm_reasoning/config/iterative_refine.yaml"] = File(

@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT))
 from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
+from verl.config import aliases  # noqa: E402
+from verl.config.compose import CHOICE  # noqa: E402
 from verl.config.fields import field_metadata, field_types, section_type, setting, type_name  # noqa: E402
 from verl.config.megatron import MegatronPPOConfig  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
@@ -38,6 +40,8 @@ TREES = {
     "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: what differs from ppo_trainer":
         (CONFIG / "ppo_megatron_trainer.yaml", MegatronPPOConfig),
     "torchrun -m verl.trainer.fsdp_sft_trainer": (CONFIG / "sft_trainer.yaml", SFTConfig),
+    "torchrun -m verl.trainer.sft_trainer: what differs from fsdp_sft_trainer":
+        (CONFIG / "sft_trainer_engine.yaml", SFTConfig),
     "torchrun -m dllm_reasoning.train_iterative_refine: what differs from SFT":
         (ROOT / "dllm_reasoning/config/iterative_refine.yaml", IterativeRefineConfig),
     "python -m recipe.dapo.main_dapo: what differs from main_ppo":
@@ -343,6 +347,21 @@ def with_columns(page: Path) -> str:
     return BETWEEN.sub(lambda m: f"{m[1]}\n\n{table}\n\n{m[2]}", page.read_text())
 
 
+def with_aliases(page: Path) -> str:
+    """A page with the tables of verl.config.aliases between their comments."""
+    text = page.read_text()
+    for name, rows in (("RL", aliases.RL), ("SFT", aliases.SFT)):
+        lines = ["| verl | since | here | value |", "|---|---|---|---|"]
+        for row in rows:
+            old = row.old.replace(f".{CHOICE}", "= (a group)")
+            lines.append(f"| {old} | {row.since} | {row.new or '-'} | {row.text} |")
+        table = "\n".join(lines)
+        start, end = f"<!-- aliases: {name} -->", f"<!-- end of aliases: {name} -->"
+        head, _, rest = text.partition(start)
+        text = f"{head}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
 def with_shown_files(page: Path) -> str:
     """A page whose code block after each comment `<!-- path -->` is that file."""
     return SHOWN.sub(lambda m: f"<!-- {m[1]} -->\n```python\n{(ROOT / m[1]).read_text()}```\n", page.read_text())
@@ -356,6 +375,7 @@ def main() -> int:
     pages[extending] = lambda: with_shown_files(extending)
     pages[docs / "concepts.md"] = lambda: with_columns(docs / "concepts.md")
     pages[docs / "models.md"] = models_page
+    pages[docs / "migrating.md"] = lambda: with_aliases(docs / "migrating.md")
     for name, folder in (("dllm", "dllm_reasoning"), ("benchmarks", "benchmarks")):
         pages[docs / f"{name}.md"] = functools.partial(copied_page, ROOT / folder / "README.md")
     for path, write in pages.items():

@@ -36,7 +36,7 @@ from verl.config.rollout import RolloutConfig
 from verl.trainer.sft.data import RankShares
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.distributed import destroy_global_process_group
-from verl.utils.fsdp_utils import full_tensor
+from verl.utils.sharding import full_tensor
 from verl.utils.tokenizer import hf_tokenizer
 
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised

@@ -16,6 +16,7 @@ WORD = re.compile(r"-{0,2}[A-Za-z_][\w\-]*")
 SOURCES = ("verl", "recipe", "dllm_reasoning", "scripts", "examples")
 ADDED, DEPARTURES = "## What the fork adds", "## Where it departs"
 AUDIT, LEFT_OUT = "## The audit", "## Left out on purpose"
+AUDITS = {"0.7.0": AUDIT, "0.9.1": "## Compared with verl 0.9.1"}  # headings of the tables of each release
 
 
 def named(text: str) -> list[str]:

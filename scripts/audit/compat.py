@@ -7,8 +7,8 @@ MARK = "Compatibility with verl:"  # how the docstring of such a module begins
 #: Modules of this kind at paths that verl does not have: names of earlier versions of this project.
 OF_EARLIER_VERSIONS = (
     "verl.experimental.agent_loop.base", "verl.tools.code_tool", "verl.tools.function_tool",
-    "verl.utils.dataset.spd_dataset",
-    "verl.utils.reward_score.spd_scorer_reward", "verl.workers.rollout.spd_rollout",
+    "verl.utils.dataset.spd_dataset", "verl.utils.reward_score.spd_scorer_reward",
+    "verl.workers.rollout.spd_rollout",
 )  # fmt: skip
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import yaml
 
 from scripts.audit.changes import DEPARTURES, section, tables
-from scripts.audit.keys import OURS, TREES, our_keys, shown, upstream_keys
+from scripts.audit.keys import OURS, TREES, our_keys, shown
 
 FILE = Path(__file__).with_name("departures.yaml")
 
 
-def unfounded(page: Path, root: Path, release: dict[str, str] | None = None, file: Path = FILE) -> list[str]:
+def unfounded(
+    page: Path, root: Path, theirs: dict[str, dict[str, object]] | None = None, file: Path = FILE
+) -> list[str]:
     """Rows that nothing shows, and rows whose values are not the defaults: ours, and upstream's where it is given."""
     grounds = yaml.safe_load(file.read_text(encoding="utf-8"))
     listed_tables = tables(section(page.read_text(encoding="utf-8"), DEPARTURES))
@@ -22,22 +24,22 @@ def unfounded(page: Path, root: Path, release: dict[str, str] | None = None, fil
     for row in rows:
         listed = grounds.get(row[0], [])
         listed = listed if isinstance(listed, list) else [listed]
-        wrong += [f"row {row[0][:60]!r} {error}" for error in _of_row(row, listed, root, release)]
+        wrong += [f"row {row[0][:60]!r} {error}" for error in _of_row(row, listed, root, theirs)]
     gone = grounds.keys() - {row[0] for row in rows}
     return wrong + [f"{file.name}: {what[:60]!r} is not a row of the table any more" for what in sorted(gone)]
 
 
-def _of_row(row: list[str], grounds: list[str], root: Path, release: dict[str, str] | None) -> list[str]:
+def _of_row(row: list[str], grounds: list[str], root: Path, theirs: dict[str, dict[str, object]] | None) -> list[str]:
     if len(row) != 4:
         return [f"has {len(row)} cells, not 4"]
     if not grounds:
         return [f"has no ground: enter the keys whose defaults it states, or tests that show it, in {FILE.name}"]
     tests, keys = [g for g in grounds if "::" in g], [g for g in grounds if "::" not in g]
     wrong = [f"names a test that is not there: {test}" for test in tests if not is_test(root, test)]
-    return wrong + (_compared(keys, row[1], row[2], release) if keys else [])
+    return wrong + (_compared(keys, row[1], row[2], theirs) if keys else [])
 
 
-def _compared(keys: list[str], upstream: str, here: str, release: dict[str, str] | None) -> list[str]:
+def _compared(keys: list[str], upstream: str, here: str, theirs: dict[str, dict[str, object]] | None) -> list[str]:
     """What the cells say wrongly of the keys' defaults."""
     pairs = [key.partition(":")[::2] for key in keys]
     known = {(tree, key) for tree in {tree for tree, _ in pairs} & OURS.keys() for key in our_keys(tree)}
@@ -45,8 +47,8 @@ def _compared(keys: list[str], upstream: str, here: str, release: dict[str, str]
         return unknown
     wrong = _says(here, [our_keys(tree)[key] for tree, key in pairs])
     files = {tree: file for file, tree in TREES.items()}
-    if release is not None and {tree for tree, _ in pairs} <= files.keys():
-        trees = {tree: upstream_keys(release, files[tree]) for tree, _ in pairs}
+    if theirs is not None and {tree for tree, _ in pairs} <= files.keys():
+        trees = {tree: theirs[files[tree]] for tree, _ in pairs}
         wrong += _says(upstream, [trees[tree].get(key) for tree, key in pairs])
     return wrong
 

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scripts.audit.names import Finding
 from scripts.audit.sources import flat, yaml_of
+from verl.config import aliases
 from verl.utils.metric.names import METRICS
 
 CONFIG = "verl/trainer/config"
@@ -19,6 +20,7 @@ CONFIG = "verl/trainer/config"
 TREES = {
     f"{CONFIG}/_generated_ppo_trainer.yaml": "ppo_trainer",
     f"{CONFIG}/sft_trainer.yaml": "sft_trainer",
+    f"{CONFIG}/sft_trainer_engine.yaml": "sft_trainer_engine",
     f"{CONFIG}/generation.yaml": "generation",
     f"{CONFIG}/evaluation.yaml": "evaluation",
 }
@@ -37,11 +39,17 @@ METRIC = re.compile(rf"(?:{'|'.join(FAMILIES)})/[\w@./()*\-]+")
 
 
 def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]:
-    """Keys of one tree: same default, another default, missing, ours alone."""
-    theirs, ours = upstream_keys(release, file), our_keys(tree)
-    findings = []
+    """Keys of one tree: same default, another default, another name, missing, ours alone."""
+    return compare_trees(upstream_keys(release, file), tree)
+
+
+def compare_trees(theirs: dict[str, object], tree: str) -> list[Finding]:
+    """`compare_keys` of keys that were read already."""
+    ours, findings = our_keys(tree), []
     for key, value in theirs.items():
-        if key not in ours:
+        if key not in ours and (name := renamed(key, tree)) is not None:
+            findings.append(Finding(tree, key, "renamed", name))
+        elif key not in ours:
             findings.append(Finding(tree, key, "missing", f"default {shown(value)}"))
         elif not _equal(value, ours[key]):
             findings.append(Finding(tree, key, "differs", f"default {shown(value)}, ours {shown(ours[key])}"))
@@ -49,6 +57,14 @@ def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]
             findings.append(Finding(tree, key, "same"))
     own = [Finding(tree, k, "ours alone", f"default {shown(v)}") for k, v in ours.items() if k not in theirs]
     return findings + own
+
+
+def renamed(key: str, tree: str) -> str | None:
+    """What a key that `verl.config.aliases` accepts is here ("no effect" without a counterpart); None for others."""
+    for alias in aliases.SFT if tree.startswith("sft") else aliases.RL:
+        if key == alias.old or key.startswith(f"{alias.old}."):
+            return alias.new or "accepted"
+    return None
 
 
 def upstream_keys(release: dict[str, str], file: str) -> dict[str, object]:
@@ -111,12 +127,22 @@ def metric_names(text: str) -> set[str]:
     return {name for name in findings if METRIC.fullmatch(name)}
 
 
-def compare_metrics(release: dict[str, str]) -> list[Finding]:
-    """Metric names in upstream's trainers, workers and utilities against those that our page lists."""
+def metrics_of(release: dict[str, str]) -> set[str]:
+    """Metric names in upstream's trainers, workers and utilities."""
     theirs: set[str] = set()
     for path, text in release.items():
         if path.endswith(".py") and path.startswith(("verl/trainer/", "verl/workers/", "verl/utils/")):
             theirs |= metric_names(text)
+    return theirs
+
+
+def compare_metrics(release: dict[str, str]) -> list[Finding]:
+    """Metric names of a release against those that our page lists."""
+    return compare_metric_names(metrics_of(release))
+
+
+def compare_metric_names(theirs: set[str]) -> list[Finding]:
+    """`compare_metrics` of names that were read already."""
     findings, used = [], set()
     for name in sorted(theirs):
         covering = [p for p in METRICS if fnmatchcase(name, p) or fnmatchcase(p, name)]

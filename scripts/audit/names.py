@@ -118,6 +118,8 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Sig
 def _default(node: ast.expr | None) -> str | None:
     if node is None:
         return None
+    if isinstance(node, ast.Constant) and node.value is ...:  # of a stored list
+        return EXPRESSION
     try:
         return repr(ast.literal_eval(node))
     except ValueError:
@@ -197,8 +199,12 @@ def _parameter(p: inspect.Parameter) -> Parameter:
 
 def compare_module(path: str, text: str) -> list[Finding]:
     """Every public name of an upstream module against ours of the same name; names of ours alone last."""
+    return compare_names(path, upstream_names(text, path.endswith("__init__.py")))
+
+
+def compare_names(path: str, theirs: dict[str, Signature | None]) -> list[Finding]:
+    """`compare_module` of names that were read already."""
     module = module_of(path)
-    theirs = upstream_names(text, path.endswith("__init__.py"))
     ours = our_names(module, {name.partition(".")[0] for name in theirs})
     if ours is None:
         return [Finding(module, name, "missing", "no module") for name in theirs]

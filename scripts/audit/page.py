@@ -33,12 +33,13 @@ def _needs_reason(row: Row) -> bool:
 
 def markdown(parts: dict[str, list[Row]]) -> str:
     """The summary table."""
-    head = "| part | same | differs | missing | of these without a reason | ours alone |"
-    lines = [head, "|---|---|---|---|---|---|"]
+    head = "| part | same | renamed | differs | missing | of these without a reason | ours alone |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
     for part, rows in parts.items():
         c = counts(rows)
         lines.append(
-            f"| {part} | {c['same']} | {c['differs']} | {c['missing']} | {len(unexplained(rows))} | {c['ours alone']} |"
+            f"| {part} | {c['same']} | {c['renamed']} | {c['differs']} | {c['missing']} | {len(unexplained(rows))} "
+            f"| {c['ours alone']} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -64,9 +65,11 @@ td, th { border: 1px solid #e3e7ee; padding: 3px 10px; text-align: left; vertica
 th { background: #f6f8fb; } summary { cursor: pointer; font-weight: 600; margin: 6px 0; }
 .missing { background: #fbe9e7; } .differs { background: #fdf4dd; } .bad { color: #b3261e; font-weight: 600; }
 </style></head><body><h1>{{ title }}</h1>
-<table><tr><th>part</th><th>same</th><th>differs</th><th>missing</th><th>without a reason</th><th>ours alone</th></tr>
+<table><tr><th>part</th><th>same</th><th>renamed</th><th>differs</th><th>missing</th><th>without a reason</th>
+<th>ours alone</th></tr>
 {% for part, rows in parts.items() %}{% set c = counts(rows) %}<tr><td>{{ part }}</td><td>{{ c["same"] }}</td>
-<td>{{ c["differs"] }}</td><td>{{ c["missing"] }}</td><td>{{ unexplained(rows) | length }}</td>
+<td>{{ c["renamed"] }}</td><td>{{ c["differs"] }}</td><td>{{ c["missing"] }}</td>
+<td>{{ unexplained(rows) | length }}</td>
 <td>{{ c["ours alone"] }}</td></tr>
 {% endfor %}</table>
 {% if unfounded %}<h2>docs/migrating.md says, and the tree lacks</h2>

@@ -97,7 +97,7 @@ def test_a_template_without_end_is_refused_and_takes_no_memory_here(template, sh
     ("template", "problem"),
     [
         (REFUSED["3.4 GB at once"], "needed more than 256 MiB of memory and was stopped. Correct it, or set another"),
-        (REFUSED["a power"], "did not end within 1 s and was stopped. Correct it, or set another"),
+        (REFUSED["a power"], "did not end within 1 s of processor time and was stopped. Correct it, or set"),
         ("{% for i in range(70) %}{{ 'x' * 1000000 }}{% endfor %}",
          "made a text of more than 67108864 characters, which was not taken. Correct it"),
         (REFUSED["recursion"], "raised RecursionError"),

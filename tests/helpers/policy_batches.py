@@ -58,10 +58,12 @@ class Batch:
 def aggregated(rows: list[list], mode: str, width: int) -> Tensor:
     """token-mean: DAPO (2503.14476, "token-level loss"); seq-mean-token-mean: GRPO (2402.03300, eq. 3);
     seq-mean-token-sum: the log-probability of a whole answer, as in RLOO (2402.14740); seq-mean-token-sum-norm:
-    Dr. GRPO (2503.20783), sums over a constant. A row without a counted token is no answer."""
+    Dr. GRPO (2503.20783), sums over a constant; token-sum: no divisor. A row without a counted token is no answer."""
     rows = [row for row in rows if row]
     if not rows:
         return torch.zeros((), dtype=torch.float64)
+    if mode == "token-sum":
+        return sum(sum(row) for row in rows)
     if mode == "token-mean":
         return sum(sum(row) for row in rows) / sum(len(row) for row in rows)
     divisor = {"seq-mean-token-sum": lambda row: 1, "seq-mean-token-mean": len}.get(mode, lambda row: width)

@@ -165,7 +165,7 @@ def write_rank_files(rank, world_size, model, folder):
     """What verl 0.7 leaves: one state dict of DTensors a rank; sharded over the ranks, and one whole copy a rank."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from verl.utils.fsdp_utils import apply_fsdp2, create_device_mesh
+    from verl.utils.sharding import apply_fsdp2, create_device_mesh
 
     for name, size in (("sharded", -1), ("copies", 1)):
         module = AutoModelForCausalLM.from_pretrained(model)

@@ -101,6 +101,7 @@ def test_a_removed_key_is_reported():
         ("actor_rollout_ref.actor.checkpoint.save_contents=[models]", "did you mean 'model'"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
         ("algorithm.rollout_correction.bypass_mode=true", "rollout.calculate_log_probs=true"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "Set actor_rollout_ref.actor.calculate_sum_pi_squared=true"),
         ("actor_rollout_ref.actor.use_rollout_log_probs=true", "rollout.calculate_log_probs=true"),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples"),
         ("trainer.resume_mode=resume_path", "global_step_N"),

@@ -11,10 +11,10 @@ import pytest
 import torch
 from loguru import logger
 
-from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
+from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer, _merged
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager import get_reward_manager_cls

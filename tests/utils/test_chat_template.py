@@ -1,5 +1,8 @@
 """Chat templates: the text is that of transformers, and no code runs. Limits: tests/adversary/test_templates.py."""
 
+import os
+import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,7 +72,9 @@ class WithRendering(PreTrainedTokenizerFast):
     """A tokenizer with Python code of its own, as some models have."""
 
     def apply_chat_template(self, messages, tokenize, pause):
-        time.sleep(pause)
+        ends = time.monotonic() + pause
+        while time.monotonic() < ends:  # computes: a limit counts processor time
+            pass
         return "rendered here"
 
 
@@ -106,8 +111,20 @@ def test_a_tokenizer_that_renders_in_python_has_a_time_limit_in_every_thread(mon
     with ThreadPoolExecutor(1) as threads:
         for call in (render_chat, lambda *args, **kwargs: threads.submit(render_chat, *args, **kwargs).result()):
             assert call(tokenizer, CHAT, pause=0) == "rendered here"
-            with pytest.raises(ChatTemplateError, match="did not end within 0.3 s"):
-                call(tokenizer, CHAT, pause=0.5)
+            with pytest.raises(ChatTemplateError, match="did not end within 0.3 s of processor time"):
+                call(tokenizer, CHAT, pause=60)
+
+
+@pytest.mark.process
+def test_a_busy_machine_is_no_reason_to_refuse_a_template(monkeypatch):
+    monkeypatch.setattr(chat_template, "LIMIT_S", 0.5)
+    tokenizer = with_template("{{ messages[0]['content'] }}")
+    render_chat(tokenizer, CHAT)
+    pid = chat_template._process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {pid}"])
+    assert render_chat(tokenizer, CHAT) == CHAT[0]["content"]
+    assert chat_template._process._process.pid == pid
 
 
 @pytest.mark.process

@@ -10,7 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.utils.time_limit import Child, ChildDied, timeout_limit
+from verl.utils.time_limit import (
+    Child,
+    ChildDied,
+    ProcessorSeconds,
+    call_interruptibly,
+    call_with_alarm,
+    timeout_limit,
+)
 
 ROOT = Path(__file__).parents[2]
 asked = []
@@ -105,3 +112,34 @@ def test_mathematics_is_compared_without_torch():
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert ran.stdout == "1.0 False\n", ran.stderr
+
+
+def spin():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("call", [call_with_alarm, call_interruptibly])
+def test_processor_time_does_not_pass_while_a_call_waits(call):
+    assert call(lambda: time.sleep(0.4) or "done", ProcessorSeconds(0.1)) == "done"
+    began = time.thread_time()
+    with pytest.raises(TimeoutError):
+        call(spin, ProcessorSeconds(0.2))
+    assert time.thread_time() - began > 0.15
+
+
+def test_a_call_that_only_waits_ends_too():
+    with pytest.raises(TimeoutError):
+        call_with_alarm(time.sleep, ProcessorSeconds(0.02), 60)  # after 20 times that
+
+
+@pytest.mark.process
+def test_a_child_that_gets_no_processor_is_not_stopped():
+    child = Child(work)
+    pid, _ = child.call(5.0, "a")
+    os.kill(pid, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+    assert child.call(ProcessorSeconds(0.5), "b")[0] == pid
+    with pytest.raises(TimeoutError):
+        child.call(ProcessorSeconds(0.3), "hang")
+    assert child.gone

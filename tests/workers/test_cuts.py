@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from verl.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
-from verl.utils.fsdp_utils import full_tensor
+from verl.utils.sharding import full_tensor
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.actor.dp_actor import _token_keys
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
-from verl.utils.fsdp_utils import full_tensor, load_fsdp_optimizer, local_tensor
+from verl.utils.sharding import full_tensor, load_fsdp_optimizer, local_tensor
 
 
 def bytes_of_tensors() -> int:

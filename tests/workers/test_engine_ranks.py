@@ -12,7 +12,7 @@ from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.checkpoint import CheckpointWriter, publish
 from verl.utils.distributed import host_barrier
-from verl.utils.fsdp_utils import full_tensor
+from verl.utils.sharding import full_tensor
 from verl.workers.config import FSDPOptimizerConfig
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.workers.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
 from verl.config.model import PluginConfig
-from verl.utils.fsdp_utils import local_tensor
 from verl.utils.peft_weights import without_adapters
+from verl.utils.sharding import local_tensor
 from verl.utils.tensor_parallel import refusal
 
 SIZES = dict(

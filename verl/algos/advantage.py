@@ -314,3 +314,88 @@ def compute_on_policy_distillation_advantage(
     """
     advantages = torch.where(response_mask != 0, ref_log_prob - old_log_probs, 0.0)
     return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GDPO)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True, config=None, non_tensor_batch: Mapping[str, Any] | None = None, **kwargs,
+) -> Estimate:
+    """GRPO's advantage of each reward of a sample by itself, then their weighted sum, whitened over the batch's tokens
+    (GDPO, arXiv 2601.05242). [B, T] -> two of [B, T].
+
+    The rewards are the values `config.gdpo_reward_keys` in `non_tensor_batch`, B numbers each, with the weights
+    `config.gdpo_reward_weights` (1 without them); the score is ignored.
+    """
+    keys, weights = _gdpo_rewards(config)
+    known = non_tensor_batch or {}
+    total = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    for key, weight in zip(keys, weights, strict=True):
+        if key not in known:
+            rule = f"the reward function returned {', '.join(sorted(map(str, known))) or 'nothing besides the score'}"
+            raise ValueError(f"algorithm.gdpo_reward_keys names {key!r}; {rule}.")
+        rewards = torch.as_tensor(np.asarray(known[key], dtype=np.float64), device=response_mask.device)
+        if not torch.isfinite(rewards).all():
+            row = int((~torch.isfinite(rewards)).nonzero()[0])
+            value = f"{key!r} of row {row} is {rewards[row]:g}, not a finite number"
+            raise ValueError(f"algorithm.gdpo_reward_keys: {value}.")
+        per_key, _ = compute_grpo_outcome_advantage(
+            rewards.unsqueeze(-1), torch.ones_like(rewards).unsqueeze(-1), index, epsilon, norm_adv_by_std_in_grpo
+        )
+        total += weight * per_key.squeeze(-1)
+    advantages = _whiten(_on_tokens(total, token_level_rewards, response_mask)[0], response_mask)
+    return advantages, advantages
+
+
+def _gdpo_rewards(config: Any) -> tuple[list[str], list[float]]:
+    """Keys and weights of gdpo's rewards. Raises ValueError without keys, or with another number of weights."""
+    keys = list((None if config is None else config.get("gdpo_reward_keys", None)) or [])
+    if not keys:
+        raise ValueError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, of the reward function.")
+    weights = list(config.get("gdpo_reward_weights", None) or [1.0] * len(keys))
+    if len(weights) != len(keys):
+        count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
+        raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")
+    return keys, weights
+
+
+@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, old_log_probs: Tensor,
+    sum_pi_squared: Tensor, rollout_is_weights: Tensor | None = None, handle_zero_tail: bool = True,
+    epsilon: float = 1e-8, **kwargs,
+) -> Estimate:
+    """Return of each token minus a baseline of its position in the group (arXiv 2602.07078). [B, T] -> two of [B, T].
+
+    B_t = sum_i W_t G_t / (sum_i W_t + epsilon) over the samples of the prompt that go on at t, with the rewards from t
+    on G_t and W_t = sum over j <= t of 1 - 2 pi_j + sum pi_j^2, an estimate of the squared norm of the gradient, times
+    the squared `rollout_is_weights`. With `handle_zero_tail` the baseline is 0 where one sample of several goes on: it
+    would be the sample's own return. Tokens that are not counted (a tool's answer) are stepped over.
+    """
+    mask = response_mask.to(torch.float64)
+    returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    goes_on = mask.flip(-1).cumsum(-1).flip(-1) > 0  # a counted token follows, or is here
+    energy = ((1 - 2 * old_log_probs.double().exp() + sum_pi_squared) * mask).cumsum(-1)
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.double().square()
+    weights = energy * goes_on
+    groups = Groups.of(index, response_mask.device)
+
+    def total(columns: Tensor) -> Tensor:
+        summed = torch.zeros(len(columns), columns.shape[-1], dtype=torch.float64, device=columns.device)
+        return summed.index_add_(0, groups.ids, columns.double())[groups.ids]
+
+    baseline = total(weights * returns) / (total(weights) + epsilon)
+    if handle_zero_tail:
+        alone = (total(goes_on) == 1) & (groups.sizes > 1).unsqueeze(-1)
+        baseline = torch.where(alone, 0.0, baseline)
+    advantages = ((returns - baseline) * mask).to(token_level_rewards.dtype)
+    return advantages, returns.to(token_level_rewards.dtype)
+
+
+# Both names stand for one function: answers of tools are stepped over.
+compute_multi_turn_optimal_token_baseline_advantage = register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)(
+    compute_optimal_token_baseline_advantage
+)

@@ -65,6 +65,7 @@ def agg_loss(
     - `seq-mean-token-mean`: mean over sequences of the token mean.
     - `seq-mean-token-sum-norm`: mean over sequences of the token sum / `loss_scale_factor` (default T; Dr. GRPO,
       arXiv 2503.20783: a constant divisor, so that long answers are not favoured).
+    - `token-sum`: sum of all tokens; its gradient grows with the batch.
 
     `batch_num_tokens` and `global_batch_size` (sequences with at least one counted token) are the counts of the
     full mini-batch over all ranks; with them the losses of micro-batches and ranks add up to the loss of the
@@ -74,6 +75,8 @@ def agg_loss(
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode={loss_agg_mode!r} is unknown. Known: {', '.join(LOSS_AGG_MODES)}.")
     tokens = loss_mask.sum(-1)  # [B]
+    if loss_agg_mode == "token-sum":
+        return masked_sum(loss_mat, loss_mask) * dp_size
     if loss_agg_mode == "token-mean":
         divisor = tokens.sum() if batch_num_tokens is None else batch_num_tokens
         return masked_sum(loss_mat, loss_mask) / _at_least_one(divisor) * dp_size

@@ -18,12 +18,22 @@ class AdvantageEstimator(StrEnum):
     RLOO_VECTORIZED = "rloo_vectorized"
     GRPO_VECTORIZED = "grpo_vectorized"
     OPD = "opd"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
 
 
 #: estimators whose baseline comes from the other samples of a prompt
 COMPARES_SAMPLES = tuple(AdvantageEstimator(name) for name in (
-    "grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
+    "grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "gdpo",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
 ))  # fmt: skip
 
 
-POLICY_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean", "bypass_mode")
+#: estimators that read sum_pi_squared
+READS_SQUARES = (AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+
+POLICY_LOSSES = (
+    "vanilla", "gspo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean", "bypass_mode", "dppo_tv", "dppo_kl",
+    "dro",
+)  # fmt: skip

@@ -269,6 +269,60 @@ def geo_mean_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, mask, clipped & (advantages > 0), clipped & (advantages < 0))
 
 
+def _within(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> Tensor:
+    """Whether a token stays in the loss of dppo, [B, T] bool: not where it moves on away from a distant old policy."""
+    low, high = _clip_range(config)
+    up = inputs.log_prob.detach() > inputs.old_log_prob
+    return torch.where(inputs.advantages > 0, ~(up & (divergence > high)), up | (divergence <= low))
+
+
+def _dppo(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> LossAndMetrics:
+    within = _within(inputs, config, divergence)
+    log_ratio = inputs.log_ratio()
+    weight = log_ratio.exp().clamp(max=config.clip_ratio_c).detach() * within
+    loss = inputs.aggregate(-weight * inputs.advantages * inputs.log_prob, config.loss_agg_mode)
+    return loss, _metrics(log_ratio, inputs.response_mask, ~within, ~within & (inputs.advantages < 0))
+
+
+@register_loss("dppo_tv")
+def dppo_tv_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
+    """A trust region by the total variation (DPPO-Binary-TV, arXiv 2602.04879). All [B, T] -> scalar, metrics.
+
+    D = |pi - pi_old| of the sampled token. L = -sg(M min(r, clip_ratio_c)) A log pi, M = 0 where A > 0, r > 1 and
+    D > clip_ratio_high, or A <= 0, r < 1 and D > clip_ratio_low, else 1: a token of low probability may move by a large
+    ratio, one of high probability may not.
+    """
+    return _dppo(inputs, config, (inputs.log_prob.detach().exp() - inputs.old_log_prob.exp()).abs())
+
+
+@register_loss("dppo_kl")
+def dppo_kl_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
+    """As dppo_tv with the KL divergence of two outcomes, the sampled token or another (DPPO-Binary-KL).
+
+    D = p log(p / q) + (1 - p) log((1 - p) / (1 - q)) with p = pi_old and q = pi of the sampled token.
+    """
+    old, new = inputs.old_log_prob.double(), inputs.log_prob.detach().double()
+    rest_old, rest_new = (torch.log1p(-x.exp().clamp(max=1 - 1e-12)) for x in (old, new))
+    divergence = old.exp() * (old - new) + rest_old.exp() * (rest_old - rest_new)
+    return _dppo(inputs, config, divergence.to(inputs.log_prob.dtype))
+
+
+@register_loss("dro")
+def dro_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
+    """Policy gradient with a quadratic penalty (DRO, arXiv 2405.19107, 2501.12599). All [B, T] -> scalar, metrics.
+
+    L = -(A log pi - beta / 2 (log pi - log pi_old)^2) with beta = policy_loss.dro_beta.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None:
+        key = "actor_rollout_ref.actor.policy_loss"
+        raise ValueError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of its penalty, such as 0.05.")
+    log_ratio = inputs.log_prob - inputs.old_log_prob
+    losses = -(inputs.advantages * inputs.log_prob - beta / 2 * log_ratio.square())
+    loss = inputs.aggregate(losses, config.loss_agg_mode)
+    return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(log_ratio))
+
+
 @register_loss("bypass_mode")
 def bypass_mode_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).

@@ -2,7 +2,9 @@
 
 log_ratio is log pi_old - log pi_rollout of each response token, [B, R]; masks are [B, R], 1 = counted. Weights are
 truncated importance weights (Ionides 2008; for RL rollouts: Yao et al. 2025, "Your efficient RL framework secretly
-brings you off-policy RL training").
+brings you off-policy RL training"), or those within two bounds (IcePop, arXiv 2510.18855). Rejection by estimates of
+the KL divergence: Li et al. 2025, arXiv 2512.23075; the estimates k1, k2, k3: Schulman 2020, "Approximating KL
+divergence".
 """
 
 from typing import Any
@@ -11,10 +13,15 @@ import torch
 from torch import Tensor
 
 from verl.algos.aggregation import masked_mean, masked_sum
+from verl.config.algorithm import is_bounds, rejections
 from verl.protocol import DataProto
 
 SAFETY_BOUND = 20.0  # of a log-ratio before it is exponentiated: e^20 is a ratio that no threshold lets through
 PREFIX = "rollout_corr/"
+
+
+#: Estimates of one token's KL divergence by its log-ratio; k1 up to its sign.
+_ESTIMATES = {"k1": lambda x: x, "k2": lambda x: x.square() / 2, "k3": lambda x: x.exp() - 1 - x}
 
 
 def _log_ratio_at(level: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -30,17 +37,22 @@ def _log_ratio_at(level: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def compute_rollout_correction_weights(
-    log_ratio: Tensor, response_mask: Tensor, rollout_is: str = "token", rollout_is_threshold: float = 2.0,
+    log_ratio: Tensor, response_mask: Tensor, rollout_is: str = "token", rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """min(ratio, threshold) of each token or of its sequence, [B, R], without gradient, 0 where nothing is counted.
+    """Weights of each token or of its sequence, [B, R], without gradient, 0 where nothing is counted.
 
-    `rollout_is_batch_normalize` divides by the mean weight (over tokens, or over sequences).
+    `rollout_is_threshold`: an upper bound, which larger ratios are cut to, or a text "lower_upper": ratios outside of
+    it have the weight 0. `rollout_is_batch_normalize` divides by the mean weight (over tokens, or over sequences).
     """
     level = _log_ratio_at(rollout_is, log_ratio.detach(), response_mask)
     ratio = level.exp()
-    metrics = compute_is_metrics(ratio, level, response_mask, rollout_is, rollout_is_threshold)
-    weights = ratio.clamp(max=rollout_is_threshold) * response_mask
+    low, high = is_bounds(rollout_is_threshold)
+    metrics = compute_is_metrics(ratio, level, response_mask, rollout_is, high)
+    if low is None:
+        weights = ratio.clamp(max=high) * response_mask
+    else:
+        weights = ratio * ((ratio >= low) & (ratio <= high)) * response_mask
     if rollout_is_batch_normalize:
         if rollout_is == "token":
             mean = masked_mean(weights, response_mask)
@@ -88,21 +100,42 @@ def _spread(prefix: str, ratio: Tensor, mask: Tensor, high: float, low: float) -
     return {prefix + name: value.item() for name, value in measures.items()}
 
 
-def compute_rollout_rejection_mask(
-    log_ratio: Tensor, response_mask: Tensor, rollout_rs: str = "token", rollout_rs_threshold: float | None = None,
-    rollout_rs_threshold_lower: float | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """response_mask without the tokens (or full sequences) whose ratio lies outside [lower, upper], [B, R].
+def _divergence(option: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """What an option such as seq_mean_k3 compares with its bounds, for each token, [B, R]; of k1 the ratio itself."""
+    level, _, estimate = option.rpartition("_")
+    bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    values = _ESTIMATES[estimate](bounded if estimate == "k3" else log_ratio)
+    if level == "seq_max":
+        values = values.masked_fill(~mask.bool(), -torch.inf).amax(-1, keepdim=True).expand_as(values)
+    elif level != "token":
+        total = masked_sum(values, mask, axis=-1)
+        total = total / mask.sum(-1).clamp(min=1) if level == "seq_mean" else total
+        values = total.unsqueeze(-1).expand_as(values)
+    return values.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp() if estimate == "k1" else values
 
-    The lower bound defaults to the upper one's reciprocal.
+
+def compute_rollout_rejection_mask(
+    log_ratio: Tensor, response_mask: Tensor, rollout_rs: str = "token",
+    rollout_rs_threshold: float | str | None = None, rollout_rs_threshold_lower: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """response_mask without the tokens (or full sequences) that any of the options rejects, [B, R].
+
+    `rollout_rs`: options, separated by commas: token, seq_sum, seq_mean or seq_max with _k1 (the ratio must lie within
+    two bounds), _k2 or _k3 (the divergence must not exceed its bound). token, sequence and geometric are token_k1,
+    seq_sum_k1 and seq_mean_k1. `rollout_rs_threshold`: a bound for all options or one for each, separated by commas;
+    "lower_upper" or an upper bound, whose reciprocal is the lower one. Metrics are those of the first option; with
+    several, those of the others have the option's name as well.
     """
-    if rollout_rs_threshold is None:
-        raise ValueError("algorithm.rollout_correction.rollout_rs_threshold is not set; rollout_rs needs it.")
-    low = 1 / rollout_rs_threshold if rollout_rs_threshold_lower is None else rollout_rs_threshold_lower
-    level = _log_ratio_at(rollout_rs, log_ratio.detach(), response_mask)
-    ratio = level.exp()
-    metrics = compute_rs_metrics(ratio, level, response_mask, rollout_rs, rollout_rs_threshold, low)
-    mask = response_mask * ((ratio >= low) & (ratio <= rollout_rs_threshold)).to(response_mask.dtype)
+    log_ratio, mask, metrics = log_ratio.detach(), response_mask, {}
+    options = rejections(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
+    for number, (option, low, high) in enumerate(options):
+        value = _divergence(option, log_ratio, response_mask)
+        measures = compute_rs_metrics(value, value.log(), response_mask, option, high, low)
+        kept = response_mask * ((value >= low) & (value <= high)).to(response_mask.dtype)
+        measures |= _masked("rollout_rs_", response_mask, kept)
+        renamed = {name.replace("rollout_rs_", f"rollout_rs_{option}_"): value for name, value in measures.items()}
+        metrics |= renamed if number else measures
+        mask = mask * kept
     return mask, {**metrics, **_masked("rollout_rs_", response_mask, mask)}
 
 
@@ -118,7 +151,8 @@ def _masked(prefix: str, before: Tensor, after: Tensor) -> dict[str, float]:
 
 def compute_rollout_correction_and_rejection_mask(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, rollout_is: str | None = None,
-    rollout_is_threshold: float | None = 2.0, rollout_rs: str | None = None, rollout_rs_threshold: float | None = 2.0,
+    rollout_is_threshold: float | str | None = 2.0, rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = 2.0,
     rollout_rs_threshold_lower: float | None = None, rollout_token_veto_threshold: float | None = None,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:

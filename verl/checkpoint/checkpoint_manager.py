@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from verl.checkpoint import rng
+from verl.checkpoint import publish, rng
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,12 @@ class BaseCheckpointManager:
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it saves {local_path}")
+
+    def remove_previous_save_local_path(self, path: str | os.PathLike | list) -> None:
+        """Removes what lies at a path, or at each of several; for managers of one's own that rotate their folders."""
+        for old in path if isinstance(path, list) else [path]:
+            if os.path.lexists(old):
+                publish.remove(Path(old))
 
     @staticmethod
     def checkpath(local_path: str, hdfs_path: str | None) -> str:

@@ -28,9 +28,9 @@ from verl.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
-from verl.utils.fsdp_utils import full_tensors, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
 from verl.utils.problems import one_line
+from verl.utils.sharding import full_tensors, local_tensor
 
 EXTRA_FILE = "extra_state.json"
 #: files of the layout below a folder, and those that name the rank which writes them; rank 0 writes all others

@@ -24,19 +24,23 @@ from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.utils.problems import raise_if_any
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
 @dataclass
 class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
     """Policy loss by registered name, and the numbers that some of them read."""
 
-    loss_mode: str = setting("vanilla", "Policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo.")
+    loss_mode: str = setting(
+        "vanilla",
+        "Policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo, dppo_tv, dppo_kl, dro.",
+    )
     clip_cov_ratio: float = setting(0.0002, "Share of tokens that clip_cov leaves out.", low=0, high=1)
     clip_cov_lb: float = setting(1.0, "Lower bound of the covariance for clip_cov.")
     clip_cov_ub: float = setting(5.0, "Upper bound of the covariance for clip_cov.")
     kl_cov_ratio: float = setting(0.0002, "Share of tokens that kl_cov penalises.", low=0, high=1)
     ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", low=0)
+    dro_beta: float | None = setting(None, "Weight of dro's penalty, which that loss needs.", above=0)
     rollout_correction: Any = setting(None, "algorithm.rollout_correction, set by the trainer in bypass mode.")
 
 
@@ -77,6 +81,9 @@ class ActorConfig(BaseConfig, section="actor"):
     tau_pos: float = setting(1.0, "Temperature of SAPO for positive advantages.", above=0)
     tau_neg: float = setting(1.05, "Temperature of SAPO for negative advantages.", above=0)
     calculate_entropy: bool = setting(False, "Measure the entropy although its weight is 0.")
+    calculate_sum_pi_squared: bool = setting(
+        False, "Sum the squared probabilities of each token's distribution, by a second forward with the old log-probs."
+    )
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
     use_torch_compile: bool = torch_compile()
     kl_loss_coef: float = setting(0.001, "Weight of the KL of use_kl_loss.", low=0)
@@ -119,6 +126,16 @@ class FSDPActorConfig(ActorConfig):
     use_rollout_log_probs: bool = setting(
         False, "Use the rollout's log-probs as old log-probs, without a forward of their own."
     )
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
+        """As ActorConfig.validate; with `model_config` also ValueError for shared sequences with padding."""
+        super().validate(n_gpus, train_batch_size, model_config)
+        padded = model_config is not None and not model_config.get("use_remove_padding", False)
+        if self.ulysses_sequence_parallel_size > 1 and padded:
+            raise ValueError(
+                f"actor.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} needs batches without "
+                "padding. Set model.use_remove_padding=true."
+            )
 
 
 @dataclass

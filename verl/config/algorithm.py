@@ -38,6 +38,55 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
             )
 
 
+REJECTION_LEVELS = {"token": ("k1", "k2", "k3"), "seq_sum": ("k1", "k2", "k3"), "seq_mean": ("k1", "k2", "k3"),
+                    "seq_max": ("k2", "k3")}  # fmt: skip
+REJECTIONS = tuple(f"{level}_{estimate}" for level, estimates in REJECTION_LEVELS.items() for estimate in estimates)
+OLD_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
+    """(lower or None, upper) of a number, or of a text "lower_upper". Raises ValueError for anything else."""
+    try:
+        numbers = [float(part) for part in str(value).strip().split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
+        raise ValueError(f"{key}={value} must be a number above 0, or two of them as lower_upper, such as 0.5_5.0.")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def is_bounds(threshold: float | str) -> tuple[float | None, float]:
+    """(lower or None, upper) of rollout_is_threshold."""
+    return _bounds(threshold, "algorithm.rollout_correction.rollout_is_threshold")
+
+
+def rejections(
+    options: str, threshold: float | str | None, lower: float | None = None
+) -> list[tuple[str, float, float]]:
+    """(option, lower, upper) of each option in rollout_rs; `lower` replaces the reciprocal of an upper bound."""
+    key = "algorithm.rollout_correction.rollout_rs"
+    names = [OLD_REJECTIONS.get(name.strip(), name.strip()) for name in options.split(",")]
+    if unknown := [name for name in names if name not in REJECTIONS]:
+        known = ", ".join((*OLD_REJECTIONS, *REJECTIONS))
+        raise ValueError(f"{key}={options}: {unknown[0]!r} is unknown. Known: {known}; several separated by commas.")
+    if threshold is None:
+        raise ValueError(f"{key}_threshold is not set; rollout_rs={options} needs it.")
+    values = str(threshold).split(",")
+    if len(values) not in (1, len(names)):
+        raise ValueError(f"{key}_threshold={threshold} has {len(values)} bounds for {len(names)} options of {key}.")
+    found = []
+    for name, value in zip(names, values if len(values) > 1 else values * len(names), strict=True):
+        low, high = _bounds(value, f"{key}_threshold")
+        if not name.endswith("k1"):
+            if low is not None:
+                raise ValueError(f"{key}_threshold={value}: {name} has an upper bound only. Give one number.")
+            low = 0.0
+        elif low is None:
+            low = 1 / high if lower is None else lower
+        found.append((name, low, high))
+    return found
+
+
 @dataclass
 class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"):
     """Importance weights and rejection between the rollout's policy and the trained one."""
@@ -45,11 +94,19 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     rollout_is: str | None = setting(
         "sequence", "Importance weights per token or sequence; null for none.", choices=("token", "sequence")
     )
-    rollout_is_threshold: float = setting(2.0, "Upper bound of the weights; larger ones are truncated.", above=0)
-    rollout_rs: str | None = setting(
-        None, "Rejection outside of the bounds; null for none.", choices=("token", "sequence", "geometric")
+    rollout_is_threshold: float | str = setting(
+        2.0, "Upper bound of the weights; larger ones are truncated. Text lower_upper: weights outside are 0."
     )
-    rollout_rs_threshold: float | None = setting(None, "Upper bound of the ratio; null: rollout_is_threshold.", above=0)
+    rollout_rs: str | None = setting(
+        None,
+        "Rejection outside of the bounds: token, sequence, geometric, or {token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}, "
+        "several separated by commas; null for none.",
+    )
+    rollout_rs_threshold: float | str | None = setting(
+        None,
+        "Upper bound of the ratio (k1) or divergence, or text lower_upper; one for each option, separated by commas. "
+        "null: rollout_is_threshold.",
+    )
     rollout_rs_threshold_lower: float | None = setting(None, "Lower bound; null: reciprocal of the upper one.", above=0)
     rollout_token_veto_threshold: float | None = setting(
         None, "Reject sequences with a token ratio below; null: never.", above=0
@@ -57,6 +114,13 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     bypass_mode: bool = setting(False, "Use the rollout's log-probs as old log-probs, without a forward of their own.")
     loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
     rollout_is_batch_normalize: bool = setting(False, "Divide the weights by their mean over the batch.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_bounds(self.rollout_is_threshold)
+        upper = self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
+        if self.rollout_rs is not None:
+            rejections(self.rollout_rs, upper, self.rollout_rs_threshold_lower)
 
     @classmethod
     def decoupled_token_is(cls, threshold=2.0):
@@ -117,9 +181,66 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
         return cls(**weights, **rejection, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
+    def decoupled_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+        """The ratio of each token as its weight, 0 outside the bounds, own old-log-prob pass."""
+        return cls(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+        """decoupled_token_icepop as a plain policy gradient without an old-log-prob pass."""
+        weights = {"rollout_is": "token", "rollout_is_threshold": f"{threshold_lower}_{threshold}"}
+        return cls(**weights, bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
+        """Truncated sequence weights; sequences with a geometric mean ratio outside the bounds leave the loss."""
+        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k1", rs_threshold))
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
+        """decoupled_geo_rs_seq_tis with token weights."""
+        return cls(rollout_is="token", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k1", rs_threshold))
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold="0.999_1.001"):
+        """Plain policy gradient with geometric rejection, without weights."""
+        return cls(rollout_is=None, bypass_mode=True, loss_type="reinforce", **_rejects("seq_mean_k1", rs_threshold))
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
+        """decoupled_geo_rs_token_tis as a plain policy gradient without an old-log-prob pass."""
+        weights = {"rollout_is": "token", "rollout_is_threshold": is_threshold}
+        return cls(**weights, **_rejects("seq_mean_k1", rs_threshold), bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold=0.01):
+        """No weights; sequences whose mean k3 estimate of the divergence is larger leave the loss."""
+        return cls(rollout_is=None, **_rejects("seq_mean_k3", rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        """decoupled_k3_rs with truncated sequence weights."""
+        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k3", rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        """decoupled_k3_rs with truncated token weights."""
+        return cls(rollout_is="token", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k3", rs_threshold))
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold=0.01):
+        """bypass_ppo_clip with the rejection of decoupled_k3_rs."""
+        return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip", **_rejects("seq_mean_k3", rs_threshold))
+
+    @classmethod
     def disabled(cls):
         """Neither weights nor rejection."""
         return cls(rollout_is=None, rollout_rs=None)
+
+
+def _rejects(option: str, threshold: float | str) -> dict[str, Any]:
+    """Rejection by one option."""
+    return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
 def _geometric(upper: float, lower: float | None, veto: float | None) -> dict[str, Any]:
@@ -149,6 +270,22 @@ class AlgoConfig(BaseConfig, section="algorithm"):
         "Resampling: reweight_method (pow, max_min, max_random) and weight_pow, its exponent.",
     )
     filter_groups: FilterGroupsConfig | None = setting(None, "DAPO: replace groups of samples with equal metrics.")
+    gdpo_reward_keys: list[str] | None = setting(
+        None, "Values of the reward function that gdpo normalises one by one; it needs at least one."
+    )
+    gdpo_reward_weights: list[float] | None = setting(None, "Weights of those; null: 1 each.")
     rollout_correction: RolloutCorrectionConfig | None = setting(
         RolloutCorrectionConfig.disabled, "Correction for a rollout policy that differs from the trained one."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keys, weights = self.gdpo_reward_keys or [], self.gdpo_reward_weights
+        if self.adv_estimator == "gdpo" and not keys:
+            raise ValueError(
+                "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys: names of values that the reward "
+                "function returns."
+            )
+        if weights is not None and len(weights) != len(keys):
+            count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
+            raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")

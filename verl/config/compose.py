@@ -16,6 +16,7 @@ from verl.config.fields import default_of, field_metadata, field_types, section_
 from verl.utils.import_utils import load_class_from_fqn
 
 Settings = TypeVar("Settings", bound=BaseConfig)
+CHOICE = "choice_of_a_group"  # key for the choice of a config group that the trees here do not have
 
 
 def to_settings(config: Any, config_type: type[Settings], checked: bool = True) -> Settings:
@@ -150,5 +151,10 @@ def hydra_main(
 
 
 def forced_override(argument: str, groups: bool = True) -> str:
-    """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are."""
+    """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are.
+
+    `engine=fsdp`, the choice of a group that only later versions of verl have, becomes a key of `verl.config.aliases`.
+    """
+    others = ("model_engine",) if groups else ("engine", "optim", "profiler")
+    argument = re.sub(rf"^({'|'.join(others)})=", rf"\1.{CHOICE}=", argument)
     return re.sub(rf"^\+{{0,2}}(?=\w+(\.\w+){'+' if groups else '*'}=)", "++", argument)

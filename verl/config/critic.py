@@ -48,6 +48,7 @@ class CriticConfig(BaseConfig, section="critic"):
     shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
     cliprange_value: float = setting(0.5, "Clip range of the value's change.", low=0)
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
+    loss_scale_factor: int | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: response length.", low=1)
     ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     engine: Any = setting(BaseConfig)
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-5), "Optimizer of the critic.")

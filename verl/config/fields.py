@@ -141,6 +141,6 @@ def _range_error(key: str, value: Any, rule: Mapping[str, Any]) -> str | None:
                 near = nearest(str(item), known) or "."
                 return f"{key}={item!r} is unknown{near} Known: {', '.join(known)}.{end}"
     for name, keeps, said in BOUNDS:
-        if name in rule and not keeps(value, rule[name]):
+        if name in rule and not isinstance(value, str) and not keeps(value, rule[name]):
             return f"{key}={value} is {said.format(rule[name])}.{end}"
     return None

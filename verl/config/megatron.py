@@ -5,9 +5,9 @@ instead of sharing them out, so that the other parallel sizes must be 1.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.base import BaseConfig
@@ -66,6 +66,7 @@ def _check_recomputation(engine: Mapping[str, Any], model: Mapping[str, Any], ke
 class McoreEngineConfig(EngineConfig, section="megatron"):
     """Megatron's settings of a role, as far as FSDP2 has them."""
 
+    _mutable_fields: ClassVar[Iterable[str]] = ("sequence_parallel",)
     strategy: str | None = setting("megatron", choices=("megatron",))
     grad_offload: bool = setting(False, "Free the GPU of gradients between updates.")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
@@ -85,6 +86,11 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
     use_mbridge: bool = setting(True, "Convert weights by mbridge.")
     vanilla_mbridge: bool = setting(True, "Take the version of mbridge of its own repository.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_model_parallel_size == 1:
+            self.sequence_parallel = False  # there is no other rank to keep parts of the tokens
 
 
 @dataclass

@@ -19,6 +19,7 @@ from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
+EACH_EPOCH = "after_each_epoch"
 
 
 @dataclass
@@ -43,7 +44,12 @@ class SFTDataConfig(BaseConfig, section="data"):
         None, "Deprecated: samples per forward over all ranks; replaces micro_batch_size_per_gpu.", low=1
     )
     micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
-    packing: bool = setting(False, "Pack samples without padding, up to micro_batch_size_per_gpu x max_length tokens.")
+    packing: bool = setting(
+        False, "Pack samples without padding, up to max_token_len_per_gpu tokens a forward, and ignore sample counts."
+    )
+    max_token_len_per_gpu: int | None = setting(
+        None, "Tokens of a packed forward on one rank; null: micro_batch_size_per_gpu x max_length.", low=2
+    )
     train_files: str | list[str] = setting(
         "~/data/gsm8k/train.parquet",
         "Parquet, jsonl or json file, or a list of files; docs/quickstart.md has the columns.",
@@ -70,6 +76,14 @@ class SFTDataConfig(BaseConfig, section="data"):
     use_shm: bool = setting(False, "Copy data files to shared memory first.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Further arguments of the chat template; any key.")
     dataloader_num_workers: int = setting(2, "Processes per rank that read ahead; 0 reads between steps.", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing and self.max_token_len_per_gpu is not None and self.max_token_len_per_gpu < self.max_length:
+            raise ValueError(
+                f"data.max_token_len_per_gpu={self.max_token_len_per_gpu} is less than one sample of "
+                f"data.max_length={self.max_length} tokens; raise it."
+            )
 
 
 @dataclass
@@ -125,7 +139,14 @@ class SFTOptimConfig(BaseConfig, section="optim"):
     lr: float = setting(1e-5, "Learning rate after warm-up.", low=0)
     betas: list[float] = setting(lambda: [0.9, 0.95], "Decay rates of the optimizer's moments.")
     weight_decay: float = setting(0.01, "Weight decay.", low=0)
-    lr_warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
+    lr_warmup_steps_ratio: float = setting(
+        0.1, "Warm-up as a share of all steps, without lr_warmup_steps.", low=0, high=1
+    )
+    lr_warmup_steps: int = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
+    min_lr_ratio: float | None = setting(
+        None, "Final learning rate (cosine) as a share of lr; null means 0.", low=0, high=1
+    )
+    num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
     clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
     lr_scheduler: str = setting("cosine", "Schedule after warm-up.", choices=SCHEDULES)
 
@@ -139,11 +160,23 @@ class SFTTrainerConfig(RunConfig):
     experiment_name: str = "test"
     total_epochs: int = 4
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    test_freq: int = setting(-1, "Steps between validations; the last step has one always, also with -1.", low=-1)
+    test_freq: int | str = setting(
+        -1, "Steps between validations, or after_each_epoch; the last step has one always, also with -1."
+    )
+    save_freq: int | str = setting(
+        -1, "Steps between checkpoints, or after_each_epoch; -1 for one at the end only, 0 for none."
+    )
     nnodes: int = setting(1, "Machines, for the plan of a dry run; torchrun decides.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, for the plan of a dry run; torchrun decides.", low=1)
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null keeps all.", low=1)
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("test_freq", "save_freq"):
+            value = getattr(self, name)
+            if value != EACH_EPOCH and (isinstance(value, str) or value < -1):
+                raise ValueError(f"trainer.{name}={value} must be a number of steps, -1 or more, or {EACH_EPOCH}.")
 
 
 @dataclass

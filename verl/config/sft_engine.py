@@ -9,7 +9,7 @@ from verl.config.compose import to_plain
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
-from verl.config.sft import SFTConfig, SFTOptimConfig
+from verl.config.sft import EACH_EPOCH, SFTConfig, SFTOptimConfig
 from verl.utils.fs import copy_to_local
 
 EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig]
@@ -43,6 +43,16 @@ def samples_per_forward(data: Mapping[str, Any], groups: int) -> int:
             f"data.micro_batch_size_per_gpu={max(1, together // groups)} in its place."
         )
     return together // groups
+
+
+def tokens_per_forward(data: Mapping[str, Any], samples: int) -> int:
+    """Maximum tokens of a packed forward of one rank, `samples` being those of a forward without packing."""
+    return data["max_token_len_per_gpu"] or samples * data["max_length"]
+
+
+def steps_of_epochs(trainer: Mapping[str, Any], epoch: int) -> dict[str, int]:
+    """{key: steps} of the frequencies in `trainer` that count epochs of `epoch` steps."""
+    return {name: epoch for name in ("test_freq", "save_freq") if trainer[name] == EACH_EPOCH}
 
 
 def engine_parts(config: SFTConfig, tokenizer: Any, total_steps: int) -> EngineParts:

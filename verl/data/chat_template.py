@@ -10,13 +10,13 @@ from jinja2 import pass_context
 from jinja2.runtime import Context
 
 from verl.data.template_process import LimitExceeded, RenderError, TemplateProcess
-from verl.utils.time_limit import call_interruptibly, call_with_alarm
+from verl.utils.time_limit import ProcessorSeconds, call_interruptibly, call_with_alarm
 from verl.utils.visible_text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LIMIT_S = 5.0  # seconds of one rendering, which usually takes a tenth of a millisecond
+LIMIT_S = 5.0  # seconds of processor time of one rendering, which usually takes a tenth of a millisecond
 _process = TemplateProcess()
 
 
@@ -29,7 +29,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
     transformers runs templates in Jinja's sandbox, which blocks attributes but neither endless loops nor large texts.
     So the template is rendered in a subprocess with limits on time, memory and the length of the text. A tokenizer that
-    renders by Python code of its own does so here, for at most LIMIT_S seconds. Raises ChatTemplateError.
+    renders by Python code of its own does so here, for at most LIMIT_S seconds of its thread. Raises ChatTemplateError.
     """
     try:
         if not _has_own_rendering(type(tokenizer)):
@@ -37,11 +37,12 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
             return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         in_main = threading.current_thread() is threading.main_thread()
         call = call_with_alarm if in_main else call_interruptibly
-        return call(tokenizer.apply_chat_template, LIMIT_S, messages, tokenize=False, **settings)
+        limit = ProcessorSeconds(LIMIT_S)
+        return call(tokenizer.apply_chat_template, limit, messages, tokenize=False, **settings)
     except LimitExceeded as error:
         problem = _refused(str(error))
     except TimeoutError:
-        problem = _refused(f"did not end within {LIMIT_S:g} s and was stopped")
+        problem = _refused(f"did not end within {LIMIT_S:g} s of processor time and was stopped")
     except RenderError as error:
         problem = f"the chat template raised {error}"
     except Exception as error:  # a template can raise anything

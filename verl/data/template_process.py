@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_BYTES = 1 << 30  # limit for a rendering, in addition to the memory of the idle subprocess
 TEXT_LENGTH = 1 << 26  # limit of the rendered text, in characters
 _START_S = 60.0  # limit for the start of the subprocess, which takes about a tenth of a second
-_GRACE_S = 5.0  # in addition to the time limit of a request, which the subprocess enforces
+_WALL = 20  # times the limit of processor time, which the subprocess enforces: it waits on a busy machine
 _TEXT, _ERROR, _MEMORY, _LONG = b"text", b"error", b"memory", b"long"
 
 
@@ -54,7 +54,8 @@ class TemplateProcess:
     def render(self, seconds: float, template: str, variables: dict[str, Any]) -> str:
         """The text of a template with these variables.
 
-        Raises LimitExceeded after `seconds` or at another limit, and RenderError if the template raises an exception.
+        Raises LimitExceeded after `seconds` of processor time or at another limit, and RenderError if the template
+        raises an exception.
         """
         request = (seconds, MEMORY_BYTES, TEXT_LENGTH, template, variables)
         with self._lock:
@@ -63,13 +64,13 @@ class TemplateProcess:
                     self._end()
                     self._start()
                 self._connection.send(request)
-                if not self._connection.poll(seconds + _GRACE_S):
+                if not self._connection.poll(seconds * _WALL):
                     raise TimeoutError
                 answer = self._connection.recv_bytes()
             except (EOFError, OSError):  # includes TimeoutError; the subprocess has ended or hangs
                 code = self._end()
-                if code in (-signal.SIGALRM, -signal.SIGKILL):
-                    raise LimitExceeded(f"did not end within {seconds:g} s and was stopped") from None
+                if code in (-signal.SIGPROF, -signal.SIGKILL):
+                    raise LimitExceeded(f"did not end within {seconds:g} s of processor time and was stopped") from None
                 raise LimitExceeded(f"ended its process with exit code {code}") from None
             except BaseException:  # otherwise the next request would receive the response to this one
                 self._end()
@@ -109,14 +110,14 @@ class TemplateProcess:
 def main(descriptor: int) -> None:
     """Run the subprocess: serve requests until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, also within C code
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, also within C code
     connection = Connection(descriptor)
     connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
             seconds, memory, length, template, variables = connection.recv()
             previous_limits = _limit_memory(memory)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 text = _compiled(template).render(variables)
                 answer = _LONG if len(text) > length else _TEXT + b" " + text.encode("utf-8", "surrogatepass")
@@ -125,7 +126,7 @@ def main(descriptor: int) -> None:
             except Exception as error:  # a template can raise anything
                 message = f"{type(error).__name__}: {str(error)[:1000]}"
                 answer = _ERROR + b" " + message.encode("utf-8", "surrogatepass")
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             text = None  # frees its memory before the next request
             resource.setrlimit(resource.RLIMIT_AS, previous_limits)
             connection.send_bytes(answer)

@@ -157,10 +157,11 @@ def create_huggingface_actor(
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
-    """Sets each key on the config, in place; a nested mapping goes into the sub-config of that name."""
+    """Sets each key on the config, in place; a nested mapping goes into the sub-config or object of that name."""
     for key, value in override_config_kwargs.items():
-        if isinstance(value, Mapping) and isinstance(getattr(module_config, key, None), PretrainedConfig):
-            update_model_config(getattr(module_config, key), value)
+        below = getattr(module_config, key, None)
+        if isinstance(value, Mapping) and hasattr(below, "__dict__") and not isinstance(below, Mapping):
+            update_model_config(below, value)
         else:
             setattr(module_config, key, value)
 

@@ -37,7 +37,7 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     if not serves:
         for key, value in needs.items():
             if value:
-                how = f"{ROLLOUT}.mode=async, {ROLLOUT}.name=vllm and {ROLLOUT}.tensor_model_parallel_size=1"
+                how = f"{ROLLOUT}.mode=async and {ROLLOUT}.name=vllm, or sglang"
                 yield wrong(key, f"{key}={value} needs conversations with a server: set {how}.")
         return
     problems: list[Problem] = []

@@ -9,6 +9,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.algos.names import READS_SQUARES
+from verl.config.aliases import with_current_names
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
@@ -130,7 +132,8 @@ def known_tree(config_name: str | None = None, overrides: Sequence[str] | None =
         config_name, overrides = app.job.config_name, OmegaConf.to_container(app.overrides.task, resolve=False)
     loader = GlobalHydra.instance().config_loader()
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    return compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
+    tree = compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
+    return with_current_names(tree)
 
 
 def unknown_keys(settings: Mapping[str, Any], known: Mapping[str, Any]) -> list[Problem]:
@@ -295,6 +298,10 @@ def algorithm_problems(settings: PPOConfig) -> list[Problem]:
         rule = f"critic.enable=false with algorithm.adv_estimator={estimator}, which rests on the critic's values."
         issues.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
     n, key = sampling.n, f"{rollout}.n"
+    if estimator in READS_SQUARES and not actor.calculate_sum_pi_squared:
+        name = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+        rule = f"algorithm.adv_estimator={estimator} needs the sums of squared probabilities"
+        issues.append(wrong(name, f"{rule}, which are not requested. Set {name}=true."))
     if estimator == "grpo_passk" and n < 2:
         rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
         issues.append(wrong(key, f"{rule} Set {key} to 2 or more."))

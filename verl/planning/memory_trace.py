@@ -28,7 +28,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import torch_dtype_of
-from verl.utils import fsdp_utils
+from verl.utils import sharding
 from verl.utils.peft_weights import without_adapters
 from verl.utils.problems import one_line
 from verl.workers.engine import build
@@ -186,7 +186,7 @@ def _trace(
     sharing, shards = engine.ulysses_sequence_parallel_size, engine.fsdp_size
     if shards > 0:
         shards //= engine.tensor_parallel_size
-    mesh = fsdp_utils.create_device_mesh(dist.get_world_size(), shards, "cpu")
+    mesh = sharding.create_device_mesh(dist.get_world_size(), shards, "cpu")
     group = dist.new_group(list(range(sharing))) if sharing > 1 else None
     batch = _batch(micro, group)
     compute, live = torch_dtype_of(engine.dtype, "dtype"), _Live()
@@ -201,12 +201,12 @@ def _trace(
         _without_storage(module, master)
         if model.enable_gradient_checkpointing:
             without_adapters(module).gradient_checkpointing_enable({"use_reentrant": False})
-        module = fsdp_utils.apply_fsdp2(
+        module = sharding.apply_fsdp2(
             module, mesh, wrap_policy=dict(engine.wrap_policy or {}), offload_policy=False,
             reshard_after_forward=engine.reshard_after_forward, forward_prefetch=engine.forward_prefetch,
             mp_policy=build.mixed_precision_policy(engine),
         )  # fmt: skip
-        shapes |= {tuple(fsdp_utils.local_tensor(p).shape) for p in module.parameters()}
+        shapes |= {tuple(sharding.local_tensor(p).shape) for p in module.parameters()}
         module.train()
         made = build_optimizer(module.named_parameters(), optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -234,7 +234,7 @@ def _trace(
             made.zero_grad(set_to_none=True)
         live.reset()
         lower = torch.autocast("cpu", dtype=compute) if compute != torch.float32 else nullcontext()
-        away = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else fsdp_utils.activations_on_cpu()
+        away = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else sharding.activations_on_cpu()
         offload = away if model.enable_activation_offload else nullcontext()
         module.set_requires_gradient_sync(not engine.defer_gradient_sync)
         for _ in range(1 + engine.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
@@ -253,7 +253,7 @@ def _trace(
 
 
 def _forget(tensor: torch.Tensor) -> Any:
-    """Offloaded activations keep only their shape on the GPU (`fsdp_utils.activations_on_cpu`); weights stay."""
+    """Offloaded activations keep only their shape on the GPU (`sharding.activations_on_cpu`); weights stay."""
     weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
     return tensor if weight else (tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -292,5 +292,5 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
 
 def _nbytes(tensors: Any) -> int:
     """Bytes of this rank's parts."""
-    local = (fsdp_utils.local_tensor(t) for t in tensors if isinstance(t, torch.Tensor))
+    local = (sharding.local_tensor(t) for t in tensors if isinstance(t, torch.Tensor))
     return sum(math.prod(t.shape) * t.element_size() for t in local)

@@ -8,9 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from verl.config.batch_sizes import divides_ranks, rank_count, sharding_ranks, splits_ranks
+from verl.config.compose import with_values
 from verl.config.model import LOGITS_CHUNK
 from verl.config.sft import SFTConfig
-from verl.config.sft_engine import engine_parts, model_settings, samples_per_forward
+from verl.config.sft_engine import (
+    engine_parts,
+    model_settings,
+    samples_per_forward,
+    steps_of_epochs,
+    tokens_per_forward,
+)
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.planning.checks import (
     ROWS_AT_START,
@@ -133,7 +140,10 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
     samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None
     steps = run.total_training_steps or (epoch and epoch * run.total_epochs)
-    budget = micro * data.max_length
+    budget = tokens_per_forward(data, micro) if data.packing else micro * data.max_length
+    run = with_values(config, {f"trainer.{k}": n for k, n in steps_of_epochs(run, epoch or 1).items()}).trainer
+    warm_up = config.optim.lr_warmup_steps
+    warm_up = int((steps or 0) * config.optim.lr_warmup_steps_ratio) if warm_up < 0 else warm_up
     rows = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
     print_rows(
         console,
@@ -146,7 +156,7 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
             "micro-batches a step and rank": f"of at most {budget:,} tokens" if data.packing else rows,
             "steps per epoch": count_text(epoch),
             "steps in all": count_text(steps),
-            "warm-up steps": count_text(steps and int(steps * config.optim.lr_warmup_steps_ratio)),
+            "warm-up steps": count_text(steps and warm_up),
         },
     )
     if findings.hf_config is None:

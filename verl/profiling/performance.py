@@ -1,8 +1,13 @@
-"""The peak memory of a rank."""
+"""The peak memory of a rank, and timers of code blocks."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from verl.profiling.profile import mark_end_range, mark_start_range
 
 GIB = 2**30
 
@@ -15,3 +20,27 @@ def peak_memory(device_type: str) -> dict[str, float]:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         sizes = {"resident": int(status.partition("VmHWM:")[2].split()[0]) << 10}
     return {f"perf/max_memory_{name}_gb": size / GIB for name, size in sizes.items()}
+
+
+@contextmanager
+def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of the block to `timing_raw[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def marked_timer(
+    name: str, timing_raw: dict[str, float], color: str | None = None, domain: str | None = None,
+    category: str | None = None,
+) -> Iterator[None]:
+    """As `simple_timer`, and a range of that name in the profile."""
+    mark = mark_start_range(name, color, domain, category)
+    try:
+        with simple_timer(name, timing_raw):
+            yield
+    finally:
+        mark_end_range(mark)

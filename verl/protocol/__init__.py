@@ -77,6 +77,8 @@ class DataProto:
     meta_info: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     def __len__(self) -> int:
@@ -351,11 +353,16 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut dimension 1 of `split_keys` in `n_split` and make the parts rows: [B, S, ...] -> [B*n, S/n, ...].
 
-        All other columns are repeated (interleaved) to match.
+        Of a column [B] of lists each list is cut. All other columns are repeated (interleaved) to match.
         """
         chosen = _pick({**self._tensors(), **self.non_tensor_batch}, split_keys or [], "the batch")
         wide = self.repeat(n_split, interleave=True)
         for key, v in chosen.items():
+            of_lists = isinstance(v, np.ndarray) and v.ndim == 1 and all(isinstance(x, list) for x in v)
+            if of_lists and all(len(x) % n_split == 0 for x in v):
+                parts = [x[i * len(x) // n_split : (i + 1) * len(x) // n_split] for x in v for i in range(n_split)]
+                wide.non_tensor_batch[key] = object_array(parts)
+                continue
             if v.ndim < 2 or v.shape[1] % n_split:
                 raise DataProtoError(f"column {key!r} of shape {tuple(v.shape)} cannot be cut in {n_split} along dim 1")
             part = wide.batch if isinstance(v, torch.Tensor) else wide.non_tensor_batch

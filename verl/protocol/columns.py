@@ -26,6 +26,7 @@ COLUMNS = {
     "rollout_log_probs": Column("[B, R]", "float32", "Log-probs that the rollout engine computed as it sampled."),
     "group_index": Column("[B]", "int64", "Number of the row's prompt, where a forward pass shares prompts."),
     "old_log_probs": Column("[B, R]", "float32", "Log-probs of the actor before the update."),
+    "sum_pi_squared": Column("[B, R]", "float32", "Sum of the squared probabilities of each token's distribution."),
     "ref_log_prob": Column("[B, R]", "float32", "Log-probs of the reference policy."),
     "values": Column("[B, R]", "float32", "Values of the critic before the update."),
     "rm_scores": Column("[B, R]", "float32", "Score of a reward model or an agent loop, at the last token."),

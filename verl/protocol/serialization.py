@@ -24,9 +24,11 @@ _TAG = "__kind__"
 def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
     """A tensor of any shape -> (dtype name, shape, C-contiguous numpy array on the CPU; shares memory where it can).
 
-    A jagged nested tensor becomes ("jagged", (number of the jagged dimension,), (its values, its offsets)), both of
-    these in the form above.
+    A jagged nested tensor becomes ("jagged", (number of the jagged dimension,), (its values, its offsets)), a strided
+    one ("nested", (), its tensors), all of these in the form above.
     """
+    if obj.is_nested and obj.layout == torch.strided:
+        return "nested", (), [serialize_single_tensor(part) for part in obj.unbind()]
     if obj.layout == torch.jagged:
         if obj.lengths() is not None:  # a view with gaps between its rows
             obj = torch.nested.as_nested_tensor(list(obj.unbind()), layout=torch.jagged)
@@ -45,6 +47,8 @@ def deserialize_single_tensor(arr: Any) -> torch.Tensor:
     if dtype == "jagged":
         values, offsets = map(deserialize_single_tensor, array)
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=shape[0])
+    if dtype == "nested":
+        return torch.nested.nested_tensor([deserialize_single_tensor(part) for part in array], layout=torch.strided)
     with warnings.catch_warnings():
         # Arrays from the object store are read-only; the owner's contract (DataProto's docstring) covers that.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -89,6 +93,8 @@ class _Document:
             dtype, shape, data = serialize_single_tensor(value)
             if dtype == "jagged":
                 return {_TAG: dtype, "dim": shape[0], "parts": [self._store("tensor", *part) for part in data]}
+            if dtype == "nested":
+                raise TypeError(f"{where}: a nested tensor of layout torch.strided cannot be stored; use torch.jagged")
             return self._store("tensor", dtype, shape, data)
         if isinstance(value, list):
             return [self.dump(x, where) for x in value]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.config.aliases import current_names_or_exit
 from verl.config.compose import hydra_main
 from verl.config.sft import SFTConfig
 from verl.planning.sft import refuse_bad_rows, sft_entry
@@ -35,7 +36,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     Exits with code 0 (done), 130 or 143 (stopped by Ctrl-C or SIGTERM, after a finished step or, by a second signal, at
     once), or 1 with an error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
+    first, config = int(os.environ.get("RANK", "0")) == 0, current_names_or_exit(config)
     if config.trainer.dry_run:
         sys.exit(sft_entry(trainer_class).dry_run(config) if first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -34,7 +34,7 @@ from verl.utils.distributed import (
     initialize_global_process_group,
     shared_store,
 )
-from verl.utils.fsdp_utils import create_device_mesh
+from verl.utils.sharding import create_device_mesh
 from verl.utils.tokenizer import stop_ids
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy

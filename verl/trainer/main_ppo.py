@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
+from verl.config.aliases import current_names_or_exit
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
@@ -46,7 +47,7 @@ def rl_checks() -> Entry:
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     """Print plan and problems of an RL run; 1 if anything is wrong on every machine, else 0. `known`: see `run_ppo`."""
-    return rl_checks().dry_run(config, known)
+    return rl_checks().dry_run(current_names_or_exit(config), known)
 
 
 def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> PPOConfig:
@@ -72,6 +73,7 @@ def run_ppo(
     `known` is the config tree without the user's settings, which unknown keys are compared with; inside a Hydra
     application it is composed here. `services(config)` is entered around the training, after the checks.
     """
+    config = current_names_or_exit(config)
     if config.trainer.dry_run:
         if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
             from verl.planning.calibration import print_step_time
@@ -162,9 +164,11 @@ class TaskRunner:
 
     def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
+        from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-        return self.build(RayPPOTrainer, config, stop_flag)
+        config = to_settings(config, PPOConfig)
+        return self.build(RayDAPOTrainer if _filters_groups(config) else RayPPOTrainer, config, stop_flag)
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
@@ -173,6 +177,9 @@ class TaskRunner:
         from verl.utils.tokenizer import policy_tokenizer
 
         config = to_settings(config, PPOConfig)
+        if _filters_groups(config) and not hasattr(trainer_class, "filters_groups"):
+            name = trainer_class.__name__
+            raise ValueError(f"algorithm.filter_groups.enable=true: {name} does not filter groups. Set it to false.")
         folder = os.path.expanduser(config.trainer.default_local_dir)
         config = with_values(config, {"trainer.default_local_dir": folder})
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
@@ -217,6 +224,10 @@ class TaskRunner:
             raise
         trainer.shutdown()  # not where the process is to end at once: Ray ends the ranks then
         return trainer.is_finished
+
+
+def _filters_groups(config: PPOConfig) -> bool:
+    return config.algorithm.filter_groups is not None and config.algorithm.filter_groups.enable
 
 
 if __name__ == "__main__":

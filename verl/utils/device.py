@@ -10,6 +10,11 @@ is_cuda_available = torch.cuda.is_available()
 is_npu_available = False
 
 
+def is_torch_npu_available(check_device: bool = True) -> bool:
+    """Whether there is an NPU: no, they are not supported."""
+    return False
+
+
 def get_visible_devices_keyword() -> str:
     """Name of the environment variable that hides or shows accelerators."""
     return "CUDA_VISIBLE_DEVICES"

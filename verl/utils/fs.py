@@ -7,11 +7,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from loguru import logger
 
 HDFS_PREFIX = "hdfs://"
+RECORD_FILE = ".directory_record.txt"
 
 
 def is_non_local(path: str | os.PathLike) -> bool:
@@ -38,6 +40,23 @@ def _files(root: Path) -> dict[str, tuple[int, int]]:
 def verify_copy(src: str, dest: str) -> bool:
     """True when both have the same files, of the same sizes and modification times."""
     return os.path.exists(src) and os.path.exists(dest) and _files(Path(src)) == _files(Path(dest))
+
+
+def _record_directory_structure(folder_path: str | os.PathLike) -> str:
+    """Write the names of a folder's files and sub-folders to `.directory_record.txt` in it; the path of that file."""
+    record = os.path.join(folder_path, RECORD_FILE)
+    Path(record).write_text("\n".join(_names(folder_path)), encoding="utf-8")
+    return record
+
+
+def _check_directory_structure(folder_path: str | os.PathLike, record_file: str) -> bool:
+    """Whether a folder has the files and sub-folders of its record, and no other."""
+    record = Path(record_file)
+    return record.exists() and record.read_text(encoding="utf-8").splitlines() == _names(folder_path)
+
+
+def _names(folder: str | os.PathLike) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.name != RECORD_FILE)
 
 
 def copy_to_shm(src: str) -> str:
@@ -100,13 +119,46 @@ def _hdfs_get(src: str, dest: str) -> None:
     os.replace(unfinished, dest)
 
 
+def exists(path: str, **kwargs: Any) -> bool:
+    """Whether a local path or an hdfs:// one exists; further arguments are those of os.path.exists."""
+    if not is_non_local(path):
+        return os.path.exists(path, **kwargs)
+    try:
+        _hdfs(path, "-test", "-e", path)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+    """Create a folder and its parents, local or hdfs://, which has no modes and may exist; as os.makedirs."""
+    if is_non_local(name):
+        _hdfs(name, "-mkdir", "-p", name)
+    else:
+        os.makedirs(name, mode, exist_ok, **kwargs)
+
+
+def copy(src: str, dst: str, **kwargs: Any) -> str | bool:
+    """Copy a file or folder to `dst`: to hdfs:// or from it (True), or locally (the path of the copy).
+
+    Further arguments are those of shutil.copy or shutil.copytree. Raises OSError or subprocess.CalledProcessError.
+    """
+    if is_non_local(dst):
+        _hdfs(dst, *(("-cp", "-f") if is_non_local(src) else ("-put", "-f")), src, dst)
+        return True
+    if is_non_local(src):
+        _hdfs_get(src, dst)
+        return True
+    return (shutil.copytree if os.path.isdir(src) else shutil.copy)(src, dst, **kwargs)
+
+
 def copy_into(sources: Sequence[Path], folder: str) -> None:
     """Copy files and folders into a folder, hdfs:// with the `hdfs` command; entries of the same names are replaced.
 
     Raises OSError or subprocess.CalledProcessError if that fails.
     """
     if is_non_local(folder):
-        _hdfs(folder, "-mkdir", "-p", folder)
+        makedirs(folder)
         _hdfs(folder, "-put", "-f", *map(str, sources), folder)
         return
     root = Path(local_mkdir_safe(folder))

@@ -1,391 +1,130 @@
-"""Shards modules with FSDP2 and moves, gathers or clips what was sharded."""
+"""Compatibility with verl: import path of `verl.utils.sharding`, and helpers for scripts that shard models."""
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from loguru import logger
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+)
 from transformers import PreTrainedModel
 
+from verl.utils.accelerator import get_device_id, get_device_name
+from verl.utils.peft_weights import adapter_weights, hf_name, peft_models
+from verl.utils.sharding import (  # noqa: F401
+    BUCKET_BYTES,
+    activations_on_cpu,
+    apply_fsdp2,
+    create_device_mesh,
+    fill_from_rank_zero,
+    full_tensor,
+    full_tensors,
+    grad_norm,
+    is_placeholder,
+    is_row_sharded,
+    kept_gathered,
+    load_fsdp_model_to_gpu,
+    load_fsdp_optimizer,
+    local_tensor,
+    offload_fsdp_model_to_cpu,
+    offload_fsdp_optimizer,
+    reshard,
+    scale_grads,
+    shard_units,
+    tensor_parallel_mesh,
+    tensors_to_fill,
+)
 
-def create_device_mesh(
-    world_size: int, fsdp_size: int, device_type: str | None = None, tensor_parallel_size: int = 1
-) -> DeviceMesh:
-    """Dimension "fsdp" over all ranks; "ddp" before it when `fsdp_size` ranks share one copy, "tp" after it when
-    `tensor_parallel_size` neighbouring ranks split each layer."""
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = world_size if fsdp_size < 0 else min(fsdp_size, world_size)
-    if ranks == 0 or world_size % ranks:
-        raise ValueError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks; use a divisor, or -1 for all."
-        )
-    if ranks % tensor_parallel_size:
-        raise ValueError(
-            f"fsdp_config.tensor_parallel_size={tensor_parallel_size} does not divide the {ranks} ranks that share one "
-            "copy of the weights; use a divisor."
-        )
-    sizes = {"ddp": world_size // ranks, "fsdp": ranks // tensor_parallel_size, "tp": tensor_parallel_size}
-    sizes = {name: size for name, size in sizes.items() if name == "fsdp" or size > 1}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+def fsdp_version(model: nn.Module) -> int:
+    """2 for a module of `fully_shard`, 1 for a FullyShardedDataParallel, 0 for any other."""
+    if isinstance(model, FSDPModule):
+        return 2
+    return int(isinstance(model, FullyShardedDataParallel))
 
 
-def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that split each layer with this one; None if no layer is split."""
-    return mesh["tp"] if "tp" in mesh.mesh_dim_names else None
+def _own_device() -> int | str:
+    return get_device_id() if get_device_name() == "cuda" else "cpu"
 
 
-def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
-    """The submodules that get a shard group of their own, inner ones first.
+def init_fn(x: nn.Module) -> nn.Module:
+    """Give a module uninitialized memory on this rank's device, on every rank but 0, which holds the weights."""
+    if dist.get_rank() != 0:
+        x = x.to_empty(device=_own_device(), recurse=False)
+    return x
 
-    A module that shares a weight with one outside of it (a tied output head) gets none: a weight has one group.
-    By default the decoder layers (`_no_split_modules` of each transformers model inside). `wrap_policy` may hold
-    `transformer_layer_cls_to_wrap` (class names), `min_num_params` (size instead of class) or `disable`.
+
+def get_fsdp_wrap_policy(module: nn.Module, config: Any = None, is_lora: bool = False) -> Callable | None:
+    """The `auto_wrap_policy` of FullyShardedDataParallel for a module; None where nothing is to be wrapped.
+
+    `config` may hold `disable`, `min_num_params` (wrap by size) or `transformer_layer_cls_to_wrap` (class names, by
+    default the model's `_no_split_modules`). With `is_lora`, trained leaves are wrapped on their own. Raises ValueError
+    for a class that the module does not have.
     """
-    known = {"transformer_layer_cls_to_wrap", "min_num_params", "disable"}
-    if unknown := set(wrap_policy) - known:
-        raise ValueError(f"fsdp_config.wrap_policy has unknown keys {sorted(unknown)}. Known: {sorted(known)}.")
-    if wrap_policy.get("disable"):
-        return []
-    if wrap_policy.get("min_num_params"):
-        return _units_by_size(module, int(wrap_policy["min_num_params"]))
-    names = wrap_policy.get("transformer_layer_cls_to_wrap")
-    if isinstance(names, str):
-        names = [names]
-    if not names:
-        names = {
-            name for m in module.modules() if isinstance(m, PreTrainedModel) for name in (m._no_split_modules or ())
-        }
-        return [m for m in _inner_first(module) if type(m).__name__ in names]
-    units = [m for m in _inner_first(module) if type(m).__name__ in set(names)]
-    if missing := set(names) - {type(m).__name__ for m in units}:
-        raise ValueError(
-            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap names {sorted(missing)}, "
-            f"which {type(module).__name__} does not contain."
-        )
-    sharing = _sharing(module)
-    return [m for m in units if m not in sharing]
+    config = {} if config is None else config
+    if config.get("disable", False):
+        return None
+    policies: list[Callable] = []
+    if is_lora:
+        trained = functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_trained_leaf)
+        policies.append(trained)
+    if size := config.get("min_num_params", 0):
+        policies.append(functools.partial(size_based_auto_wrap_policy, min_num_params=size))
+    else:
+        wrapped = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+        default = {name for m in wrapped for name in (m._no_split_modules or ())}
+        names = config.get("transformer_layer_cls_to_wrap", None)
+        names = [names] if isinstance(names, str) else names
+        classes = {type(m).__name__: type(m) for m in module.modules()}
+        if missing := [name for name in names or () if name not in classes]:
+            raise ValueError(f"wrap_policy.transformer_layer_cls_to_wrap={missing}: the model has no such class.")
+        if found := {classes[name] for name in names or default if name in classes}:
+            policies.append(ModuleWrapPolicy(found))
+    return functools.partial(_or_policy, policies=policies) if policies else None
 
 
-def _inner_first(module: nn.Module) -> list[nn.Module]:
-    """Submodules without the root, children before parents."""
-    return [m for m in reversed(list(module.modules())) if m is not module]
+def _is_trained_leaf(module: nn.Module) -> bool:
+    return not list(module.named_children()) and getattr(getattr(module, "weight", None), "requires_grad", False)
 
 
-def _sharing(module: nn.Module) -> set[nn.Module]:
-    """The submodules with a weight that a module outside of them has too."""
-    uses = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    inside = {m: Counter(p for _, p in m.named_parameters(remove_duplicate=False)) for m in _inner_first(module)}
-    return {m for m, own in inside.items() if any(uses[p] > count for p, count in own.items())}
-
-
-def _units_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
-    units: list[nn.Module] = []
-    taken: set[nn.Parameter] = set()
-    sharing = _sharing(module)
-    for child in (m for m in _inner_first(module) if m not in sharing):
-        free = [p for p in child.parameters() if p not in taken]
-        # A ModuleList has no forward of its own: nothing would gather its parameters.
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and sum(p.numel() for p in free) >= min_num_params:
-            units.append(child)
-            taken.update(free)
-    return units
-
-
-def apply_fsdp2(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    wrap_policy: dict,
-    reshard_after_forward: bool,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: bool,
-    forward_prefetch: bool,
-    tensor_parallel: Mapping[nn.Module, ParallelStyle] | None = None,
-) -> FSDPModule:
-    """Shards `module` in place over the mesh's dimension "fsdp", copies it over "ddp", and splits its layers over "tp"
-    as `tensor_parallel` says (`tensor_parallel.styles_of`)."""
-    on_gpu = mesh.device_type != "cpu"
-    splits, styles = tensor_parallel_mesh(mesh), dict(tensor_parallel or {})
-    names = tuple(name for name in mesh.mesh_dim_names if name != "tp")
-    options = dict(
-        mesh=mesh[names] if len(names) < mesh.ndim else mesh,
-        mp_policy=mp_policy,
-        # On CPU ranks the parameters are where the policy would put them.
-        offload_policy=CPUOffloadPolicy(pin_memory=True) if offload_policy and on_gpu else OffloadPolicy(),
-    )
-    units = shard_units(module, wrap_policy)
-    # A group has one dtype: trained parts next to a frozen one of lower precision are groups of their own.
-    first = next((p.dtype for p in module.parameters()), None)
-    for child in module.children():
-        if child not in units and any(p.dtype != first for p in child.parameters()):
-            units.append(child)
-    for unit in units:
-        _materialize(unit, mesh.device_type)
-        _split(unit, splits, styles)
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-    _materialize(module, mesh.device_type)
-    _split(module, splits, styles)
-    # None: the root stays gathered between forward and backward, where it would be gathered again at once.
-    fully_shard(module, reshard_after_forward=None if reshard_after_forward else False, **options)
-    if forward_prefetch:
-        ordered = [m for m in module.modules() if m in set(units)]
-        for here, following in zip(ordered, ordered[1:], strict=False):
-            here.set_modules_to_forward_prefetch([following])
-    if mesh.get_rank() == 0:
-        logger.debug("{} sharded in {} groups over mesh {}", type(module).__name__, len(units) + 1, tuple(mesh.shape))
-    return module
-
-
-def _materialize(unit: nn.Module, device_type: str) -> None:
-    """Gives placeholders memory, which sharding frees again; on a CPU no page of it is ever written."""
-    for parameter in unit.parameters():
-        if is_placeholder(parameter):
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device_type)
-
-
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether all entries of a plain tensor are one number in memory: a parameter whose weights are yet to be read."""
-    return not isinstance(tensor, DTensor) and tensor.numel() > 1 and not any(tensor.stride())
-
-
-def tensors_to_fill(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers by name that a loader left on the meta device on some rank; every rank calls it.
-
-    To be called before `apply_fsdp2`: rank 0 must hold them.
-    """
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    missing: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(missing, [name for name, tensor in tensors.items() if tensor.is_meta])
-    return {name: tensors[name].detach() for name in dict.fromkeys(name for names in missing for name in names)}
-
-
-@torch.no_grad()
-def fill_from_rank_zero(
-    module: FSDPModule, whole: Mapping[str, torch.Tensor], device: torch.device, keep_on_cpu: bool
+def fsdp2_load_full_state_dict(
+    model: nn.Module, full_state: dict[str, torch.Tensor], device_mesh: DeviceMesh | None = None,
+    cpu_offload: Any = None,
 ) -> None:
-    """Give the other ranks their shards of rank 0's tensors (`tensors_to_fill`), one tensor at a time.
+    """Fill a module of `fully_shard` from the full weights that rank 0 holds; the other ranks may pass an empty dict.
 
-    So a machine holds a frozen model once, not once for each rank. `keep_on_cpu`: where shards stay offloaded.
+    With `cpu_offload` the shards go back to the CPU.
     """
-    parameters, shards = dict(module.named_parameters()), {}
-    for name, tensor in whole.items():
-        if dist.get_rank() == 0:
-            full = tensor.to(device).contiguous()
-        else:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        dist.broadcast(full, 0)
-        if not tensor.is_meta:
-            continue
-        if name in parameters:
-            sharded = parameters[name]
-            shard = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
-            shards[name] = shard.cpu() if keep_on_cpu else shard
-        else:
-            owner, _, attribute = name.rpartition(".")
-            module.get_submodule(owner)._buffers[attribute] = full
-    module.load_state_dict(shards, strict=False, assign=True)
+    on_device = "cpu" if device_mesh is not None and device_mesh.device_type == "cpu" else _own_device()
+    model = model.to(on_device) if dist.get_rank() == 0 else model.to_empty(device=on_device)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=bool(cpu_offload), broadcast_from_rank0=True)
+    set_model_state_dict(model, full_state, options=options)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    if cpu_offload:
+        model.to("cpu", non_blocking=True)
 
 
-def _split(unit: nn.Module, mesh: DeviceMesh | None, styles: dict[nn.Module, ParallelStyle]) -> None:
-    """Leave each rank of the one-dimensional `mesh` its part of the weights below `unit`, which all of them hold.
+def collect_lora_params(
+    module: nn.Module, layered_summon: bool, base_sync_done: bool
+) -> OrderedDict[str, torch.Tensor]:
+    """Full tensors on the CPU: those of the adapter by their names in peft's files, or, before the base is known to
+    the engine, those of the base model by the names of its own files. Every rank calls it.
 
-    What is split is taken out of `styles`: units lie inside other units.
+    `layered_summon` has no effect: tensors are always gathered in buckets.
     """
-    for module in unit.modules():
-        if (style := styles.pop(module, None)) is not None:
-            trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-            parallelize_module(module, mesh, style, src_data_rank=None)
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad_(trained[name])
-
-
-def reshard(module: nn.Module) -> None:
-    """Frees gathered parameters that a forward without backward has left behind."""
-    for m in module.modules():
-        if isinstance(m, FSDPModule):
-            m.reshard()
-
-
-@contextmanager
-def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[None]:
-    """What a forward gathers stays until the caller calls `reshard`; after the block as set by `apply_fsdp2`."""
-    units = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]  # the root keeps its own
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_reshard_after_forward(reshard_after_forward, recurse=False)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part [n / ranks, ...] of a sharded tensor [n, ...]; a plain tensor is returned as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """The full tensor, of its global shape, on every rank: a collective call if sharded; moved to `device` first."""
-    tensor = tensor.detach()
-    if device is not None:
-        tensor = tensor.to(device)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-BUCKET_BYTES = 512 << 20
-
-
-def full_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, check_finite: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of each; sharded ones travel in buckets, one collective call for about `bucket_bytes`.
-
-    With `check_finite` a bucket is checked as a whole, by one transfer to the host; FloatingPointError names the
-    weight. Every rank must walk through all of it.
-    """
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield from _gather_bucket(bucket, check_finite)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    yield from _gather_bucket(bucket, check_finite)
-
-
-def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `full_tensors` gives for tensors of one dtype."""
-    sharded = {name: t for name, t in bucket if is_row_sharded(t) and t.device_mesh.size(t.device_mesh.ndim - 1) > 1}
-    parts: dict[str, torch.Tensor] = {}
-    blocks: list[torch.Tensor] = []
-    if sharded:
-        mesh = next(iter(sharded.values())).device_mesh
-        ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
-        # A rank's rows of a tensor, as on the first one: the last may have fewer, or none.
-        widths = [-(-len(t) // ranks) * math.prod(t.shape[1:]) for t in sharded.values()]
-        local = next(iter(sharded.values())).to_local().new_zeros(sum(widths))
-        for part, t in zip(local.split(widths), sharded.values(), strict=True):
-            part[: t.to_local().numel()] = t.to_local().flatten()
-        received = local.new_empty(ranks, len(local))
-        dist.all_gather_single(received.view(-1), local, group=group)
-        parts = dict(zip(sharded, received.split(widths, dim=1), strict=True))
-        blocks.append(received)
-    whole = {name: full_tensor(t) for name, t in bucket if name not in parts}
-    blocks += whole.values()
-    # NaN stays NaN. On a CPU this takes a twentieth of the time of isfinite, or of a norm.
-    if check_finite and (ends := [end for block in blocks if block.numel() for end in torch.aminmax(block)]):
-        if not torch.isfinite(torch.stack(ends)).all():
-            name, tensor = next((n, t) for n, t in (parts | whole).items() if not torch.isfinite(t).all())
-            shape = tuple(dict(bucket)[name].shape)
-            raise FloatingPointError(f"weight '{name}' {shape} is not finite as {tensor.dtype}; it is not sent.")
-    for name, t in bucket:
-        value = parts[name].reshape(-1, *t.shape[1:])[: len(t)] if name in parts else whole[name]
-        # Who keeps a tensor must not keep the padding of its last rank, or the bucket, with it.
-        yield name, value.clone() if name in parts and value.untyped_storage().nbytes() > value.nbytes else value
-
-
-def is_row_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold consecutive rows of a tensor, as FSDP2 shards it, and nothing else divides it."""
-    if not isinstance(tensor, DTensor):
-        return False
-    *copies, last = tensor.placements
-    return last.is_shard(0) and type(last) is Shard and all(p.is_replicate() for p in copies)
-
-
-def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:
-    """Euclidean norm of all gradients together, over all shards; the same float on every rank."""
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    splits = tensor_parallel_mesh(mesh)
-    if grads := [p.grad for p in params if p.grad is not None]:
-        norms = torch.stack(torch._foreach_norm([local_tensor(g) for g in grads], 2.0))
-        # Every rank that splits layers holds what is not split: each counts its share of it.
-        copies = [1 if splits is None or _is_split(g) else splits.size() for g in grads]
-        squares += (norms.to(squares.device, torch.float64).square() / squares.new_tensor(copies)).sum()
-    # Copies of a shard (the "ddp" dimension) hold the same gradient: only shards add up.
-    dist.all_reduce(squares, group=mesh.get_group("fsdp"))
-    if splits is not None:
-        dist.all_reduce(squares, group=splits.get_group())
-    return math.sqrt(squares.item())  # of NaN and infinity: the same
-
-
-def _is_split(tensor: torch.Tensor) -> bool:
-    """Whether tensor parallel ranks hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor) or "tp" not in tensor.device_mesh.mesh_dim_names:
-        return False
-    return not tensor.placements[tensor.device_mesh.mesh_dim_names.index("tp")].is_replicate()
-
-
-@torch.no_grad()
-def activations_on_cpu() -> torch.autograd.graph.saved_tensors_hooks:
-    """Within it, tensors that a forward saves for its backward wait on the CPU; parameters stay where they are."""
-
-    def to_cpu(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
-        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
-            return None, tensor
-        waiting = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, waiting.copy_(tensor, non_blocking=tensor.is_cuda)
-
-    def back(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
-        device, tensor = packed
-        return tensor if device is None else tensor.to(device, non_blocking=True)
-
-    return torch.autograd.graph.saved_tensors_hooks(to_cpu, back)
-
-
-def scale_grads(params: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies every gradient, in place."""
-    grads = [local_tensor(p.grad) for p in params if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
-
-
-def offload_fsdp_model_to_cpu(module: nn.Module) -> None:
-    """Parameters, gradients and buffers leave the accelerator."""
-    reshard(module)
-    module.to("cpu")
-    _free_accelerator_cache()
-
-
-def load_fsdp_model_to_gpu(module: nn.Module, device: torch.device | str) -> None:
-    """Parameters, gradients and buffers go back to the accelerator."""
-    module.to(device)
-
-
-def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state leaves the accelerator."""
-    _move_optimizer(optimizer, lambda *_: "cpu")
-    _free_accelerator_cache()
-
-
-def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
-    """The optimizer's moments go back to the accelerator; step counters go to the device where the group's options
-    want them: the accelerator with `fused` or `capturable`, else the CPU."""
-    _move_optimizer(
-        optimizer,
-        lambda group, value: device if value.dim() or group.get("fused") or group.get("capturable") else "cpu",
-    )
-
-
-def _move_optimizer(optimizer: torch.optim.Optimizer, device_for: Callable) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = value.to(device_for(group, value), non_blocking=True)
-
-
-def _free_accelerator_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    if base_sync_done:
+        model = next(iter(peft_models(module).values()))
+        return OrderedDict(adapter_weights(model, "cpu"))
+    base = ((name, p) for name, p in module.named_parameters() if "lora_" not in name)
+    return OrderedDict((hf_name(name), full.cpu()) for name, full in full_tensors(base))

@@ -88,14 +88,16 @@ def _member(module: ModuleType, name: str, where: str) -> object:
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> type:
-    """`pkg.mod.Class` -> the class; ValueError without a dot, ImportError or AttributeError when it is missing."""
+    """`pkg.mod.Class` -> the class; ValueError without a dot, an error of the kind that importing it raises, or
+    AttributeError when it is missing."""
     module_name, _, class_name = fqn.rpartition(".")
     if not module_name or not class_name:
         raise ValueError(f"{description} {fqn!r} must be a full dotted name such as package.module.Class")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ImportError(f"{description} {fqn!r}: module {module_name!r} cannot be imported: {error}") from error
+        kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+        raise kind(f"{description} {fqn!r}: module {module_name!r} cannot be imported: {error}") from error
     return _member(module, class_name, f"{description} {fqn!r}: module {module_name!r}")
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
-from verl.utils.fsdp_utils import full_tensor, full_tensors, is_row_sharded, local_tensor
+from verl.utils.sharding import full_tensor, full_tensors, is_row_sharded, local_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel

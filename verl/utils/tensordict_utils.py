@@ -23,10 +23,17 @@ from verl.protocol.merge import (
 )
 
 
-def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
-    """Set columns (lists of B values) and values of the full batch (everything else) by name."""
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
+    """Set columns (lists of B values) and values of the full batch (everything else) by name; the TensorDict itself.
+
+    A NonTensorData or NonTensorStack is stored as it is.
+    """
     for key, value in kwargs.items():
-        (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
+        if isinstance(value, NonTensorData | NonTensorStack):
+            tensor_dict.set(key, value)
+        else:
+            (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
+    return tensor_dict
 
 
 def unwrap_non_tensor_data(data: Any) -> Any:

@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+import psutil
 
 from verl.utils.supervisor import end_with_parent
 
@@ -20,6 +23,22 @@ class ChildDied(RuntimeError):
 
 class _Alarm(BaseException):
     """The time is up. No `except Exception` of the interrupted function may swallow it."""
+
+
+class ProcessorSeconds(float):
+    """A limit of the processor time of a call, which a busy machine does not use up: as seconds of the functions here.
+
+    A call that waits without computing ends after WALL times that, by the clock.
+    """
+
+    WALL = 20
+
+
+def _remaining(limit: float, used: float, elapsed: float) -> float:
+    """Seconds until a call is to be looked at again; 0 if it has reached its limit."""
+    if not isinstance(limit, ProcessorSeconds):
+        return max(0.0, limit - elapsed)
+    return max(0.0, min(limit - used, limit * limit.WALL - elapsed))
 
 
 class Child:
@@ -39,10 +58,17 @@ class Child:
         child_connection.close()
 
     def call(self, seconds: float, *args: Any, **kwargs: Any) -> Any:
-        """The result of a call, or its exception. After TimeoutError or ChildDied it is `gone`: create another."""
+        """The result of a call, or its exception. After TimeoutError or ChildDied it is `gone`: create another.
+
+        `seconds` by the clock, or ProcessorSeconds of the process.
+        """
         try:
+            before, began = self._used(), time.monotonic()
             self._connection.send((args, kwargs))
-            answer = self._connection.recv() if self._connection.poll(seconds) else None
+            wait, answer = float(seconds), None
+            while wait > 0 and answer is None:
+                answer = self._connection.recv() if self._connection.poll(wait) else None
+                wait = _remaining(seconds, self._used() - before, time.monotonic() - began)
         except (EOFError, ConnectionError) as error:
             raise ChildDied(f"{self.name}: its process ended with exit code {self.end()}") from error
         except BaseException:  # a result left in the pipe would be taken for that of the next call
@@ -55,6 +81,14 @@ class Child:
         if not returned:
             raise value
         return value
+
+    def _used(self) -> float:
+        """Seconds of processor time that the process has had; 0 if it has ended."""
+        try:
+            times = psutil.Process(self._pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return times.user + times.system
 
     @property
     def gone(self) -> bool:
@@ -118,12 +152,20 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
 
 
 def call_with_alarm(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:
-    """Call `func` in the main thread; its Python code is interrupted by TimeoutError after `seconds`."""
+    """Call `func` in the main thread; its Python code is interrupted by TimeoutError after `seconds`.
+
+    `seconds` by the clock, or ProcessorSeconds of the thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
 
+    used, began = time.thread_time(), time.monotonic()
+
     def on_alarm(signum, frame):
-        raise _Alarm
+        wait = _remaining(seconds, time.thread_time() - used, time.monotonic() - began)
+        if wait < 1e-3:
+            raise _Alarm
+        signal.setitimer(signal.ITIMER_REAL, wait)
 
     previous = signal.signal(signal.SIGALRM, on_alarm)
     try:
@@ -139,24 +181,29 @@ def call_with_alarm(func: Callable, seconds: float, *args: Any, **kwargs: Any) -
 def call_interruptibly(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:
     """Call `func` in this thread, whichever it is; its Python code is interrupted by TimeoutError after `seconds`.
 
-    For threads that signals do not reach in processes that cannot fork safely (with a process group, say).
+    For threads that signals do not reach in processes that cannot fork safely (with a process group, say). `seconds` by
+    the clock, or ProcessorSeconds of the thread.
     """
     thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
+    clock, began = time.pthread_getcpuclockid(thread), time.monotonic()
+    used = time.clock_gettime(clock)
 
     def interrupt() -> None:
+        wait = float(seconds)
+        while wait >= 1e-3:
+            if ended.wait(wait):
+                return
+            wait = _remaining(seconds, time.clock_gettime(clock) - used, time.monotonic() - began)
         with lock:
             if not ended.is_set():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Alarm))
 
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         try:
             return func(*args, **kwargs)
         finally:
             with lock:
                 ended.set()
-            timer.cancel()
     except _Alarm:
         raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s") from None

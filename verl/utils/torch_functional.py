@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _ROWS = 1024  # rows of the vocabulary held in float32 at a time
 _TORCH_COMPILE = torch.compile
+FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False  # spelled so by verl; the loss needs no kernel of flash-attn
+NPU_CROSS_ENTROPY_LOSS_AVAILABLE = False
 
 
 def gather_from_labels(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,11 @@ def logprobs_from_logits_flash_attn(logits: torch.Tensor, labels: torch.Tensor, 
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
     return -cross_entropy_loss(logits, labels, inplace_backward=inplace_backward)[0]
+
+
+def logprobs_from_logits_torch_npu(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`logprobs_from_logits`; NPUs are not supported."""
+    return logprobs_from_logits(logits, labels)
 
 
 def logprobs_from_logits_naive(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -212,6 +219,23 @@ def post_process_logits(
         outside = probs.cumsum(-1) - probs >= top_p
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     return logits
+
+
+def prepare_decoder_attention_mask(
+    attention_mask: torch.Tensor | None, input_shape: tuple[int, int], inputs_embeds: torch.Tensor
+) -> torch.Tensor | None:
+    """[B, 1, T, T] in the embeddings' type: 0 where a position sees another, else the type's least number.
+
+    attention_mask [B, T] hides padding. None where there is nothing to hide: T is 1 and no mask is given.
+    """
+    rows, length = input_shape
+    if attention_mask is None and length == 1:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=inputs_embeds.device).tril().expand(rows, 1, -1, -1)
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None, :].to(seen.device)
+    hidden = torch.finfo(inputs_embeds.dtype).min
+    return torch.zeros(seen.shape, dtype=inputs_embeds.dtype, device=seen.device).masked_fill(~seen, hidden)
 
 
 def remove_pad_token(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:

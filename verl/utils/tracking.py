@@ -276,28 +276,49 @@ _BACKENDS: dict[str, Callable[[str, str, dict[str, Any] | None], Backend]] = {
 
 @dataclass
 class ValidationGenerationsLogger:
-    """Logs validation samples to backends that support text: wandb (table `val/generations`), tensorboard, file."""
+    """Logs validation samples to backends that show text: a table `val/generations` (wandb, vemlp_wandb, clearml,
+    mlflow), a text per sample (tensorboard, swanlab), a file.
+    """
 
     project_name: str | None = None
     experiment_name: str | None = None
 
     def log(self, loggers: str | Iterable[str], samples: list[list[Any]], step: int) -> None:
         """`samples`: rows of [input, output, score]. Backends without text support are skipped."""
-        for name in {"wandb", "tensorboard", "file"}.intersection(backend_names(loggers)):
+        known = {"wandb", "vemlp_wandb", "swanlab", "mlflow", "clearml", "tensorboard", "file"}
+        for name in known.intersection(backend_names(loggers)):
             getattr(self, f"log_generations_to_{name}")(samples, step)
 
     def log_generations_to_wandb(self, samples: list[list[Any]], step: int) -> None:
         """One table per step, in the run that Tracking opened."""
-        wandb = _optional("wandb")
-        table = wandb.Table(columns=["input", "output", "score"], data=[list(row[:3]) for row in samples])
-        wandb.log({"val/generations": table}, step=step)
+        _log_table(_optional("wandb"), samples, step)
+
+    def log_generations_to_vemlp_wandb(self, samples: list[list[Any]], step: int) -> None:
+        """One table per step, in the run that Tracking opened."""
+        _log_table(_optional("volcengine_ml_platform", "volcengine_ml_platform.wandb"), samples, step)
+
+    def log_generations_to_swanlab(self, samples: list[list[Any]], step: int) -> None:
+        """One text per sample."""
+        swanlab = _optional("swanlab")
+        texts = [swanlab.Text(_as_markdown(row), caption=f"sample {n}") for n, row in enumerate(samples)]
+        swanlab.log({"val/generations": texts}, step=step)
+
+    def log_generations_to_mlflow(self, samples: list[list[Any]], step: int) -> None:
+        """One JSON file per step among the run's artifacts."""
+        rows = [{"input": row[0], "output": row[1], "score": plain_number(row[2])} for row in samples]
+        _optional("mlflow").log_dict({"step": step, "samples": rows}, f"val/generations_{step}.json")
+
+    def log_generations_to_clearml(self, samples: list[list[Any]], step: int) -> None:
+        """One table per step, in the task that Tracking opened."""
+        task = _optional("clearml").Task.current_task()
+        table = [["input", "output", "score"], *[list(row[:3]) for row in samples]]
+        task.get_logger().report_table(title="val/generations", series="samples", iteration=step, table_plot=table)
 
     def log_generations_to_tensorboard(self, samples: list[list[Any]], step: int) -> None:
         """One text entry per sample."""
         writer = _tensorboard_writer(self.project_name, self.experiment_name)
-        for number, (prompt, answer, score, *_) in enumerate(samples):
-            text = f"**input**\n\n{prompt}\n\n**output**\n\n{answer}\n\n**score** {score}"
-            writer.add_text(f"val/generations/{number}", text, step)
+        for number, row in enumerate(samples):
+            writer.add_text(f"val/generations/{number}", _as_markdown(row), step)
         writer.close()
 
     def log_generations_to_file(self, samples: list[list[Any]], step: int) -> None:
@@ -308,3 +329,13 @@ class ValidationGenerationsLogger:
             for prompt, answer, score, *_ in samples:
                 entry = {"step": step, "input": prompt, "output": answer, "score": plain_number(score)}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _as_markdown(row: list[Any]) -> str:
+    prompt, answer, score, *_ = row
+    return f"**input**\n\n{prompt}\n\n**output**\n\n{answer}\n\n**score** {score}"
+
+
+def _log_table(service: Any, samples: list[list[Any]], step: int) -> None:
+    table = service.Table(columns=["input", "output", "score"], data=[list(row[:3]) for row in samples])
+    service.log({"val/generations": table}, step=step)

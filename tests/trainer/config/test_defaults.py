@@ -39,6 +39,10 @@ DIFFERENT = {
     "critic.optim.clip_grad": 1.0,
     "algorithm.pf_ppo.reweight_method": "pow",
     "algorithm.pf_ppo.weight_pow": 2.0,
+    "algorithm.filter_groups.enable": False,  # the section of a dataclass is None without a yaml file
+    "algorithm.filter_groups.metric": None,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
+    "algorithm.filter_groups.keep_surplus": False,
     "actor_rollout_ref.actor.profiler.save_path": "outputs/profile",
     "actor_rollout_ref.ref.profiler.save_path": "outputs/profile",
     "actor_rollout_ref.rollout.profiler.save_path": "outputs/profile",

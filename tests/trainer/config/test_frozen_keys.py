@@ -15,6 +15,7 @@ FROZEN = {
     "evaluation": (TESTS / "trainer" / "config" / "evaluation_keys.txt", None),
     "ppo_megatron_trainer": (TESTS / "trainer" / "config" / "megatron_keys.txt", PPO),
     "dapo_trainer": (TESTS / "recipe" / "dapo_keys.txt", PPO),
+    "sft_trainer_engine": (SFT, None),  # the same keys with other defaults
     "iterative_refine": (TESTS / "dllm_reasoning" / "public_keys.txt", SFT),
 }
 ELSEWHERE = {"ppo_trainer", "sft_trainer", "spd_trainer"}  # test_defaults, test_sft_plan, test_train_spd_scorer

@@ -196,11 +196,11 @@ def test_torchrun_repeats_the_message(tmp_path, tiny_llama, monkeypatch, rank):
 
 def test_the_entry_runs_a_command_line(tmp_path, tiny_llama, monkeypatch, capsys):
     settings = overrides(write_pairs(tmp_path), tiny_llama, trainer__dry_run="true")
-    monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer", *settings, "use_remove_padding=true", "+data.max_len=3"])
+    monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer", *settings, "use_remove_padding=true", "+data.max_lenght=3"])
     with pytest.raises(SystemExit) as ended:
         fsdp_sft_trainer.main()
     text = capsys.readouterr().out
-    assert ended.value.code == 1 and "data.max_len is not a known key; did you mean data.max_length?" in text
+    assert ended.value.code == 1 and "data.max_lenght is not a known key; did you mean data.max_length?" in text
 
 
 def test_each_yaml_default_is_the_dataclass_default(tmp_path):

@@ -96,9 +96,10 @@ class RewardManagerBase(SampleRewardManager):
 
     _class_initialized = False
 
-    def __init__(self, config: DictConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DictConfig, tokenizer: Any, compute_score: RawRewardFn | None = None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.compute_score = compute_score
         self.init_class(config, tokenizer)
 
     @classmethod

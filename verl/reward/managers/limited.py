@@ -19,12 +19,13 @@ class AsyncTokenBucket:
         self.rate_limit = rate_limit
         self.max_tokens = rate_limit if max_tokens is None else max_tokens
         self.tokens = self.max_tokens
-        self.last_update = time.monotonic()
+        self.last_update: float | None = None  # no token was taken yet
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
         """Take `num_tokens`, and wait until the budget has made up for them; callers are served in order."""
         now = time.monotonic()
-        self.tokens = min(self.max_tokens, self.tokens + (now - self.last_update) * self.rate_limit)
+        refill = 0.0 if self.last_update is None else (now - self.last_update) * self.rate_limit
+        self.tokens = min(self.max_tokens, self.tokens + refill)
         self.last_update = now
         self.tokens -= num_tokens  # below 0 it is a debt, which later callers wait for as well
         if self.tokens < 0:

@@ -15,6 +15,7 @@ register = REWARD_MANAGER_REGISTRY.register
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """The class of that name; ValueError with the nearest name if there is none."""
+    """What was registered under that name, imported where that is a dotted path; ValueError if there is nothing."""
     manager = REWARD_MANAGER_REGISTRY.find(name)
-    return load_class_from_fqn(manager, "reward manager") if isinstance(manager, str) else manager
+    dotted = isinstance(manager, str) and "." in manager
+    return load_class_from_fqn(manager, "reward manager") if dotted else manager

@@ -19,7 +19,7 @@ _SCORERS: dict[str, tuple[str, str]] = {
     "math": ("math_dapo", "compute_score"),
     "math_dapo_reasoning": ("math_dapo", "compute_score"),
     "aime*": ("math_dapo", "compute_score"),
-    "numina_*": ("math_verify", "compute_score"),
+    "numina_*": ("math_verify", "compute_numina_score"),
     "hiyouga/geometry3k": ("geo3k", "compute_score"),
     "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }

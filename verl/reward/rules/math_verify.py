@@ -6,11 +6,12 @@ import functools
 import logging
 import os
 import threading
+from typing import Any
 
 from loguru import logger
 
 from verl.reward.rules.math_reward import boxed_answer, is_equiv
-from verl.utils.time_limit import Child, ChildDied
+from verl.utils.time_limit import Child, ChildDied, ProcessorSeconds
 
 _SECONDS = 10.0
 _LONGEST = 2000  # characters; a longer answer counts as wrong
@@ -25,6 +26,13 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
     answer = boxed_answer(model_output)
     verdict = False if answer is None else _verdict(answer, str(ground_truth), seconds)
     return float(timeout_score if verdict is None else verdict)
+
+
+def compute_numina_score(model_output: str, ground_truth: str, **kwargs: Any) -> float:
+    """`compute_score`; an answer without a box is compared with the ground truth as text."""
+    if "\\boxed" in model_output or "\\fbox" in model_output:
+        return compute_score(model_output, ground_truth, **kwargs)
+    return float(is_equiv(model_output, str(ground_truth)))
 
 
 def is_equal(answer: str, ground_truth: str) -> bool:
@@ -74,7 +82,7 @@ class _Comparer:
                 fresh = self.child is None or self.child.gone
                 self.child = Child(_compare) if fresh else self.child
                 try:
-                    return self.child.call(seconds, answer, truth)
+                    return self.child.call(ProcessorSeconds(seconds), answer, truth)
                 except TimeoutError:
                     return None
                 except ChildDied as error:

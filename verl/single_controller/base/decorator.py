@@ -19,6 +19,8 @@ from verl.single_controller.base.dispatch import (
     mode_of,
     split_batches,
 )
+from verl.single_controller.base.dispatch import check_dispatch_mode as _check_dispatch_mode  # noqa: F401
+from verl.single_controller.base.dispatch import check_execute_mode as _check_execute_mode  # noqa: F401
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup

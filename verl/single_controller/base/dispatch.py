@@ -276,6 +276,22 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
     return {"execute_fn_name": {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}[execute_mode]}
 
 
+def check_dispatch_mode(dispatch_mode: Dispatch | dict) -> None:
+    """Raise ValueError for a dict without both functions, TypeError for what is neither a mode nor a dict."""
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
+        if missing:
+            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
+    elif not isinstance(dispatch_mode, Dispatch):
+        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
+
+
+def check_execute_mode(execute_mode: Execute) -> None:
+    """Raise TypeError for what is not an Execute member."""
+    if not isinstance(execute_mode, Execute):
+        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
+
+
 def register(
     dispatch_mode: Dispatch | dict = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True,
     materialize_futures: bool = True,
@@ -285,14 +301,8 @@ def register(
     With blocking=False the group's call returns references (a DataProtoFuture where batches are joined). With
     `materialize_futures` a DataProtoFuture argument is fetched on the worker before the method runs.
     """
-    if isinstance(dispatch_mode, dict):
-        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
-        if missing:
-            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
-    elif not isinstance(dispatch_mode, Dispatch):
-        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
-    if not isinstance(execute_mode, Execute):
-        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
+    check_dispatch_mode(dispatch_mode)
+    check_execute_mode(execute_mode)
 
     def ready(value: Any) -> Any:
         return value.get() if materialize_futures and isinstance(value, DataProtoFuture) else value

@@ -144,8 +144,10 @@ class Worker(WorkerHelper):
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Take over one mesh from another worker's tables."""
-        self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank[mesh_name], collect_dp_rank[mesh_name])
+        """Take over one mesh from another worker's tables; of tables without that name the last entry."""
+        tables = (dispatch_dp_rank, collect_dp_rank)
+        rank, is_collect = (t[mesh_name] if mesh_name in t else [*t.values()][-1] for t in tables)
+        self._register_dispatch_collect_info(mesh_name, rank, is_collect)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
         """The role of that name in this process, if there is one."""

@@ -307,8 +307,9 @@ def compute_advantage(
     """
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
     columns = reward_extras(data) | {name: column.tolist() for name, column in data.non_tensor_batch.items()}
+    settings |= {"index": data.non_tensor_batch["uid"], "non_tensor_batch": columns}
+    inputs = {**settings, **dict(data.batch.items())}
     advantages, returns = advantage.estimate_advantages(adv_estimator, inputs, columns)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards

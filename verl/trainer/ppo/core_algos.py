@@ -4,7 +4,7 @@
 import copy
 import functools
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.algos import policy_loss
 from verl.algos.advantage import *  # noqa: F403
+from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 from verl.algos.aggregation import LOSS_AGG_MODES, StepCounts, agg_loss
 from verl.algos.kl import *  # noqa: F403
 from verl.algos.policy_loss import LOSS_FUNCTIONS, LossAndMetrics, LossInputs, PolicyLoss
@@ -91,9 +92,52 @@ class _VerlLosses(UserDict[str, VerlLoss]):
         LOSS_FUNCTIONS[name] = _from_verl(loss)
 
 
-POLICY_LOSS_REGISTRY = _VerlLosses()
-register_policy_loss = POLICY_LOSS_REGISTRY.register
-get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
+POLICY_LOSS_REGISTRY: MutableMapping[str, VerlLoss] = _VerlLosses()
+
+
+def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable:
+    """Decorator: enter an estimator into the table ADV_ESTIMATOR_REGISTRY of this module, which may be replaced."""
+    return _register(ADV_ESTIMATOR_REGISTRY, name_or_enum)
+
+
+def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable:
+    """The estimator of that name in the table of this module; ValueError if there is none."""
+    return _find(ADV_ESTIMATOR_REGISTRY, name_or_enum, "algorithm.adv_estimator")
+
+
+def register_policy_loss(name: str) -> Callable[[VerlLoss], VerlLoss]:
+    """Decorator: enter a loss with verl's signature into the table POLICY_LOSS_REGISTRY of this module."""
+    return _register(POLICY_LOSS_REGISTRY, name)
+
+
+def get_policy_loss_fn(name: str) -> VerlLoss:
+    """The loss of that name in the table of this module; ValueError if there is none."""
+    return _find(POLICY_LOSS_REGISTRY, name, "actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def _register(table: MutableMapping[str, Any], name: str) -> Callable:
+    if hasattr(table, "register"):
+        return table.register(name)
+    name = str(getattr(name, "value", name))
+
+    def decorate(function: Callable) -> Callable:
+        if table.get(name, function) is not function:
+            raise ValueError(f"{name!r} is already registered by another function; take another name.")
+        table[name] = function
+        return function
+
+    return decorate
+
+
+def _find(table: Mapping[str, Any], name: str, key: str) -> Callable:
+    if hasattr(table, "find"):
+        return table.find(name)
+    name = str(getattr(name, "value", name))
+    if name not in table:
+        raise ValueError(f"{key}={name!r} is unknown. Known: {', '.join(sorted(table))}.")
+    return table[name]
+
+
 compute_policy_loss_vanilla = POLICY_LOSS_REGISTRY["vanilla"]
 compute_policy_loss_gspo = POLICY_LOSS_REGISTRY["gspo"]
 compute_policy_loss_sapo = POLICY_LOSS_REGISTRY["sapo"]
@@ -103,6 +147,9 @@ compute_policy_loss_clip_cov = POLICY_LOSS_REGISTRY["clip_cov"]
 compute_policy_loss_kl_cov = POLICY_LOSS_REGISTRY["kl_cov"]
 compute_policy_loss_geo_mean = POLICY_LOSS_REGISTRY["geo_mean"]
 compute_policy_loss_bypass_mode = POLICY_LOSS_REGISTRY["bypass_mode"]
+compute_policy_loss_dppo_tv = POLICY_LOSS_REGISTRY["dppo_tv"]
+compute_policy_loss_dppo_kl = POLICY_LOSS_REGISTRY["dppo_kl"]
+compute_policy_loss_dro = POLICY_LOSS_REGISTRY["dro"]
 
 
 def compute_policy_loss_reinforce(

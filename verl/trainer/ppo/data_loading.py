@@ -103,16 +103,16 @@ def create_rl_sampler(data_config: Mapping[str, Any], dataset: Dataset) -> Sampl
     settings = to_settings(data_config, DataConfig, checked=False)
     custom, seed = settings.sampler, settings.seed
     if custom.class_path is not None:
-        if workers := settings.dataloader_num_workers:
-            raise ValueError(
-                f"data.dataloader_num_workers={workers} with data.sampler.class_path: its processes draw samples "
-                "before the sampler is updated. Set data.dataloader_num_workers=0."
-            )
         sampler_class = load_extern_object(custom.class_path, custom.class_name)
         sampler = sampler_class(data_source=dataset, data_config=to_omegaconf(data_config))
         if not isinstance(sampler, AbstractSampler):
             raise AssertionError(
                 f"data.sampler: {sampler_class.__name__} must be a subclass of verl.data.sampler.AbstractSampler"
+            )
+        if workers := settings.dataloader_num_workers:
+            raise ValueError(
+                f"data.dataloader_num_workers={workers} with data.sampler.class_path: its processes draw samples "
+                "before the sampler is updated. Set data.dataloader_num_workers=0."
             )
         return sampler
     if not settings.shuffle:

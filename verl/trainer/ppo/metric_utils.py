@@ -27,6 +27,14 @@ def _lengths(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
     return {**_stats(name, lengths), f"{name}/clip_ratio": clipped}
 
 
+def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
+    """response_mask [B, R] of the attention, response_length and prompt_length [B] float."""
+    limit, mask = batch.batch["responses"].shape[-1], batch.batch["attention_mask"]
+    prompt, response = mask[:, :-limit], mask[:, -limit:]
+    lengths = {"prompt_length": prompt.sum(-1).float(), "response_length": response.sum(-1).float()}
+    return {"response_mask": response, **lengths}
+
+
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
     """Scores, rewards, advantages, returns, values and lengths of a scored batch.
 
@@ -34,10 +42,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     responses [B, R], attention_mask [B, P+R]. Samples with an empty response (aborted) are left out of the score
     statistics, unless all are empty.
     """
-    tensors = batch.batch
+    tensors, info = batch.batch, _compute_response_info(batch)
     limit = tensors["responses"].shape[-1]
-    response_lengths = tensors["attention_mask"][:, -limit:].sum(-1).float()
-    prompt_mask = tensors["attention_mask"][:, :-limit]
+    response_lengths, prompt_limit = info["response_length"], tensors["attention_mask"].shape[-1] - limit
     answered = response_lengths > 0
     scored = answered if bool(answered.any()) else torch.ones_like(answered)
     counted = tensors["response_mask"].bool()
@@ -51,7 +58,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         **_lengths("response_length", response_lengths, limit),
         **_lengths("response_length_non_aborted", response_lengths[answered], limit),
         "response/aborted_ratio": (~answered).float().mean().item(),
-        **_lengths("prompt_length", prompt_mask.sum(-1), prompt_mask.shape[-1]),
+        **_lengths("prompt_length", info["prompt_length"], prompt_limit),
     }
     if use_critic:
         values = tensors["values"][counted]
@@ -86,8 +93,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: dict[str, float]) -> di
 
     `gen` works on response tokens, ref, values, adv and the updates on prompt and response tokens.
     """
-    limit = batch.batch["responses"].shape[-1]
-    response_tokens = int(batch.batch["attention_mask"][:, -limit:].sum())
+    response_tokens = int(_compute_response_info(batch)["response_mask"].sum())
     all_tokens = int(batch.batch["attention_mask"].sum())
     tokens = {"gen": response_tokens}
     tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)

@@ -14,10 +14,12 @@ from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 
 from verl.algos import advantage, aggregation, kl
+from verl.algos.names import AdvantageEstimator
 from verl.algos.rollout_correction import apply_bypass_mode
 from verl.config.compose import to_omegaconf, to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, serves_reward_model
+from verl.profiling.performance import marked_timer
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.reward.loading import load_served_reward
 from verl.reward.rows import EXTRAS, extras_column
@@ -25,6 +27,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics
 from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.turn_rows import from_rows, to_rows
@@ -36,8 +39,10 @@ from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
 from verl.trainer.run.validator import Validator
 
-__all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
-__all__ += ["compute_response_mask"]
+__all__ = [
+    "AdvantageEstimator", "RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage",
+    "compute_data_metrics", "compute_response_mask", "compute_timing_metrics", "marked_timer",
+]  # fmt: skip
 
 Metrics = dict[str, Any]
 WEIGHT_SYNCS = "rollout/weight_syncs"
@@ -58,15 +63,10 @@ class RayPPOTrainer:
         role_worker_mapping: dict[Role, WorkerType],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
-        processor=None,
-        reward_fn=None,
-        val_reward_fn=None,
-        train_dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
-        collate_fn=None,
-        train_sampler: Sampler | None = None,
-        device_name: str | None = None,
-    ) -> None:
+        processor=None, reward_fn=None, val_reward_fn=None,
+        train_dataset: Dataset | None = None, val_dataset: Dataset | None = None,
+        collate_fn=None, train_sampler: Sampler | None = None, device_name: str | None = None,
+    ) -> None:  # fmt: skip
         self.config = config = to_settings(config, PPOConfig)
         self.tokenizer = tokenizer
         self.processor = processor
@@ -321,7 +321,7 @@ class RayPPOTrainer:
         if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
             return {}
         output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
-        batch.batch["old_log_probs"] = output.batch["old_log_probs"]
+        batch.batch.update(output.batch.exclude("entropys"))
         actor = self.config.actor_rollout_ref.actor
         entropy = aggregation.agg_loss(
             output.batch["entropys"], batch.batch["response_mask"], actor.loss_agg_mode,
@@ -494,7 +494,7 @@ class RayPPOTrainer:
         metrics["training/global_step"] = self.global_steps
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
         metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
-        metrics |= metric_utils.compute_data_metrics(batch=batch, use_critic=self.use_critic)
-        metrics |= metric_utils.compute_timing_metrics(batch=batch, timing_raw=timing)
+        metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
+        metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= metric_utils.compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)

@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config.compose import to_omegaconf
 from verl.config.sft import SFTDataConfig
+from verl.config.sft_engine import tokens_per_forward
 from verl.data.rl_dataset import collate_fn
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.protocol import DataProto
@@ -77,9 +78,9 @@ def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> StatefulD
 def cut(batch: Any, data: SFTDataConfig) -> list[Any]:
     """Micro-batches [b, T] of a rank's TensorDict [B, L], equally many on every rank, T its longest sample.
 
-    micro_batch_size_per_gpu rows each, or, with data.packing, as many as fit into that many full-length rows.
+    micro_batch_size_per_gpu rows each, or, with data.packing, as many as fit into max_token_len_per_gpu tokens.
     """
-    tokens = data.micro_batch_size_per_gpu * data.max_length if data.packing else None
+    tokens = tokens_per_forward(data, data.micro_batch_size_per_gpu) if data.packing else None
     proto = DataProto.from_tensordict(batch)
     pieces = micro_batches(proto, rows=data.micro_batch_size_per_gpu, tokens=tokens, whole_groups=False)
     return [_without_common_padding(piece.batch) for _, piece in pieces]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
-from verl.config.sft_engine import engine_parts, samples_per_forward
+from verl.config.sft_engine import engine_parts, samples_per_forward, steps_of_epochs
 from verl.data.sft_dataset import SFTDataset
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
@@ -81,7 +81,10 @@ class FSDPSFTTrainer:
                 f"data.train_files gives {len(train_dataset)} samples, fewer than one batch of {size} "
                 "(data.train_batch_size); lower the batch size or add samples."
             )
-        self.total_training_steps = run.total_training_steps or len(train_dataset) // size * run.total_epochs
+        epoch = len(train_dataset) // size
+        config = with_values(config, {f"trainer.{key}": n for key, n in steps_of_epochs(run, epoch).items()})
+        run = config.trainer
+        self.total_training_steps = run.total_training_steps or epoch * run.total_epochs
         model, *parts = self.engine_parts(config)
         self.engine = FSDPEngine(model, *parts, device=run.device, mesh=device_mesh)
         self.engine.initialize()

@@ -2,9 +2,7 @@
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -12,8 +10,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger as default_logger
 
-from verl.profiling.performance import GIB
-from verl.profiling.profile import mark_end_range, mark_start_range
+from verl.profiling.performance import GIB, marked_timer, simple_timer  # noqa: F401
 
 
 def _report(text: str, logger: Any, level: int) -> None:
@@ -71,30 +68,6 @@ class GPUMemoryLogger:
 def log_print(ctn: Any) -> None:
     """Log a value with the time."""
     default_logger.info("{}", ctn)
-
-
-@contextmanager
-def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
-    """Add the seconds of the block to `timing_raw[name]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
-
-
-@contextmanager
-def marked_timer(
-    name: str, timing_raw: dict[str, float], color: str | None = None, domain: str | None = None,
-    category: str | None = None,
-) -> Iterator[None]:
-    """As `simple_timer`, and a range of that name in the profile."""
-    mark = mark_start_range(name, color, domain, category)
-    try:
-        with simple_timer(name, timing_raw):
-            yield
-    finally:
-        mark_end_range(mark)
 
 
 def _of_all_ranks(values: list[float]) -> torch.Tensor:

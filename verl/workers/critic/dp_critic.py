@@ -1,6 +1,7 @@
 """Values of response tokens and their clipped regression to the returns (Schulman et al. 2017, PPO)."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
@@ -48,6 +49,7 @@ class DataParallelPPOCritic(BasePPOCritic):
 
     def _loss(self, batch: TensorDict, counts: StepCounts) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
         mask, values = batch["response_mask"], self._values(batch)
+        counts = replace(counts, loss_scale_factor=self.config.loss_scale_factor)
         loss, clipped = value_loss(values, batch["returns"], batch["values"], mask, counts, self.config)
         means = {"critic/vf_clipfrac": clipped.item(), "critic/vpred_mean": masked_mean(values.detach(), mask).item()}
         return loss, {"critic/vf_loss": loss.item()}, means

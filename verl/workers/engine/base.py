@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.protocol import DataProto
-from verl.utils.fsdp_utils import BUCKET_BYTES
 from verl.utils.registry import nearest
+from verl.utils.sharding import BUCKET_BYTES
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import get_lora_rank_from_adapter, get_model_loader, load_without_weights, torch_dtype_of
 from verl.models.stored_weights import StoredWeights
 from verl.utils import lr_schedules
-from verl.utils.fsdp_utils import is_placeholder
 from verl.utils.peft_weights import adapted_layers
+from verl.utils.sharding import is_placeholder
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 
 VALUES_IN_LAYER = 34  # that a layer keeps of each token and hidden unit for the backward pass

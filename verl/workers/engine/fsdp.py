@@ -23,7 +23,7 @@ from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import print_model_size, torch_dtype_of
 from verl.protocol import DataProto
-from verl.utils import fsdp_utils
+from verl.utils import sharding
 from verl.utils.distributed import ensure_process_group
 from verl.utils.host_memory import available_memory
 from verl.utils.peft_weights import (
@@ -98,7 +98,7 @@ class FSDPEngine(BaseEngine):
         on_cuda = self.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if self.mesh is None:
-            self.mesh = fsdp_utils.create_device_mesh(
+            self.mesh = sharding.create_device_mesh(
                 self.world_size, self.engine_config.fsdp_size, self.device_type, self.tensor_parallel_size
             )
         self._make_groups()
@@ -120,8 +120,8 @@ class FSDPEngine(BaseEngine):
         build.check_same_weights(module)
         if self.rank == 0:
             print_model_size(module)
-        whole = fsdp_utils.tensors_to_fill(module)
-        self.module = fsdp_utils.apply_fsdp2(
+        whole = sharding.tensors_to_fill(module)
+        self.module = sharding.apply_fsdp2(
             module,
             self.mesh,
             wrap_policy=dict(self.engine_config.wrap_policy or {}),
@@ -135,7 +135,7 @@ class FSDPEngine(BaseEngine):
             stored.fill(self.module, self.device)
         if whole:
             offloaded = self.engine_config.offload_policy and on_cuda
-            fsdp_utils.fill_from_rank_zero(self.module, whole, self.device, keep_on_cpu=offloaded)
+            sharding.fill_from_rank_zero(self.module, whole, self.device, keep_on_cpu=offloaded)
         del whole
         self.module.eval()
         if self._trains:
@@ -160,7 +160,7 @@ class FSDPEngine(BaseEngine):
             product = f" x tensor_parallel_size={splitting}" if splitting > 1 else ""
             what = f"ulysses_sequence_parallel_size={sharing}{product} does not divide the {self.world_size} ranks"
             raise ValueError(f"{what}; use a divisor.")
-        splits = fsdp_utils.tensor_parallel_mesh(self.mesh)
+        splits = sharding.tensor_parallel_mesh(self.mesh)
         if splitting != (1 if splits is None else splits.size()):
             raise ValueError(f"the given mesh {self.mesh} has no dimension 'tp' of fsdp_config.tensor_parallel_size="
                              f"{splitting} ranks; leave the mesh out.")  # fmt: skip
@@ -201,14 +201,14 @@ class FSDPEngine(BaseEngine):
         optimizer = optimizer and self.optimizer is not None
         if torch.device(device).type == "cpu":
             if model:
-                fsdp_utils.offload_fsdp_model_to_cpu(self.module)
+                sharding.offload_fsdp_model_to_cpu(self.module)
             if optimizer:
-                fsdp_utils.offload_fsdp_optimizer(self.optimizer)
+                sharding.offload_fsdp_optimizer(self.optimizer)
         else:
             if model:
-                fsdp_utils.load_fsdp_model_to_gpu(self.module, self.device)
+                sharding.load_fsdp_model_to_gpu(self.module, self.device)
             if optimizer:
-                fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
+                sharding.load_fsdp_optimizer(self.optimizer, self.device)
 
     def train_mode(self) -> AbstractContextManager[FSDPEngine]:
         return self._mode("train", optimizer=self.is_optimizer_offload_enabled)
@@ -217,7 +217,7 @@ class FSDPEngine(BaseEngine):
         return self._mode("eval", optimizer=False)
 
     def unsharded(self) -> AbstractContextManager:
-        return fsdp_utils.kept_gathered(self.module, self.engine_config.reshard_after_forward)
+        return sharding.kept_gathered(self.module, self.engine_config.reshard_after_forward)
 
     @contextmanager
     def _mode(self, mode: str, *, optimizer: bool) -> Iterator[FSDPEngine]:
@@ -238,7 +238,7 @@ class FSDPEngine(BaseEngine):
             set_ulysses_sequence_parallel_group(group)
             self.module.train(was_training)
             # A forward without backward leaves the root gathered; weights changed afterwards would not be seen there.
-            fsdp_utils.reshard(self.module)
+            sharding.reshard(self.module)
             if optimizer and not self._depth["train"]:
                 self.to("cpu", model=False, optimizer=True)
             if outermost and self.is_param_offload_enabled:
@@ -271,7 +271,7 @@ class FSDPEngine(BaseEngine):
         if tokens and self.model_config.enable_gradient_checkpointing is None:
             self._checkpoint_where_needed(tokens)
         lower = self.compute_dtype != torch.float32
-        offload = fsdp_utils.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
+        offload = sharding.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
         with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:
             yield
 
@@ -316,7 +316,7 @@ class FSDPEngine(BaseEngine):
         """Clips to `max_grad_norm` (default: optim.clip_grad) and steps; a bad number anywhere skips everywhere."""
         max_norm = self.optimizer_config.max_grad_norm() if max_grad_norm is None else max_grad_norm
         params = [p for p in self.module.parameters() if p.requires_grad]
-        norm = fsdp_utils.grad_norm(params, self.mesh)
+        norm = sharding.grad_norm(params, self.mesh)
         bad = torch.zeros((), device=self.device) if self._loss_is_bad is None else self._loss_is_bad.float()
         bad = torch.maximum(bad, torch.tensor(0.0 if math.isfinite(norm) else 1.0, device=self.device))
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -324,7 +324,7 @@ class FSDPEngine(BaseEngine):
             self.optimizer_zero_grad()
             return StepResult(grad_norm=norm, skipped=True)
         if max_norm > 0 and norm > max_norm:
-            fsdp_utils.scale_grads(params, max_norm / norm)
+            sharding.scale_grads(params, max_norm / norm)
         self.optimizer.step()
         self.optimizer_zero_grad()
         return StepResult(grad_norm=norm, skipped=False)
@@ -334,14 +334,14 @@ class FSDPEngine(BaseEngine):
         return float(self.lr_scheduler.get_last_lr()[0])
 
     def get_per_tensor_param(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = fsdp_utils.BUCKET_BYTES, check_finite: bool = False
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = sharding.BUCKET_BYTES, check_finite: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        fsdp_utils.reshard(self.module)
+        sharding.reshard(self.module)
         options = {"bucket_bytes": bucket_bytes, "check_finite": check_finite}
         yield from full_weights(self.module, self.device, dtype, **options)
 
     def get_adapter(self, check_finite: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
-        fsdp_utils.reshard(self.module)
+        sharding.reshard(self.module)
         model = peft_models(self.module).get("")
         other = [name for name, p in self.module.named_parameters() if p.requires_grad and ".lora_" not in name]
         if model is None or other:
@@ -352,7 +352,7 @@ class FSDPEngine(BaseEngine):
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""
-        fsdp_utils.reshard(self.module)
+        sharding.reshard(self.module)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def save_is_finished(self) -> bool:
@@ -360,7 +360,7 @@ class FSDPEngine(BaseEngine):
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads checkpoint.load_contents from `local_path`, written on any number of ranks."""
-        fsdp_utils.reshard(self.module)
+        sharding.reshard(self.module)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
         # The state was read to where the parameters are, which may be offloaded.
         self.to("cpu" if self.is_optimizer_offload_enabled else self.device_type, model=False, optimizer=True)

@@ -222,10 +222,19 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate()
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs [B, R] and entropys [B, R], float32, of the actor's current weights."""
+        """old_log_probs [B, R] and entropys [B, R], float32, of the actor's current weights.
+
+        With actor.calculate_sum_pi_squared also sum_pi_squared [B, R], the sum of p^2 over each token's distribution.
+        """
         self._set_forward_sizes(data, self.config.rollout)
         log_probs, entropys = self.actor.compute_log_prob(data, calculate_entropy=True)
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
+        columns = {"old_log_probs": log_probs, "entropys": entropys}
+        if self.config.actor.calculate_sum_pi_squared:
+            # sum p^2 = Z(2z) / Z(z)^2 of the logits z, and the log-prob at half the temperature is 2z - log Z(2z).
+            meta = {**data.meta_info, "temperature": data.meta_info["temperature"] / 2}
+            sharper, _ = self.actor.compute_log_prob(DataProto(data.batch, data.non_tensor_batch, meta))
+            columns["sum_pi_squared"] = (2 * log_probs - sharper).exp()
+        return DataProto.from_dict(columns)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     @DistProfiler.annotate()

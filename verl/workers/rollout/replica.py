@@ -31,7 +31,7 @@ class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
     `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
-    `routed_experts` is None: agent loops that were written for verl read it.
+    `routed_experts` and `num_preempted` are None and `extra_fields` is empty: agent loops written for verl read them.
     """
 
     token_ids: list[int]
@@ -40,6 +40,8 @@ class TokenOutput(BaseModel):
     stop_reason: str | None = None
     weights_version: int | None = None
     cached_tokens: int = 0
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = {}
 
 
 class RolloutMode(Enum):
@@ -291,7 +293,6 @@ class RolloutReplicaRegistry:
         "sglang": partial(load_class_from_fqn, "verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangReplica"),
         "vllm": partial(load_class_from_fqn, "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica"),
     }
-    _served_by_one_rank = frozenset({"vllm"})
 
     @classmethod
     def register(cls, name: str, loader: Callable[[], type[RolloutReplica]]) -> None:
@@ -300,13 +301,9 @@ class RolloutReplicaRegistry:
 
     @classmethod
     def serves(cls, config: Any) -> bool:
-        """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server.
-
-        A vLLM engine over several ranks has none: single-turn conversations are then answered in batches.
-        """
-        one_rank = config.tensor_model_parallel_size == 1 or config.name not in cls._served_by_one_rank
+        """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server."""
         known = config.agent.custom_async_server.path is not None or config.name in cls._loaders
-        return config.mode == "async" and known and one_rank
+        return config.mode == "async" and known
 
     @classmethod
     def of(cls, config: RolloutConfig) -> type[RolloutReplica]:

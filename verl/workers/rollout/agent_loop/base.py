@@ -52,17 +52,21 @@ class DictConfigWrap:
 class AgentLoopBase(ABC):
     """Drives one conversation. An object is made for each; `run` gets the row's columns as keyword arguments.
 
-    Attributes: config (the trainer's), server_manager, tokenizer, processor, rollout_config,
-    encoder (a MessageEncoder), apply_chat_template_kwargs.
+    Attributes: config (the trainer's), server_manager, tokenizer, processor, rollout_config, data_config (its section
+    data, also dataset_config), encoder (a MessageEncoder), apply_chat_template_kwargs. `tools` and `hf_model_type` are
+    what the caller passes.
     """
 
     def __init__(
         self, trainer_config: DictConfigWrap, server_manager: AsyncLLMServerManager, tokenizer: Any, processor: Any,
-        dataset_cls: type | None = None, dataset_config: DictConfig | None = None, **kwargs: Any,
+        dataset_cls: type | None = None, dataset_config: DictConfig | None = None, data_config: Any = None,
+        tools: Any = None, hf_model_type: str | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         self.trainer_config, self.config = trainer_config, trainer_config.config
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
-        self.dataset_cls, self.dataset_config = dataset_cls, dataset_config
+        wrapped = data_config.config if isinstance(data_config, DictConfigWrap) else data_config
+        self.dataset_cls, self.dataset_config = dataset_cls, dataset_config if wrapped is None else wrapped
+        self.data_config, self.tools, self.hf_model_type = self.dataset_config, tools, hf_model_type
         self.rollout_config = server_manager.rollout_config
         self.apply_chat_template_kwargs = dict(self.config.data.get("apply_chat_template_kwargs") or {})
         model, rollout = self.config.actor_rollout_ref.model.path, self.rollout_config

@@ -57,6 +57,7 @@ class AsyncLLMServerManager:
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any],
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None, **kwargs: Any,
     ) -> TokenOutput:  # fmt: skip
         """The next turn of the conversation `request_id`, after all its tokens so far.
 
@@ -64,10 +65,12 @@ class AsyncLLMServerManager:
         default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs (bool) and seed, from
         which the seed of each turn is derived. A server that fails is left out and the turn starts again on another, up
         to rollout.server.max_attempts times. Raises ValueError for unknown parameters, ConversationTooLong for a prompt
-        of rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end.
+        of rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end. Arguments of
+        loops written for verl, such as `priority` and `mm_processor_kwargs`, have no effect: requests are served in the
+        order of their arrival, and consist of token ids.
         """
-        if image_data or video_data:
-            raise ValueError("image_data and video_data: rollout servers take token ids only")
+        if image_data or video_data or audio_data:
+            raise ValueError("image_data, video_data and audio_data: rollout servers take token ids only")
         names = {"max_new_tokens": "max_tokens"}
         sampling = {names.get(name, name): value for name, value in sampling_params.items()}
         log_probs, seed = bool(sampling.pop("logprobs", False)), sampling.pop("seed", None)

@@ -1,11 +1,10 @@
 """The interface of an interaction: what answers the model's turns in words."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 from uuid import uuid4
 
 
-class BaseInteraction(ABC):
+class BaseInteraction:
     """A partner in a conversation: one object per process, with one instance (an id) per conversation.
 
     `start_interaction` gets the row's `extra_info.interaction_kwargs` without `name`; `finalize_interaction` is called
@@ -20,15 +19,15 @@ class BaseInteraction(ABC):
         """Create an instance; returns its id, a new one without `instance_id`."""
         return instance_id or str(uuid4())
 
-    @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Answer the conversation so far: (whether it ends here, text of the user's turn, score, extra values)."""
+        raise NotImplementedError(f"{type(self).__name__} has no method generate_response, which answers the model.")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the instance's state."""
         return 0.0
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:  # noqa: B027
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Free what the instance holds."""

@@ -31,7 +31,7 @@ class Gsm8kInteraction(BaseInteraction):
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """(right, a sentence that says so, 1.0 or 0.0, {})."""
         state = self._instance_dict[instance_id]
-        last = next((m["content"] for m in reversed(messages) if m.get("role") == "assistant"), "")
+        last = next((m.get("content") for m in reversed(messages) if m.get("role") == "assistant"), "")
         if isinstance(last, list):  # parts of text and media
             last = "".join(part.get("text") or "" for part in last)
         state["response"] = last or ""
@@ -46,5 +46,5 @@ class Gsm8kInteraction(BaseInteraction):
         return gsm8k.compute_score(state["response"], state["ground_truth"], method="strict")
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the instance."""
-        self._instance_dict.pop(instance_id, None)
+        """Forget the instance; KeyError for an unknown one."""
+        del self._instance_dict[instance_id]

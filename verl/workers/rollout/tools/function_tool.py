@@ -59,8 +59,8 @@ class FunctionTool(BaseTool):
 
     parallel_calls = True
 
-    def __init__(self, function: Callable) -> None:
-        schema = function_schema(function)
+    def __init__(self, function: Callable, schema: OpenAIFunctionToolSchema | None = None) -> None:
+        schema = function_schema(function) if schema is None else schema
         super().__init__({name: value for name, value in vars(function).items() if name in EXAMPLES}, schema)
         self.source = function
         self._function = validate_call(function)
@@ -79,14 +79,22 @@ class FunctionTool(BaseTool):
         return result, 0.0, {}
 
 
+def vars_of(value: Any) -> Any:
+    """The attribute `as_tool` of a function; None for anything else."""
+    return getattr(value, "as_tool", None) if inspect.isfunction(value) else None
+
+
 def load_function_tools(function_tool_path: str) -> list[FunctionTool]:
     """A tool for each public function that a Python file (or `pkg://module`) defines, in their order there.
 
-    If the module has `__all__`, its names are used instead. Raises ValueError if there is no function.
+    If the module has `__all__`, its names are used instead; if any of its functions has an attribute `as_tool`, a
+    FunctionTool, those tools alone. Raises ValueError if there is no function.
     """
     module = load_module(function_tool_path)
     if module is None:
         return []
+    if marked := [value.as_tool for value in vars(module).values() if isinstance(vars_of(value), FunctionTool)]:
+        return marked
     names = getattr(module, "__all__", None)
     if names is None:
         own = [(n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]

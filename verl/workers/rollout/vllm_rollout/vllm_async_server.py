@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from loguru import logger
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,12 @@ from verl.workers.rollout.replica import (
     check_token_ids,
     host_to_bind,
     token_output,
+)
+from verl.workers.rollout.vllm_rollout.engine_over_ranks import (
+    FollowingEngine,
+    LeadingEngine,
+    ToldRollout,
+    message_group,
 )
 from verl.workers.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
@@ -106,17 +113,22 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
         def work() -> None:
             try:
-                if idle and self.requests:
-                    raise RuntimeError(
-                        f"{function.__name__} while {len(self.requests)} requests run; wait for them, or abort them "
-                        "(POST /abort_request with abort_all=true)."
-                    )
+                if idle:
+                    self.check_idle(function.__name__)
                 done.set_result(function(*args, **kwargs))
             except BaseException as error:
                 done.set_exception(error)
 
         self._inbox.put(work)
         return done.result()
+
+    def check_idle(self, name: str) -> None:
+        """RuntimeError while requests run; in the engine's thread."""
+        if self.requests:
+            raise RuntimeError(
+                f"{name} while {len(self.requests)} requests run; wait for them, or abort them (POST /abort_request "
+                "with abort_all=true)."
+            )
 
     def _run_engine(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
@@ -422,20 +434,27 @@ def _error(status: int, message: str) -> web.Response:
 class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     """The engine of vLLMRollout, served over HTTP; all use of the engine happens in the server's thread.
 
-    An engine over several ranks (tensor_model_parallel_size above 1) has no server: it answers batches only.
+    Of an engine over several ranks (tensor_model_parallel_size above 1) the first rank has the server.
     """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         self.server: vLLMHttpServer | None = None
+        self.leading: LeadingEngine | None = None
+        self.following: FollowingEngine | None = None
         super().__init__(config, model_config, device_mesh)
         self.is_awake = not self.can_sleep  # afterwards set in the engine's thread
+        engine, rollout, own = self.llm.llm_engine, self, self.llm.llm_engine
+        device = torch.cuda.current_device() if self.on_cuda else None
         if self.tp_group is not None:
-            return
-        engine = self.llm.llm_engine
+            group = message_group(config.tensor_model_parallel_size)
+            if dist.get_rank(group) > 0:
+                self.following = FollowingEngine(engine, self, group, device)
+                return
+            engine = self.leading = LeadingEngine(engine, group)
+            rollout = ToldRollout(self, self.leading)
         self.server = vLLMHttpServer(
-            engine, self, vocab_size=engine.model_config.get_vocab_size(),
-            max_model_len=engine.model_config.max_model_len, host=host_to_bind(),
-            device=torch.cuda.current_device() if self.on_cuda else None,
+            engine, rollout, vocab_size=own.model_config.get_vocab_size(),
+            max_model_len=own.model_config.max_model_len, host=host_to_bind(), device=device,
         )  # fmt: skip
         logger.debug(f"vLLM serves at {self.server.address}")
 
@@ -443,14 +462,39 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def server_handle(self) -> ServerHandle | None:
         return self.server and ServerHandle(self.server.address, self.server.token)
 
+    def _call(
+        self, function: Callable[..., Any], *args: Any, idle: bool = False, before: Callable[[], Any] | None = None
+    ) -> Any:  # fmt: skip
+        """The result of a function in the engine's thread, of every rank of the engine at once.
+
+        With `idle` RuntimeError while requests run; the rank with the server does `before` first.
+        """
+        if self.following is not None:
+            return self.following.call(function, *args)
+
+        def on_all_ranks() -> Any:
+            if before is not None:
+                before()
+            try:
+                if idle:
+                    self.server.check_idle(function.__name__)
+            except RuntimeError as error:
+                if self.leading is not None:
+                    self.leading.tell("refuse", str(error))
+                raise
+            if self.leading is not None:
+                self.leading.tell("run")
+            return function(*args)
+
+        return self.server.call(on_all_ranks)
+
     def _run_while_idle(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
-        if self.server is None:
-            return function(*args)
         try:
-            return self.server.call(function, *args, idle=True)
+            return self._call(function, *args, idle=True)
         finally:
-            self.server.call(self.server._add_held)
+            if self.server is not None:
+                self.server.call(self.server._add_held)
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
@@ -458,15 +502,14 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self._run_while_idle(super().update_weights, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
-        if self.server is None:
-            return self.wake(tags)
-        self.server.weight_version = str(self.weights_version)
-        self.server.call(self.wake, tags)
+        if self.server is not None:
+            self.server.weight_version = str(self.weights_version)
+        self._call(self.wake, tags)
 
     def release(self) -> None:
-        if self.server is None:
+        if self.server is None and self.following is None:  # at the start
             return self.free()
-        self.server.call(lambda: (self.server._abort_all(), self.free()))
+        self._call(self.free, before=self.server and self.server._abort_all)
 
     def wake(self, tags: list[str]) -> None:
         """`resume` in the engine's thread."""
@@ -488,8 +531,13 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         return self._run_while_idle(super().generate_sequences, prompts)
 
     def close(self) -> None:
+        if self.leading is not None:
+            self.server.call(self.server._abort_all)
+            self.server.call(self.leading.tell, "close")
         if self.server is not None:
             self.server.close()
+        if self.following is not None:
+            self.following.close()
         super().close()
 
 

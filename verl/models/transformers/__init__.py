@@ -1,0 +1,1 @@
+"""Compatibility with verl: package of `monkey_patch`; models are used as transformers builds them."""

@@ -1,0 +1,22 @@
+"""Compatibility with verl: `verl.trainer.main_ppo` under the path of verl 0.9's first trainer."""
+
+from typing import Any
+
+from verl.trainer.main_ppo import TaskRunner, main, run_ppo
+
+__all__ = ["BaseTaskRunner", "TaskRunner", "main", "run_ppo"]
+
+
+class BaseTaskRunner(TaskRunner):
+    """TaskRunner with the methods that verl 0.9 calls for pools of reward and teacher models."""
+
+    def add_reward_model_resource_pool(self, config: Any) -> None:
+        """As `add_reward_model_worker`."""
+        self.add_reward_model_worker(config)
+
+    def add_teacher_model_resource_pool(self, config: Any) -> None:
+        """Nothing: a teacher is the reference policy (algorithm.adv_estimator=opd)."""
+
+
+if __name__ == "__main__":
+    main()
