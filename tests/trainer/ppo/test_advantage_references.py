@@ -222,7 +222,8 @@ def assert_agree(name: str, case: Case) -> None:
 
 
 def test_every_estimator_has_a_reference():
-    assert set(REFERENCES) == {estimator.value for estimator in AdvantageEstimator}
+    by_hand = {"optimal_token_baseline", "tir_optimal_token_baseline"}  # tests/algos/test_later_algorithms.py
+    assert {*REFERENCES, *by_hand} == {estimator.value for estimator in AdvantageEstimator}
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
