@@ -93,7 +93,7 @@ _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
     ("sglang", "async"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
     ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
-    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
+    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_rollout.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
 }
 _ROLLOUT_REGISTRY |= {tuple(name.rsplit(".", 1)): value for name, value in installed_plugins("rollouts").items()}

@@ -1,4 +1,4 @@
-"""One vLLM engine over several ranks behind one server: the first rank tells the others what its engine is told.
+"""One vLLM engine over several ranks behind one server: the first rank broadcasts the requests of its engine to the others.
 
 Every rank has an engine with the same requests in the same order, so that all schedule alike and meet in the
 collectives of a step. Messages come before each step, and before what all ranks do between two steps.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loguru import logger
 
 WAIT = timedelta(days=30)  # for the next message: a server may have nothing to do
-TOLD = ("wake", "free", "forget_prefixes", "load_from_disk")  # what a server asks of the rollout
+COLLECTIVE = ("wake", "free", "forget_prefixes", "load_from_disk")  # the methods that a server calls
 JOIN_TIMEOUT_S = 60.0
 
 
@@ -35,45 +35,45 @@ class LeadingEngine:
 
     def __init__(self, engine: Any, group: dist.ProcessGroup) -> None:
         self._engine, self._group = engine, group
-        self._untold: list[tuple[str, tuple, dict[str, Any]]] = []
+        self._unsent: list[tuple[str, tuple, dict[str, Any]]] = []
 
     def add_request(self, request_id: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
         """Enter a request, here and, before the next step, on the other ranks."""
         order = {"arrival_time": time.time(), "lora_request": lora_request}
         self._engine.add_request(request_id, prompt, params, **order)
-        self._untold.append(("add_request", (request_id, prompt, params), order))
+        self._unsent.append(("add_request", (request_id, prompt, params), order))
 
     def abort_request(self, request_ids: list[str], internal: bool = False) -> None:
         """Take requests out, here and, before the next step, on the other ranks."""
         if request_ids:
             self._engine.abort_request(request_ids, internal=internal)
-            self._untold.append(("abort_request", (request_ids,), {"internal": internal}))
+            self._unsent.append(("abort_request", (request_ids,), {"internal": internal}))
 
     def step(self) -> list[Any]:
         """One step of all ranks; the outputs."""
-        self.tell("step")
+        self.send("step")
         return self._engine.step()
 
-    def tell(self, kind: str, *args: Any) -> None:
+    def send(self, kind: str, *args: Any) -> None:
         """Send the others a message: step, run (a call that all ranks make), refuse, rollout (a method), close."""
-        message = [(self._untold, kind, args)]
-        self._untold = []
+        message = [(self._unsent, kind, args)]
+        self._unsent = []
         dist.broadcast_object_list(message, src=dist.get_global_rank(self._group, 0), group=self._group)
 
 
-class ToldRollout:
-    """The rollout of the first rank for its server, whose requests for TOLD all ranks do."""
+class CollectiveRollout:
+    """The rollout of the first rank for its server: the methods in COLLECTIVE run on all ranks."""
 
     def __init__(self, rollout: Any, engine: LeadingEngine) -> None:
         self._rollout, self._engine = rollout, engine
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._rollout, name)
-        if name not in TOLD:
+        if name not in COLLECTIVE:
             return value
 
         def on_all_ranks(*args: Any) -> Any:
-            self._engine.tell("rollout", name, *args)
+            self._engine.send("rollout", name, *args)
             return value(*args)
 
         return on_all_ranks
