@@ -1,4 +1,4 @@
-"""One vLLM engine over several ranks behind one server: the first rank broadcasts the requests of its engine to the others.
+"""One vLLM engine over several ranks with one server: the first rank sends its engine's requests to the others.
 
 Every rank has an engine with the same requests in the same order, so that all schedule alike and meet in the
 collectives of a step. Messages come before each step, and before what all ranks do between two steps.
