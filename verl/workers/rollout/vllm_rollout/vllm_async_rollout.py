@@ -128,7 +128,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def close(self) -> None:
         if self.leading is not None:
             self.server.call(self.server._abort_all)
-            self.server.call(self.leading.tell, "close")
+            self.server.call(self.leading.send, "close")
         if self.server is not None:
             self.server.close()
         if self.following is not None:
