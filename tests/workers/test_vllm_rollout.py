@@ -367,6 +367,7 @@ class RecordingLLM:
 
     def add_lora(self, request):
         self.calls.append(("add_lora", request.lora_name))
+        return True
 
     def reset_prefix_cache(self):
         self.calls.append(("reset_prefix_cache",))
@@ -381,7 +382,7 @@ def test_weights_wake_and_are_replaced_before_the_cache_wakes(adapter_rank, draf
     """On GPUs: the cache has no memory while weights are gathered, and holds nothing that old weights computed."""
     rollout = vLLMRollout.__new__(vLLMRollout)
     speculative = {"method": "draft_model", "draft_path": draft_path} if draft_path else {}
-    config = RolloutConfig(name="vllm", speculative=SpeculativeConfig(**speculative))
+    config = RolloutConfig(name="vllm", speculative=SpeculativeConfig(**speculative), verify_weights_every=0)
     rollout.__dict__.update(config=config, llm=RecordingLLM(), can_sleep=True, keeps_weights=False, drafter=None,
                             adapter_rank=adapter_rank, takes_adapters=adapter_rank > 0)  # fmt: skip
     weights, saved = {"w": torch.zeros(1)}, SimpleNamespace(save_pretrained=lambda folder: None)
@@ -389,7 +390,7 @@ def test_weights_wake_and_are_replaced_before_the_cache_wakes(adapter_rank, draf
     engine = SimpleNamespace(eval_mode=nullcontext, has_adapters=adapter_rank > 0,
                              get_adapter=lambda check_finite: (saved, weights),
                              get_per_tensor_param=lambda *_, check_finite: iter(weights.items()))  # fmt: skip
-    worker.__dict__.update(rollout=rollout, engine=engine, weights_version=1, rollout_version=None,
+    worker.__dict__.update(rollout=rollout, engine=engine, weights_version=1, rollout_version=None, syncs=0,
                            config=OmegaConf.create({"rollout": dict(config)}))  # fmt: skip
     cycle = [("wake", "weights"), update, ("reset_prefix_cache",), ("wake", "kv_cache"), ("reset_prefix_cache",),
              ("sleep", level)]  # fmt: skip

@@ -251,6 +251,17 @@ class RolloutConfig(BaseConfig, section="rollout"):
     update_weights_bucket_megabytes: int = setting(
         512, "MiB of weights that the ranks gather at a time for the engine.", low=1
     )
+    record_sampling_mask: bool = setting(
+        True,
+        "With top_p below 1 or top_k above 0, record the tokens that they leave, and renormalise the trainer's "
+        "log-probs over them (docs/trust.md says which rollouts can).",
+    )
+    verify_weights_every: int = setting(
+        50,
+        "Compare the weights that the rollout generates with, and log-probs of a few samples, with those that are "
+        "trained: at the first weight update and at every so many; 1: at each, 0: never. A difference ends the run.",
+        low=0,
+    )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of the generations that skip_rollout reuses.")
     profiler: ProfilerConfig | None = setting(ProfilerConfig, "Profiling of this role.")

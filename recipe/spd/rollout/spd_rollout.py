@@ -45,6 +45,7 @@ from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.server_process import RunningServer
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.workers.rollout.weight_check import WeightCheck, compare_modules
 
 __all__ = ["LostCompletionsError", "SPDRollout", "CompletionClient"]
 
@@ -80,6 +81,9 @@ class SPDRollout(BaseRollout):
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine
         self.policy = policy
+
+    def verify_weights(self, actor: Any, weights: Any, **kwargs: Any) -> WeightCheck:
+        return compare_modules(actor, self.engine)
 
     def close(self) -> None:
         """Close connections and store, end the local server."""

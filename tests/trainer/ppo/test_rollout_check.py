@@ -58,9 +58,30 @@ def test_a_head_that_keeps_its_first_weights_ends_the_run_before_a_validation(tm
     with pytest.raises(RuntimeError) as failed:
         run(tmp_path)
     text = str(failed.value)
-    assert "do not give the trainer's log-probs" in text and "rollout.name=vllm" in text
-    assert "at most 0.001 is expected" in text and "tied output matrix" in text
+    assert "model.embed_tokens.weight as packed differs in" in text and "rollout.name=vllm" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists() or not (tmp_path / "out" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.process
+def test_later_weights_are_compared_on_the_schedule(tmp_path, monkeypatch):
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+
+    every = {"actor_rollout_ref__rollout__verify_weights_every": 2, "trainer__total_training_steps": 3,
+             "trainer__test_freq": -1}  # fmt: skip
+    lines = run(tmp_path / "right", **every)
+    assert sum("log-probs of rollout and trainer agree" in line for line in lines) == 2  # updates 1 and 3 of 3
+    assert sum("tensors that rollout 'vllm' generates with are the trainer's" in line for line in lines) == 1
+    update, updates = vLLMRollout.update_weights, []
+
+    def stale(self, weights, **kwargs):
+        updates.append(len(updates))
+        return update(self, weights, **kwargs) if len(updates) < 3 else list(weights)
+
+    monkeypatch.setattr(vLLMRollout, "update_weights", stale)
+    with pytest.raises(RuntimeError, match=r"of \d+ compared tensors are not the trainer's"):
+        run(tmp_path / "stale", **every)
+    rows = (tmp_path / "stale" / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
 
 
 def check(*overrides: str) -> RolloutCheck:
@@ -95,18 +116,18 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.actor.fsd
 )  # fmt: skip
 def test_bounds_are_of_the_largest_difference_in_float32_and_of_the_mean_in_bfloat16(types, gaps, agree):
     if agree:
-        (line,) = seen(lambda: check(*types).first(samples(gaps)))
+        (line,) = seen(lambda: check(*types).compare(samples(gaps)))
         assert line.startswith("INFO: log-probs of rollout and trainer agree") and f"{len(gaps)} tokens" in line
     else:
         with pytest.raises(RuntimeError, match="do not give the trainer's log-probs"):
-            check(*types).first(samples(gaps))
+            check(*types).compare(samples(gaps))
 
 
 @pytest.mark.parametrize("key", ["quantization", "+engine_kwargs.vllm.quantization"])
 def test_a_quantized_engine_gets_a_warning(key):
     plus, name = key[: key.startswith("+")], key.removeprefix("+")
     quantized = check(*HALF, f"{plus}actor_rollout_ref.rollout.{name}=fp8")
-    (line,) = seen(lambda: quantized.first(samples([0.2])))
+    (line,) = seen(lambda: quantized.compare(samples([0.2])))
     assert line.startswith("WARNING") and "do not give the trainer's log-probs" in line
 
 
@@ -116,9 +137,9 @@ def test_rollouts_without_weights_or_log_probs_of_their_own_are_not_compared():
         assert not check(f"actor_rollout_ref.rollout.{override}").applies
     data = samples([1.0])
     data.pop(["rollout_log_probs"])
-    (line,) = seen(lambda: check().first(data))
+    (line,) = seen(lambda: check().compare(data))
     assert "returns no log-probs" in line
-    (line,) = seen(lambda: check().first(samples([1.0] * 20)))  # more tokens than the 16 of the check
+    (line,) = seen(lambda: check().compare(samples([1.0] * 20)))  # more tokens than the 16 of the check
     assert "returns no log-probs" in line
 
 

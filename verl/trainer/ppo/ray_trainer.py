@@ -153,7 +153,10 @@ class RayPPOTrainer:
             self._check_rollout()
             self._validate_before_training()
             for self.global_steps in self._remaining_steps():  # noqa: B020
-                with self._timed("step"), self._profiled():
+                profiled = self.groups.profiled(
+                    self.config.global_profiler, self.global_steps, self.is_finished, self._timed
+                )
+                with self._timed("step"), profiled:
                     with self._rollout_awake() as metrics:
                         batch, gathered = self._gather_batch()  # prompts, generate, reward: [prompts * n, T]
                     metrics |= gathered
@@ -181,20 +184,6 @@ class RayPPOTrainer:
                     self._save_checkpoint()
             self._publish_pending(wait=True)
         self.run_log.print_end(self.resumed_step, self.checkpoints.saved_step)
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Profile the step if global_profiler.steps names it; consecutive ones in one profile, if that is requested."""
-        settings = self.config.global_profiler
-        steps = set(settings.steps or ()) if settings.tool else set()
-        joined = steps if settings.profile_continuous_steps else set()
-        if self.global_steps in steps and self.global_steps - 1 not in joined:
-            with self._timed("start_profile"):
-                self.groups.start_profile(self.global_steps)
-        yield
-        if self.global_steps in steps and (self.global_steps + 1 not in joined or self.is_finished):
-            with self._timed("stop_profile"):
-                self.groups.stop_profile()
 
     def _gather_batch(self) -> tuple[DataProto, Metrics]:
         """One step's samples with scores: prompts of one draw, n samples each, without those that were dropped."""
@@ -248,33 +237,40 @@ class RayPPOTrainer:
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
         samples, metrics = self.rollout.generate(prompts, self.global_steps, reward_fn=self.reward_fn)
+        self.rollout_check.recent = prompts
         versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
         if len(versions) != 1:
             raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
         return samples, metrics | {"training/weights_version": int(versions[0])}
 
-    @step("check_rollout")
     def _check_rollout(self) -> None:
-        """End the run if the log-probs of the rollout's first weights are not the trainer's."""
-        if not self.rollout_check.applies:
-            return
-        prompts = self.rollout_check.prompts(self.train_dataloader, self.ranks)
-        with self._rollout_awake() as metrics:
-            samples = self.rollout.probe(prompts, self.n, PROBE_TOKENS)
-        self.early_syncs = metrics[WEIGHT_SYNCS]
-        samples.batch["group_index"] = batching.prompt_groups(samples)
-        output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, samples)
-        samples.batch["old_log_probs"] = output.batch["old_log_probs"]
-        self.rollout_check.first(samples)
+        """Send the first weights, which ends the run if they arrive wrong, before anything else is computed."""
+        if self.rollout_check.applies:
+            with self._rollout_awake() as metrics:
+                pass
+            self.early_syncs = metrics[WEIGHT_SYNCS]
 
     @contextmanager
     def _rollout_awake(self) -> Iterator[Metrics]:
-        """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics."""
+        """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics.
+
+        The log-probs that some of these weights give are compared with the trainer's (rollout.verify_weights_every).
+        """
         with self._timed("update_weights"):
-            sent = self.actor_rollout_wg.rollout_mode()
-        yield {WEIGHT_SYNCS: int(any(sent)) + self.early_syncs}
+            sent = any(self.actor_rollout_wg.rollout_mode())
+        probe = self.rollout_check.prompts_if_due(self.train_dataloader, self.ranks) if sent else None
+        if probe is not None:
+            with self._timed("check_rollout"):
+                probe = self.rollout.probe(probe, self.n, PROBE_TOKENS)
+        yield {WEIGHT_SYNCS: int(sent) + self.early_syncs}
         self.early_syncs = 0
         self.actor_rollout_wg.trainer_mode()  # after an error the run ends: the rollout is left as it is
+        if probe is not None:
+            with self._timed("check_rollout"):
+                probe.batch["group_index"] = batching.prompt_groups(probe)
+                output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, probe)
+                probe.batch["old_log_probs"] = output.batch["old_log_probs"]
+                self.rollout_check.compare(probe)
 
     @step("reward")
     def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts, Metrics]:

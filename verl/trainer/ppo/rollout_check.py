@@ -23,7 +23,8 @@ REASONS = (
 
 
 class RolloutCheck:
-    """Compares the two models once before the first step, and watches the steps whose samples have log-probs.
+    """Compares the two models before the first step and at every `rollout.verify_weights_every`-th weight update, and
+    watches the steps whose samples have log-probs.
 
     In float32 no log-prob may differ by more than LIMIT. Where one of the two computes in half precision, the mean of
     the differences may be LIMIT_OF_HALF.
@@ -37,27 +38,40 @@ class RolloutCheck:
         own = self.rollout.engine_kwargs.get(self.rollout.name) or {}  # the engine's options by its own names
         self.quantized = self.rollout.quantization is not None or own.get("quantization") is not None
         self.disagreed = 0  # steps in a row
+        self.syncs = 0  # weight updates
+        self.recent: DataProto | None = None  # prompts [B, P] that the rollout answered last
 
     @property
     def applies(self) -> bool:
         """Whether an engine has weights of its own and returns log-probs that can be compared."""
-        return self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
+        checks = self.rollout.verify_weights_every > 0
+        return checks and self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
 
     @property
     def _comparable(self) -> bool:
         """Whether the samples' log-probs are log-probs of the weights that the trainer has."""
         return not self.rollout.skip_rollout and "logits" not in (self.rollout.logprobs_mode or "")
 
-    def prompts(self, loader: Any, ranks: int) -> DataProto:
-        """The first prompts [B, P] of the training data, equally many for each rank."""
+    def prompts_if_due(self, loader: Any, ranks: int) -> DataProto | None:
+        """Count a weight update; prompts [B, P] to compare log-probs on, equally many for each rank, or None.
+
+        They are those that the rollout answered last: a prefix cache that was not emptied still has their keys and
+        values. Before the first step they are the first ones of the training data.
+        """
+        self.syncs += 1
+        if not self.applies or (self.syncs - 1) % self.rollout.verify_weights_every:
+            return None
         count = ranks * -(-PROBE_SAMPLES // (ranks * self.rollout.n))
-        rows = [loader.dataset[i % len(loader.dataset)] for i in range(count)]
-        prompts = DataProto.from_single_dict(loader.collate_fn(rows))
+        if self.recent is not None:
+            prompts = self.recent.select_idxs(np.arange(count) % len(self.recent))
+        else:
+            rows = [loader.dataset[i % len(loader.dataset)] for i in range(count)]
+            prompts = DataProto.from_single_dict(loader.collate_fn(rows))
         prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(count)], dtype=object)
         return prompts
 
-    def first(self, samples: DataProto) -> None:
-        """Raise RuntimeError if rollout_log_probs and old_log_probs [B, R] of the first samples disagree.
+    def compare(self, samples: DataProto) -> None:
+        """Raise RuntimeError if rollout_log_probs and old_log_probs [B, R] of the samples disagree.
 
         A quantized engine only gets a warning. Nothing is compared with a rollout of the user's own that returns no
         rollout_log_probs, or more tokens than it was asked for and therefore perhaps other log-probs.
@@ -72,7 +86,7 @@ class RolloutCheck:
             return logger.info(f"log-probs of rollout and trainer agree: {shown}")
         limit = f"at most {LIMIT}" if self.exact else f"a mean of at most {LIMIT_OF_HALF}"
         what = (
-            f"{NAME}={self.rollout.name}: the first weights that it received do not give the trainer's log-probs. They "
+            f"{NAME}={self.rollout.name}: the weights that it received last do not give the trainer's log-probs. They "
             f"differ by {shown}; {limit} is expected. {REASONS}"
         )
         if not self.quantized:

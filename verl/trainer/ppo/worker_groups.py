@@ -1,6 +1,7 @@
 """Resource pools, and the ranks of every role: roles that are placed on one pool share its processes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import ray
 from loguru import logger
 
 from verl.config.compose import with_values
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import GlobalProfilerConfig, PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import (
@@ -165,17 +166,28 @@ class WorkerGroups:
                 self.roles.update({role: spawned[str(role)] for role in here})
             self.processes.append(group)
 
-    def start_profile(self, step: int) -> None:
-        """Start the profilers of all ranks whose role requests it; worker classes without one are left out."""
-        for group in self.roles.values():
-            if hasattr(group, "start_profile"):
-                group.start_profile(step=step)
+    @contextmanager
+    def profiled(
+        self, settings: GlobalProfilerConfig, step: int, is_last: bool, timed: Callable[[str], Any]
+    ) -> Iterator[None]:
+        """Profile the step if settings.steps names it; consecutive ones in one profile, if that is requested.
 
-    def stop_profile(self) -> None:
-        """Stop them, and write what they recorded."""
-        for group in self.roles.values():
-            if hasattr(group, "stop_profile"):
-                group.stop_profile()
+        On all ranks whose role requests it; worker classes without a profiler are left out. `timed(name)` is the
+        context in which profilers start and stop.
+        """
+        steps = set(settings.steps or ()) if settings.tool else set()
+        joined = steps if settings.profile_continuous_steps else set()
+        if step in steps and step - 1 not in joined:
+            with timed("start_profile"):
+                for group in self.roles.values():
+                    if hasattr(group, "start_profile"):
+                        group.start_profile(step=step)
+        yield
+        if step in steps and (step + 1 not in joined or is_last):
+            with timed("stop_profile"):
+                for group in self.roles.values():
+                    if hasattr(group, "stop_profile"):
+                        group.stop_profile()
 
     def end(self) -> None:
         """Let the ranks end servers and engines that they started, end the ranks, give the pools back to Ray."""

@@ -31,6 +31,7 @@ from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy import Policy, get_policy
 from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.weight_check import shortened
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 SAMPLES = ("attention_mask", "input_ids", "position_ids", "prompts", "responses")  # what every rollout returns
@@ -62,6 +63,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.weights_version = 0
         self.rollout_version: int | None = None
         self.rollout_is_awake = False
+        self.syncs = 0  # times that the rollout was sent weights
 
     @staticmethod
     def profiler_config(section: ActorRolloutRefConfig) -> ProfilerConfig:
@@ -156,12 +158,30 @@ class ActorRolloutRefWorker(ModelWorker):
                 if self.rollout.takes_adapters and self.engine.has_adapters:
                     adapter, tensors = self.engine.get_adapter(check_finite=True)
                     run_if_coroutine(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
+                    self._verify_weights(iter(tensors.items()), peft_config=adapter)
                 else:
                     run_if_coroutine(self.rollout.update_weights(self._weights_for_rollout()))
+                    self._verify_weights(self._weights_for_rollout())
+            self.syncs += 1
             self.rollout_version = self.rollout.weights_version = self.weights_version
         run_if_coroutine(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
+
+    def _verify_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+        """On every verify_weights_every-th sync, compare what the rollout holds with what is trained."""
+        every, name = self.config.rollout.verify_weights_every, self.config.rollout.name
+        if not every or self.syncs % every:
+            return
+        check = run_if_coroutine(self.rollout.verify_weights(self.engine, weights, **kwargs))
+        if check is None:
+            if self.rank == 0 and self.syncs == 0:
+                logger.info(f"rollout '{name}' cannot report the weights that it holds: they are not compared")
+            return
+        check.raise_if_different(name)
+        if self.rank == 0 and self.syncs == 0:
+            unread = f"; not compared: {shortened(check.unread)}" if check.unread else ""
+            logger.info(f"all {check.equal} tensors that rollout '{name}' generates with are the trainer's{unread}")
 
     def _weights_for_rollout(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's weights in the rollout's type; raises FloatingPointError at a NaN or infinite one."""

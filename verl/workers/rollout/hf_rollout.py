@@ -11,6 +11,7 @@ from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.attention import make_packable
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch
+from verl.workers.rollout.weight_check import WeightCheck, compare_modules
 
 
 @register_rollout("hf", "sync")
@@ -34,6 +35,9 @@ class HFRollout(BaseRollout):
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine
         make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
+
+    def verify_weights(self, actor: Any, weights: Any, **kwargs: Any) -> WeightCheck:
+        return compare_modules(actor, self.engine)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:

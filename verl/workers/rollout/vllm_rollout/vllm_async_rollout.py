@@ -23,6 +23,7 @@ from verl.workers.rollout.vllm_rollout.engine_over_ranks import (
 )
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+from verl.workers.rollout.weight_check import WeightCheck
 
 
 @register_rollout("vllm", "async")
@@ -95,6 +96,11 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
     ) -> None:
         self._run_while_idle(super().update_weights, weights, peft_config)
+
+    def verify_weights(
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> WeightCheck:  # fmt: skip
+        return self._run_while_idle(super().verify_weights, actor, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
         if self.server is not None:

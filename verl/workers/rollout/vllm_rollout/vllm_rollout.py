@@ -28,6 +28,7 @@ from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shap
 from verl.workers.rollout.base import BaseRollout, engine_group, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
+from verl.workers.rollout.weight_check import WeightCheck
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     adapter_rank = 0  # of the adapter that the actor sends
     adapter: Any = None  # vLLM's LoRARequest of every generation
+    verified = 0  # calls of verify_weights
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -210,8 +212,26 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         with tempfile.TemporaryDirectory() as folder:  # vLLM reads adapters from files only
             save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, f"{folder}/adapter_model.safetensors")
             peft_config.save_pretrained(folder)
-            self.llm.llm_engine.add_lora(LoRARequest("actor", 1, folder, load_inplace=True))
+            if not self.llm.llm_engine.add_lora(LoRARequest("actor", 1, folder, load_inplace=True)):
+                raise RuntimeError(
+                    f"vLLM did not load the LoRA adapter of {len(tensors)} tensors ({KEY}.lora_as_adapter=true): its "
+                    f"samples would be those of the base model. Set {KEY}.lora_as_adapter=false to send merged weights."
+                )
             self.adapter = LoRARequest("actor", 1, folder)
+
+    def verify_weights(
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> WeightCheck:  # fmt: skip
+        from verl.workers.rollout.vllm_rollout.held_weights import compare_adapter, compare_weights
+
+        if peft_config is None:
+            (check,) = self.llm.collective_rpc(compare_weights, args=(weights, self.verified))
+            self.verified += 1
+            return check
+        (check,) = self.llm.collective_rpc(compare_adapter, args=(weights, peft_config))
+        if self.adapter is None:
+            check.add("the adapter", "is not applied to requests")
+        return check
 
     def weights_on_disk(self, path: str) -> list[Path]:
         """The safetensors files of a model folder. WeightFileError for a damaged one, or one of another model."""
