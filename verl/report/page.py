@@ -21,13 +21,14 @@ from markupsafe import Markup
 
 from verl.report.plots import Curve, draw_panel
 from verl.utils.jsonl import read_objects
+from verl.utils.metric.health import RULES
 from verl.utils.visible_text import visible
 
 LARGEST = 1e200  # magnitude of a number that is drawn
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
 _DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
-# Panels shown first when the run has their metrics: (title, explanation, names or prefixes ending in "/" or "_").
+# Panels shown first when the run has their metrics: (title, explanation, names or prefixes ending in "/", "_" or "@").
 HEADLINES = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
     ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
@@ -44,6 +45,7 @@ HEADLINES = (
     ("Correlation of rollout and trainer", "of token probabilities; near 1 where they agree",
      ("training/rollout_actor_probs_pearson_corr",)),
     ("Response length", "tokens", ("response_length/mean", "response_length/max")),
+    ("Best of k samples", "expected largest score of k samples of a prompt", ("health/best@",)),
     ("Validation", "", ("val-core/", "val/loss")),
     ("Learning rate", "", ("actor/lr", "train/lr")),
     ("Throughput", "tokens per second and rank", ("perf/throughput",)),
@@ -60,6 +62,20 @@ COUNTERS = {
     "spd/completions/failed": "failed completions", "actor/nonfinite_steps": "non-finite steps",
     "train/skipped_steps": "skipped steps",
 }  # fmt: skip
+
+
+@dataclass
+class HealthRow:
+    """A line of the table of health checks: the last value, and the steps at which it was beyond its limits, if any.
+
+    `advice` says what that means and what to do.
+    """
+
+    name: str
+    last: str
+    limits: str
+    broken: str
+    advice: str
 
 
 @dataclass
@@ -83,8 +99,8 @@ def collect_series(rows: list[dict]) -> dict[str, Curve]:
 
 
 def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
-    exact = {w for w in wanted if not w.endswith(("/", "_"))}
-    families = tuple(w for w in wanted if w.endswith(("/", "_")))
+    exact = {w for w in wanted if not w.endswith(("/", "_", "@"))}
+    families = tuple(w for w in wanted if w.endswith(("/", "_", "@")))
     return [c for name, c in series.items() if name in exact or name.startswith(families)]
 
 
@@ -122,6 +138,19 @@ def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str,
             groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
     titled = ((title if len(curves) > 1 else curves[0].name, curves) for title, curves in groups.items())
     return [Panel(title, "", draw_panel(curves)) for title, curves in titled], flat
+
+
+def health_rows(series: dict[str, Curve]) -> list[HealthRow]:
+    """The health checks that the run has values for, those that were broken first."""
+    rows = []
+    for rule in RULES:
+        if rule.metric in series:
+            curve = series[rule.metric]
+            stretches = rule.broken_steps(curve.steps, curve.values)
+            steps = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
+            name, advice = rule.metric.removeprefix("health/").replace("_", " "), f"{rule.meaning}. {rule.remedy}"
+            rows.append(HealthRow(name, f"{curve.values[-1]:.3g}", rule.limits, steps, advice))
+    return sorted(rows, key=lambda row: not row.broken)
 
 
 def summary_cards(series: dict[str, Curve], steps: int, planned: int | None = None) -> list[tuple[str, str]]:
@@ -162,6 +191,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         cards=summary_cards(series, steps, starts[-1]["total_steps"] if starts else None),
         starts=starts,
+        health=health_rows(series),
         panels=headline_panels(series),
         others=others,
         flat=flat,

@@ -27,6 +27,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
+from verl.trainer.ppo.health import RunHealth
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics
 from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
@@ -92,6 +93,7 @@ class RayPPOTrainer:
         self.needs_old_log_probs = batching.needs_old_log_probs(config)
         self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
         self.rollout_check, self.early_syncs = RolloutCheck(config), 0  # syncs before the first step or validation
+        self.health = RunHealth(config)
         self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`
         self.needs_greedy_baseline = "reward_baselines" in advantage.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
@@ -491,6 +493,7 @@ class RayPPOTrainer:
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
         metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
         metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
+        metrics |= self.health.measure(batch, self.global_steps, metrics)
         metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= metric_utils.compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)

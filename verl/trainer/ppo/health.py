@@ -1,0 +1,155 @@
+"""Metrics `health/*` of a step, and warnings where one of them stays beyond its limits."""
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import fmean, median, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+
+from verl.config.ppo import PPOConfig
+from verl.protocol import DataProto
+from verl.reward.rows import reward_extras
+from verl.trainer.ppo.batching import group_rows
+from verl.utils.metric.health import RULES, best_of_groups
+
+WINDOW = 10  # steps whose means are compared
+SHORTEST_ANSWER = 8  # tokens; shorter answers of different prompts may well be equal
+AGAIN_AFTER = 50  # steps until the same warning is given again
+SUCCESS = 0.5  # value of the reward's `acc` above which an answer counts as right
+
+
+class RunHealth:
+    """Measures each step of a run. What it compares with are the steps since the start of this process."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        actor = config.actor_rollout_ref.actor
+        below, above = actor.clip_ratio_low, actor.clip_ratio_high
+        self.clip_range = (
+            1 - (actor.clip_ratio if below is None else below), 1 + (actor.clip_ratio if above is None else above)
+        )  # fmt: skip
+        self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
+        self.updated: int | None = None  # the last step that changed the weights
+        self.entropies: list[float] = []  # of the first steps
+        self.first: list[tuple[float, float]] = []  # (length, score) of the first steps
+        self.last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.last_entropies: deque[float] = deque(maxlen=WINDOW // 2)
+        self.norms: deque[float] = deque(maxlen=2 * WINDOW)
+        self.beyond = dict.fromkeys((rule.metric for rule in RULES), 0)  # steps in a row
+        self.warned: dict[str, int] = {}
+
+    def measure(self, batch: DataProto, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """health/* of a step from its batch [B] and its other metrics; logs a line for each rule that is broken."""
+        found = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(metrics)}
+        if self.updated is not None and "training/weights_version" in metrics:
+            found["staleness"] = self.updated - metrics["training/weights_version"]
+        if "actor/pg_loss" in metrics:
+            self.updated = step
+        if self.has_texts:
+            found["truncated"] = metrics["response_length/clip_ratio"]
+            found["repeated_answers_reward"] = repeated_answers_reward(batch)
+        named = {f"health/{name}": float(value) for name, value in found.items()}
+        self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
+        return named
+
+    def _signal(self, batch: DataProto) -> dict[str, float]:
+        """Share of groups without variance, best@k of the scores, pass@k of the reward's `acc`."""
+        scores = batch.batch["token_level_scores"].sum(-1).double().numpy()
+        groups = [rows for rows in group_rows(batch) if len(rows) > 1]
+        if not groups:
+            return {}
+        found = {"groups_without_variance": float(np.mean([np.ptp(scores[rows]) < 1e-9 for rows in groups]))}
+        found |= {f"best@{k}": value for k, value in best_of_groups(scores[rows] for rows in groups).items()}
+        right = reward_extras(batch).get("acc")
+        if right is not None and all(isinstance(value, int | float | np.bool_) for value in right):
+            passed = np.array(right, dtype=float) > SUCCESS
+            found |= {f"pass@{k}": value for k, value in best_of_groups(passed[rows] for rows in groups).items()}
+        return found
+
+    def _trends(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Entropy, length and gradient norm against those of earlier steps."""
+        found = {}
+        if (entropy := metrics.get("actor/entropy")) is not None:
+            self.last_entropies.append(entropy)
+            if len(self.entropies) < WINDOW // 2:
+                self.entropies.append(entropy)
+            elif fmean(self.entropies) > 0:
+                found["entropy_ratio"] = fmean(self.last_entropies) / fmean(self.entropies)
+        if (norm := metrics.get("actor/grad_norm")) is not None and np.isfinite(norm):
+            if len(self.norms) >= WINDOW // 2 and median(self.norms) > 0:
+                found["grad_norm_ratio"] = norm / median(self.norms)
+            self.norms.append(norm)
+        if self.has_texts:
+            self.last.append((metrics["response_length/mean"], metrics["critic/score/mean"]))
+            if len(self.first) < WINDOW:
+                self.first.append(self.last[-1])
+            else:
+                found["length_without_reward"] = growth_without_gain(self.first, list(self.last))
+        return found
+
+    def _warn(self, step: int, found: Mapping[str, float]) -> None:
+        for rule in RULES:
+            if rule.metric not in found:
+                continue
+            value = found[rule.metric]
+            self.beyond[rule.metric] = self.beyond[rule.metric] + 1 if rule.is_broken_by(value) else 0
+            is_new = step >= self.warned.get(rule.metric, -AGAIN_AFTER) + AGAIN_AFTER
+            if self.beyond[rule.metric] >= rule.patience and is_new:
+                self.warned[rule.metric] = step
+                logger.warning("step {}: {}", step, rule.warning(value))
+
+
+def growth_without_gain(first: list[tuple[float, float]], last: list[tuple[float, float]]) -> float:
+    """Mean length of the last steps over that of the first ones, or 1 if their score rose by more than its noise.
+
+    Both are (length, score) of steps; the noise is two standard errors of the difference of the mean scores.
+    """
+    (before, old), (after, new) = (zip(*rows, strict=True) for rows in (first, last))
+    noise = 2 * ((stdev(old) ** 2 + stdev(new) ** 2) / len(old)) ** 0.5
+    return 1.0 if fmean(new) - fmean(old) > noise else fmean(after) / max(1e-9, fmean(before))
+
+
+def distances(batch: DataProto, clip_range: tuple[float, float]) -> dict[str, float]:
+    """The trained model against the rollout's, and against the reference policy, before the step's first update.
+
+    Reads response_mask, old_log_probs, rollout_log_probs and ref_log_prob [B, R], as far as they are there.
+    """
+    columns: Any = batch.batch
+    counted = columns["response_mask"].bool()
+    old = columns.get("old_log_probs")
+    if old is None or not counted.any():
+        return {}
+    found, old = {}, old[counted].double()
+    if (rollout := columns.get("rollout_log_probs")) is not None:
+        ratio = (old - rollout[counted].double()).clamp(-20, 20).exp()
+        low, high = clip_range
+        found["first_ratio"] = ratio.mean().item()
+        found["outside_clip_range"] = ((ratio < low) | (ratio > high)).double().mean().item()
+        found["effective_sample_size"] = (ratio.mean() ** 2 / ratio.square().mean()).item()
+    if (reference := columns.get("ref_log_prob")) is not None:
+        gap = reference[counted].double() - old
+        found["kl_ref_k1"] = -gap.mean().item()
+        found["kl_ref_k3"] = (gap.clamp(-20, 20).exp() - 1 - gap).mean().item()
+    return found
+
+
+def repeated_answers_reward(batch: DataProto) -> float:
+    """Share of the samples with a score above the mean whose answer another prompt's sample has too.
+
+    Answers of fewer than SHORTEST_ANSWER tokens do not count as repeated.
+    """
+    scores = batch.batch["token_level_scores"].sum(-1)
+    high = (scores > scores.mean()).tolist()
+    if not any(high):
+        return 0.0
+    responses = batch.batch["responses"]
+    lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    answers = [tuple(row[:length]) for row, length in zip(responses.tolist(), lengths, strict=True)]
+    prompts: dict[tuple[int, ...], set[Any]] = {}
+    for answer, uid in zip(answers, uids, strict=True):
+        prompts.setdefault(answer, set()).add(uid)
+    repeated = [len(answer) >= SHORTEST_ANSWER and len(prompts[answer]) > 1 for answer in answers]
+    return torch.tensor(repeated)[high].double().mean().item()
