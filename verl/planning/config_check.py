@@ -18,9 +18,9 @@ from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
-from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
 from verl.utils.import_utils import import_external_libs
-from verl.utils.problems import Problem, wrong
+from verl.utils.problems import UNUSED, Problem, wrong
 
 # Below these any key is accepted: a name anywhere, or the end of a path.
 OPEN = (
@@ -308,7 +308,28 @@ def algorithm_problems(settings: PPOConfig) -> list[Problem]:
     if n > 1 and not sampling.do_sample:
         rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
         issues.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
-    return issues
+    return issues + sampling_problems(sampling)
+
+
+def sampling_problems(rollout: RolloutConfig) -> list[Problem]:
+    """A warning where training samples are drawn with filters, and the trainer's log-probs will be those without."""
+    filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0}
+    name, engine = next((name for name, used in filters.items() if used), None), rollout.name
+    if name is None or not rollout.do_sample or engine not in ("hf", "refine", "vllm", "sglang"):
+        return []
+    counted = rollout.top_k > 0 and rollout.mode == "sync" and not rollout.prompt_queue
+    if engine == "hf" or engine == "vllm" and counted and rollout.logprobs_mode == "processed_logprobs":
+        if rollout.record_sampling_mask:
+            return []
+        remedy = "Set actor_rollout_ref.rollout.record_sampling_mask=true."
+    else:
+        remedy = "Set rollout.top_p=1 and rollout.top_k=-1, or rollout.name=hf."
+        if engine == "vllm":
+            remedy = "Set rollout.top_k (such as 100), with rollout.mode=sync and without rollout.prompt_queue."
+        remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
+    key = f"actor_rollout_ref.rollout.{name}"
+    what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"
+    return [Problem(UNUSED, key, f"{what} log-probs from all. {remedy}")]
 
 
 def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:

@@ -24,6 +24,7 @@ COLUMNS = {
     "responses": Column("[B, R]", "int64", "The response part of `input_ids`."),
     "response_mask": Column("[B, R]", "int64", "1 on tokens that the policy generated, 0 on others."),
     "rollout_log_probs": Column("[B, R]", "float32", "Log-probs that the rollout engine computed as it sampled."),
+    "sampling_mask": Column("[B]", "object", "Tokens that top_k and top_p left at each position; on ranks a tensor."),
     "group_index": Column("[B]", "int64", "Number of the row's prompt, where a forward pass shares prompts."),
     "old_log_probs": Column("[B, R]", "float32", "Log-probs of the actor before the update."),
     "sum_pi_squared": Column("[B, R]", "float32", "Sum of the squared probabilities of each token's distribution."),

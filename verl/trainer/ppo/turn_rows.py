@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK, mask_tensor
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE
 
 #: Column with the turns of each sample, a list of (start, end, prompt ids), where start and end are positions in the
@@ -26,10 +27,14 @@ def to_rows(samples: DataProto) -> DataProto:
     with fewer than k turns is padded by rows with one prompt token, one response token and `response_mask` 0.
     meta_info[ROWS_PER_SAMPLE] is k: the ranks multiply their mini-batch sizes by it, so that mini-batches contain the
     same samples as without this conversion. group_index [B * k] numbers the rows, which therefore do not share prompts.
-    Without the column TURNS, the samples are returned.
+    Without the column TURNS, the samples are returned, with their sampling masks as a tensor.
     """
     if TURNS not in samples.non_tensor_batch:
-        return samples.select(non_tensor_batch_keys=[])
+        rows = samples.select(non_tensor_batch_keys=[])
+        if SAMPLING_MASK in samples.non_tensor_batch:
+            column, length = samples.non_tensor_batch[SAMPLING_MASK], samples.batch["responses"].shape[1]
+            rows.batch[SAMPLING_MASK] = mask_tensor(column, length)
+        return rows
     turns = turns_of(samples)
     k = max(map(len, turns), default=1) or 1
     source, length = samples.batch, samples.batch["responses"].shape[1]

@@ -12,6 +12,7 @@ from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
 from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
@@ -175,6 +176,8 @@ class DataParallelPPOActor(BasePPOActor):
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the other columns are not copied to the device."""
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
+        if SAMPLING_MASK in data.batch.keys():
+            keys.append(SAMPLING_MASK)
         if self.config.share_prompt_forward and "group_index" not in keys:
             keys.append("group_index")
         if missing := [k for k in keys if k not in data.batch.keys()]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from verl.config.model import LOGITS_CHUNK
+from verl.protocol.sampling_mask import SAMPLING_MASK, KeptTokens
 from verl.utils.peft_weights import without_adapters
 from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_world_size
 from verl.workers.policy.attention import make_packable
@@ -91,7 +92,8 @@ class CausalLMPolicy(Policy):
         """input_ids, attention_mask, position_ids [B, P+R], responses [B, R] -> log-probs and entropy [B, R] float32.
 
         Padded response positions hold 0; so do those where `counted` [B, R] is 0, if the batch has that column: logits
-        are computed for the others only. A flat row's keys and values are also stored in `cache`.
+        are computed for the others only. With the column `sampling_mask` the distributions are renormalised over the
+        tokens that were kept in sampling. A flat row's keys and values are also stored in `cache`.
 
         The first call for flat rows compares layouts, unless `compare_layouts` was called before.
         """
@@ -103,7 +105,8 @@ class CausalLMPolicy(Policy):
             responses = inputs["responses"].shape[1]
             inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
             inputs["cache"] = cache
-        inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
+        for name in ("counted", SAMPLING_MASK):
+            inputs[name] = micro_batch[name] if name in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         inputs["compiled"] = self.compiled
         log_probs, entropy = call_as_forward(model, self.forward, **inputs, chunk_tokens=self.chunk_tokens)
@@ -113,11 +116,12 @@ class CausalLMPolicy(Policy):
 def response_log_probs(
     model: nn.Module, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
     responses: torch.Tensor, temperature: float, with_entropy: bool, chunk_tokens: int, packing: Packing | None = None,
-    counted: torch.Tensor | None = None, cache: Cache | None = None, compiled: bool = False,
+    counted: torch.Tensor | None = None, sampling_mask: torch.Tensor | None = None, cache: Cache | None = None,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Log-probs [B, R] and entropy [B, R] (zeros unless requested) of the response tokens, float32; 0 at padding.
 
-    counted [B, R]: 0 leaves a token out like padding.
+    counted [B, R]: 0 leaves a token out like padding. sampling_mask: see `verl.protocol.sampling_mask.mask_tensor`.
     """
     causal, length = causal_model(model), responses.shape[1]
     head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
@@ -126,11 +130,15 @@ def response_log_probs(
         inputs = packing.model_inputs(input_ids, position_ids, cache)
         states = decoder_of(causal)(**inputs).last_hidden_state[0]  # [T, H]
         labels = responses.flatten()[packing.response_index]
+        if sampling_mask is not None:
+            options["kept"] = KeptTokens.at(sampling_mask, length, packing.response_index)
         output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
         outputs = (output.log_probs, output.entropy)
         return tuple(packing.scatter_to_responses(x.float(), responses.shape) for x in outputs)
     attended = attention_mask[:, -length:].bool()
     counts = attended if counted is None else attended & counted.bool()
+    if sampling_mask is not None:
+        options["kept"] = KeptTokens.at(sampling_mask, length, counts.flatten().nonzero()[:, 0])
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     hidden = decoder_of(causal)(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]

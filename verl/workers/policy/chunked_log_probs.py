@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
+from verl.protocol.sampling_mask import REMOVED, KeptTokens
+
 
 @dataclass(frozen=True)
 class FinalLogits:
@@ -53,6 +55,11 @@ class HeadOutput(NamedTuple):
     argmax: torch.Tensor
 
 
+def head_size(head: nn.Module) -> int:
+    """Number of a head's outputs."""
+    return getattr(head, "out_features", None) or len(head.weight)
+
+
 def is_plain(head: nn.Module) -> bool:
     """Whether a head is exactly a product with its weight (plus bias), held as unsharded tensors."""
     hooked = head._forward_hooks or head._forward_pre_hooks
@@ -61,19 +68,23 @@ def is_plain(head: nn.Module) -> bool:
 
 def chunked_log_probs(
     head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int,
-    with_entropy: bool = False, with_argmax: bool = False, compiled: bool = False,
+    with_entropy: bool = False, with_argmax: bool = False, compiled: bool = False, kept: KeptTokens | None = None,
 ) -> HeadOutput:  # fmt: skip
     """Log-probs of `labels` [N] int64 (at least 0) for the states `hidden` [N, H]; not twice differentiable.
+
+    `kept`: the tokens that the distribution at each of the N positions is restricted to; the label must be one of them.
 
     The product has the type of the weights (or of autocast), everything after it is float32. Heads that are not
     `is_plain` (adapters, hooks, sharded by themselves), and calls with argmax or `compiled` (torch.compile of a chunk),
     use checkpointed chunks, whose rounding differs in the last bits.
     """
     if not is_plain(head) or with_argmax or compiled:
-        one_chunk = _compiled_chunk() if compiled else _one_chunk
+        one_chunk = _compiled_chunk() if compiled and kept is None else _one_chunk
         pieces = []
-        for part, part_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-            args = (head, final, part, part_labels, with_entropy, with_argmax)
+        for start in range(0, max(1, len(hidden)), chunk_tokens):
+            part, part_labels = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
+            removed = None if kept is None else kept.removed(head_size(head), start, start + len(part))
+            args = (head, final, part, part_labels, with_entropy, with_argmax, removed)
             if torch.is_grad_enabled():  # autograd recomputes the chunk's logits in the backward pass
                 pieces.append(checkpoint(one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
             else:
@@ -83,15 +94,17 @@ def chunked_log_probs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens)
+    columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept)
     return HeadOutput(*columns, torch.zeros_like(labels))
 
 
 def _one_chunk(
     head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, with_entropy: bool,
-    with_argmax: bool,
+    with_argmax: bool, removed: torch.Tensor | None = None,
 ) -> HeadOutput:  # fmt: skip
     logits = final(head(hidden).float())  # [N, V]
+    if removed is not None:
+        logits = logits.masked_fill(removed, REMOVED)
     log_z = torch.logsumexp(logits, dim=-1)
     log_probs = logits.gather(-1, labels[:, None]).squeeze(-1) - log_z
     entropy = log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1) if with_entropy else torch.zeros_like(log_probs)
@@ -108,17 +121,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """hidden [N, H], weight [V, H], bias [V] or None, labels [N] -> log-probs [N], entropy [N]."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, final, with_entropy, chunk_tokens):
+    def forward(ctx, hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept):
         logits_of = _Logits(weight, bias, final, min(chunk_tokens, len(hidden)))
         log_probs, entropy = (hidden.new_zeros(len(hidden), dtype=logits_of.dtype) for _ in range(2))
         for at in _chunks(len(hidden), chunk_tokens):
             logits = logits_of(hidden[at])
+            if kept is not None:
+                logits.masked_fill_(kept.removed(len(weight), at.start, at.stop), REMOVED)
             log_p = torch.log_softmax(logits, -1, out=logits)
             log_probs[at, None] = log_p.gather(-1, labels[at, None])
             if with_entropy:
                 entropy[at, None] = log_p.exp().mul_(log_p).sum(-1, keepdim=True).neg_()
         ctx.save_for_backward(hidden, weight, bias, labels, entropy)
-        ctx.logits_of, ctx.final, ctx.chunk_tokens = logits_of, final, chunk_tokens
+        ctx.logits_of, ctx.final, ctx.chunk_tokens, ctx.kept = logits_of, final, chunk_tokens, kept
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -140,7 +155,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for at in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
             tokens = (labels, entropy, grad_log_probs, grad_entropy)
             columns = (None if column is None else column[at, None] for column in tokens)
-            grad, factor = logits_of.gradient(hidden[at], *columns)
+            removed = None if ctx.kept is None else ctx.kept.removed(len(weight), at.start, at.stop)
+            grad, factor = logits_of.gradient(hidden[at], *columns, removed)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[at])
                 grad_hidden[at].mul_(factor)
@@ -148,7 +164,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, grad.T, (hidden[at] * factor).to(grad.dtype))
             if grad_bias is not None:
                 _add_product(grad_bias[:, None], grad.T, factor.to(grad.dtype))
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -191,8 +207,12 @@ class _Logits:
         self._last = logits if self.final.outer == 1 else logits.mul_(self.final.outer)
         return self._last
 
-    def gradient(self, hidden, labels, entropy, grad_log_probs, grad_entropy) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(
+        self, hidden, labels, entropy, grad_log_probs, grad_entropy, removed=None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [n, H], the others [n, 1] -> the gradient by the head's output is grad [n, V] times factor [n, 1].
+
+        removed: bool [n, V], tokens with probability 0, or None.
 
         grad has the output's type and buffer. The caller applies the factor, to rows of H rather than of V numbers.
         With final logits z, p = softmax(z) and its entropy E, the gradient by z is
@@ -205,6 +225,8 @@ class _Logits:
         logits = self(hidden) if self._last is None or inner is not None else self._last
         self._last = None
         slope = None if inner is None else (logits / outer).square_().neg_().add_(1).mul_(inner)
+        if removed is not None:
+            logits.masked_fill_(removed, REMOVED)
         if grad_entropy is None:
             grad, at_label = torch.softmax(logits, -1, out=logits), torch.ones_like(grad_log_probs)
             factor = -grad_log_probs

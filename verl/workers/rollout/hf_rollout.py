@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers.cache_utils import Cache
 
 from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.attention import make_packable
 from verl.workers.rollout.base import BaseRollout, register_rollout
@@ -43,13 +45,19 @@ class HFRollout(BaseRollout):
         if self.engine is None:
             raise RuntimeError("HFRollout has no actor to generate with; call bind_actor(engine, policy) first.")
         n = prompts.meta_info.get("n", 1)
+        self.kept_masses: list[torch.Tensor] = []  # of the tokens of this call, with a sampling mask
         with self.engine.eval_mode(), self.engine.unsharded(), torch.no_grad(), self.engine.autocast():
             step = max(1, self.config.max_num_seqs // n)  # prompts at a time
             parts = [self._generate(prompts[start : start + step]) for start in range(0, len(prompts), step)]
-        return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+        tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key != SAMPLING_MASK}
+        masks = [part[SAMPLING_MASK] for part in parts if SAMPLING_MASK in part]
+        if not masks:
+            return DataProto.from_dict(tensors)
+        metrics = {"health/kept_mass": [torch.cat(self.kept_masses).mean().item()]}
+        return DataProto.from_dict(tensors, {SAMPLING_MASK: np.concatenate(masks)}, {"metrics": metrics})
 
-    def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
-        """Samples of prompts [B, P], as `build_rollout_batch` returns them."""
+    def _generate(self, prompts: DataProto) -> dict[str, Any]:
+        """Samples of prompts [B, P], as `build_rollout_batch` returns them, and their sampling masks if recorded."""
         request = GenerationRequest.from_batch(prompts, self.config)
         n, pad, limit = request.n, request.pad_id, self.config.response_length
         device = self.engine.device  # with fsdp_config.offload_policy not that of the parameters
@@ -69,8 +77,15 @@ class HFRollout(BaseRollout):
         response_mask = torch.zeros_like(responses)
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
+        kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
         for t in range(limit):
-            token, log_prob = choose(logits.float(), uniforms[rows, t], request.sampling, filtered=True)
+            token, log_prob, kept = choose_with_kept(logits.float(), uniforms[rows, t], request.sampling)
+            if request.masks:
+                counts, order, mass = kept
+                self.kept_masses.append(mass[~done[rows]].cpu())
+                for row, ids, ended in zip(rows.tolist(), split_kept(counts, order), done[rows].tolist(), strict=True):
+                    if not ended:
+                        kept_ids[row].append(ids)
             responses[rows, t] = torch.where(done[rows], pad, token)
             log_probs[rows, t] = torch.where(done[rows], 0.0, log_prob)
             response_mask[rows, t] = (~done[rows]).long()
@@ -97,8 +112,9 @@ class HFRollout(BaseRollout):
                 later = positions[rows, -1:] + 1 + torch.arange(t + 1, device=device)
                 whole = texts, seen, torch.cat([positions[rows], later], 1)
                 self._compare(logits[~done[rows]], *whole, ~done[rows])
-        kept = log_probs if self.config.calculate_log_probs else None
-        return build_rollout_batch(prompts, n, responses, response_mask, kept)
+        returned = log_probs if self.config.calculate_log_probs else None
+        samples: dict[str, Any] = build_rollout_batch(prompts, n, responses, response_mask, returned)
+        return samples | ({SAMPLING_MASK: mask_column(kept_ids)} if request.masks else {})
 
     def _forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: dict[str, Cache]
@@ -166,6 +182,16 @@ def choose(
     probability where top-k or top-p sort them. The log-probability is that of the tempered distribution before top-k
     and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn.
     """
+    token, log_prob, _ = choose_with_kept(logits, uniform, sampling, filtered)
+    return token, log_prob
+
+
+def choose_with_kept(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, filtered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """What `choose` returns, and what top-k and top-p leave: numbers of tokens [B], ids [B, V] of which the first ones
+    are left, and their probability before the filters [B]; None without filters."""
+    kept = None
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
         token = logits.argmax(-1)
@@ -180,9 +206,16 @@ def choose(
             probs = probs.masked_fill(before >= sampling.top_p, 0.0)
         cumulative = probs.double().cumsum(-1)
         token = order.gather(-1, invert(cumulative, uniform).unsqueeze(-1)).squeeze(-1)
+        kept = (probs > 0).sum(-1), order, cumulative[:, -1]
         if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
-    return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1), kept
+
+
+def split_kept(counts: torch.Tensor, order: torch.Tensor) -> list[np.ndarray]:
+    """The first counts[b] ids of each row of `order` [B, V], int32 arrays."""
+    ids = order[:, : int(counts.max())].to("cpu", torch.int32).numpy()
+    return [row[:count].copy() for row, count in zip(ids, counts.tolist(), strict=True)]
 
 
 def invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

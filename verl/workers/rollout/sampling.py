@@ -46,6 +46,7 @@ class GenerationRequest:
     limit: int
     log_probs: bool  # whether the samples come with the engine's log-probs
     repetition_penalty: float
+    masks: bool = False  # whether the tokens that top-k and top-p leave are recorded (column `sampling_mask`)
 
     @classmethod
     def from_batch(cls, prompts: DataProto, config: RolloutConfig) -> GenerationRequest:
@@ -64,6 +65,8 @@ class GenerationRequest:
         limit, log_probs, penalty = config.response_length, config.calculate_log_probs, config.repetition_penalty
         if probe := meta.get("probe_tokens"):
             sampling, limit, log_probs, penalty = Sampling(False, 1.0, -1, 1.0), min(limit, probe), True, 1.0
+        filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1)
+        masks = config.record_sampling_mask and filtered and not validate
         rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
         prompt_ids = [ids[attended].tolist() for ids, attended in rows]
         n, step = meta.get("n", 1), meta.get("global_steps", 0)
@@ -75,7 +78,7 @@ class GenerationRequest:
             seeds.append([int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big") for key in keys])
         eos = meta["eos_token_id"]
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty)
+        return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty, masks)
 
 
 def right_padded(rows: Sequence[Sequence], length: int, value: float, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -23,6 +24,7 @@ from verl.config.model import HFModelConfig
 from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.rollout.base import BaseRollout, engine_group, register_rollout
@@ -112,6 +114,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, limit, config.max_num_seqs),
             "enable_prefix_caching": config.enable_prefix_caching, "logprobs_mode": config.logprobs_mode,
+            "max_logprobs": max(20, config.top_k),
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "disable_log_stats": config.disable_log_stats and not config.prometheus.enable,
             "served_model_name": config.prometheus.served_model_name or Path(model.local_path).name,
@@ -316,6 +319,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             metrics["rollout/tokens_per_forward"] = [made / max(1, made - accepted)]
         owned = gathered
         rows, log_probs = self._rows(answers, request)
+        masks = self._masks([answer for _, answer in answers]) if self._records_masks(request) else None
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
@@ -324,7 +328,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if not request.log_probs:
             log_probs = None
         meta = {"metrics": metrics} if metrics else {}
-        samples = DataProto.from_dict(build_rollout_batch(owned, request.n, responses, mask, log_probs), meta_info=meta)
+        tensors = build_rollout_batch(owned, request.n, responses, mask, log_probs)
+        samples = DataProto.from_dict(tensors, {SAMPLING_MASK: masks} if masks is not None else None, meta)
         if self.drafter is not None and not owned.meta_info.get("validate"):
             self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
         if owned is prompts:
@@ -341,11 +346,35 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         rows = torch.cat([heads.reshape(-1, 2).int(), right_padded(tokens, length, request.pad_id, torch.int32)], dim=1)
         if not request.log_probs:
             return rows, torch.empty(len(rows), 0)
-        # flat: one log-prob for each sampled token, without other entries
-        if any(answer.logprobs.token_ids != row for (_, answer), row in zip(answers, tokens, strict=True)):
+        # flat: the first log-prob of each position is that of its sampled token
+        flat = [answer.logprobs for _, answer in answers]
+        sampled = [[given.token_ids[start] for start in given.start_indices] for given in flat]
+        if sampled != tokens:
             raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
-        values = [answer.logprobs.logprobs for _, answer in answers]
+        values = [[given.logprobs[start] for start in given.start_indices] for given in flat]
         return rows, right_padded(values, length, 0.0, torch.float32)
+
+    def _records_masks(self, request: GenerationRequest) -> bool:
+        """Whether the tokens that were kept are known: vLLM returns the log-probs of a fixed number of tokens."""
+        processed = self.config.logprobs_mode == "processed_logprobs"
+        return request.masks and request.sampling.top_k > 0 and processed and self.queue is None
+
+    def _returned_log_probs(self, request: GenerationRequest) -> int | None:
+        """How many tokens' log-probs vLLM returns in addition to the sampled one's; None for none at all."""
+        if self._records_masks(request):
+            return min(request.sampling.top_k, self.llm.llm_engine.model_config.get_vocab_size())
+        return 0 if request.log_probs else None
+
+    @staticmethod
+    def _masks(answers: list[Any]) -> np.ndarray:
+        """The column SAMPLING_MASK of vLLM's completions: ids whose log-prob is finite, at each position."""
+        column = []
+        for answer in answers:
+            given = answer.logprobs
+            ids, finite = np.array(given.token_ids), np.isfinite(given.logprobs)
+            ends = zip(given.start_indices, given.end_indices, strict=True)
+            column.append([np.unique(ids[start:end][finite[start:end]]) for start, end in ends])
+        return mask_column(column)
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
@@ -390,7 +419,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         return SamplingParams(
             n=request.n, max_tokens=request.limit, stop_token_ids=stops,
             ignore_eos=self.config.ignore_eos, detokenize=False,
-            logprobs=0 if request.log_probs else None, flat_logprobs=True,
+            logprobs=self._returned_log_probs(request), flat_logprobs=True,
             repetition_penalty=request.repetition_penalty, **drawn,
         )  # fmt: skip
 
