@@ -140,7 +140,8 @@ class ActorRolloutRefWorker(ModelWorker):
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
         policy.set_forward(
-            remove_padding=self.model_config.use_remove_padding, share_prompt=self.actor_config.share_prompt_forward
+            remove_padding=self.model_config.use_remove_padding or self.actor_config.batch_invariant,
+            share_prompt=self.actor_config.share_prompt_forward,
         )
         return policy
 
