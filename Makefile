@@ -22,6 +22,7 @@
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
+#   make bench BENCH=trust        the checks of a run on itself: cost, faults that they see, ratios before the first update, by name only
 #   make bench BENCH=models       chat templates (fetched first) and model families that are right, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, 20 random SIGKILLs of SPD trainings and 10 of one with tools, 20 SIGSTOPs of GRPO

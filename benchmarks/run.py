@@ -12,7 +12,7 @@ NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale"
 # Take long: by name only.
 LONG = (
     "grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served", "speculative", "time_to_reward", "pretrained",
-    "models",
+    "models", "trust",
 )  # fmt: skip
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -83,6 +83,12 @@ WANTED: dict[str, Bound] = {
     "p_value_lenient": ("under", 0.001),
     "opd_gain_points": ("at least", GAIN_POINTS),
     "time_to_reward_vs_trl": ("at least", 2),
+    "weight_digest_cost": ("at most", 0.10),
+    "weight_faults_detected": ("at least", 1),
+    "first_ratio_error_top_p": ("at most", 1e-5),
+    "first_ratio_error_top_p_vllm": ("at most", 1e-4),
+    "microbatch_logprob_diff": ("at most", 1e-5),
+    "microbatch_logprob_diff_invariant": ("at most", 0),
     "templates_exact": ("at least", 55),
     "families_right": ("at least", 25),
     "grpo_gain_points": ("at least", pretrained_demo.GAIN_POINTS),

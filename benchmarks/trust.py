@@ -1,0 +1,184 @@
+"""What a run checks about itself: cost of the checks, faults that they see, ratios before the first update.
+
+With the pretrained model of `make demo-pretrained` (outputs/pretrained/model) on one CPU rank.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Row, alternate, row
+from benchmarks.harness import ratios as ratios_of
+from benchmarks.rl_rollout import PROMPT, engine_of, one_rank, rollout_of
+from verl.config.actor import FSDPActorConfig
+from verl.config.rollout import RolloutConfig
+from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK
+from verl.trainer.ppo.turn_rows import to_rows
+from verl.workers.actor import DataParallelPPOActor
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.policy import get_policy
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "outputs" / "pretrained" / "model"
+FAULTS = "tests/workers/test_weight_check.py"
+SYNCS = 100
+PROMPTS, SAMPLES = 8, 4
+REPETITIONS = 5
+CUTS: tuple[dict[str, Any], ...] = (
+    {"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_size": 32},
+    {"use_dynamic_bsz": True, "max_token_len": 400},
+)  # fmt: skip
+QUESTION = "Question {}: a box holds {} red and {} blue balls. How many balls does it hold? Answer:"
+
+
+def questions(engine: FSDPEngine) -> DataProto:
+    """PROMPTS left-padded prompts [B, PROMPT] of unlike lengths, SAMPLES answers each at temperature 1."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    texts = [QUESTION.format(i, 10**i, i + 2) for i in range(PROMPTS)]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    coded = tokenizer(texts, padding="max_length", max_length=PROMPT, padding_side="left", return_tensors="pt")
+    mask = coded["attention_mask"]
+    columns = {"input_ids": coded["input_ids"], "attention_mask": mask,
+               "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}  # fmt: skip
+    meta = {"n": SAMPLES, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+            "do_sample": True, "temperature": 1.0, "global_steps": 1}  # fmt: skip
+    return DataProto.from_dict(columns, meta_info=meta)
+
+
+def actor_of(engine: FSDPEngine, **config: Any) -> DataParallelPPOActor:
+    """An actor whose forward takes 8 samples at a time."""
+    settings = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8, "rollout_n": 1, **config}
+    policy = get_policy("causal_lm")
+    policy.set_forward(remove_padding=bool(config.get("batch_invariant")), share_prompt=False)
+    return DataParallelPPOActor(FSDPActorConfig(**settings), engine, policy)
+
+
+def digests() -> Row:
+    """Time of the comparisons of the default schedule over that of the updates, for SYNCS updates of vLLM's weights."""
+    engine = engine_of(MODEL)
+    rollout = rollout_of("vllm", engine, calculate_log_probs=True)
+    every = RolloutConfig(name="vllm").verify_weights_every
+    work: dict[str, Callable[[], object]] = {
+        "sync": lambda: rollout.update_weights(engine.get_per_tensor_param()),
+        "verify": lambda: rollout.verify_weights(engine, engine.get_per_tensor_param()).raise_if_different("vllm"),
+    }
+    seconds = alternate(work, REPETITIONS)
+    rollout.close()
+    share = len(range(0, SYNCS, every)) / SYNCS
+    costs = [share * verify / sync for verify, sync in zip(seconds["verify"], seconds["sync"], strict=True)]
+    return row("weight_digest_cost", costs, f"of the time of {SYNCS} updates, of which {share:.0%} are compared")
+
+
+def faults() -> Row:
+    """Share of the tests of weight faults that pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", FAULTS]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", output)}
+    total = sum(counts.values())
+    if not total:
+        raise RuntimeError(f"{FAULTS} ran no test:\n{output[-2000:]}")
+    value = counts.get("passed", 0) / total
+    return Row("weight_faults_detected", value, f"of {total} tests", value, value, 1)
+
+
+def ratio_errors(name: str, suffix: str, **filters: Any) -> list[Row]:
+    """Largest |trainer's probability / rollout's - 1| of a sampled token, with and without the sampling mask."""
+    engine = engine_of(MODEL)
+    settings = {"calculate_log_probs": True, "ignore_eos": False}
+    rollout = rollout_of(name, engine, **settings, **filters)
+    if name == "vllm":
+        rollout.update_weights(engine.get_per_tensor_param())
+    asked = questions(engine)
+    samples = rollout.generate_sequences(asked)
+    samples.meta_info["temperature"] = 1.0
+    actor, mask = actor_of(engine), samples.batch["response_mask"].bool()
+    kept = samples.non_tensor_batch[SAMPLING_MASK]
+    sizes = [(len(ids) - 1 - ids[0]) / max(1, ids[0]) for ids in kept]
+    rows = []
+    for title in (f"first_ratio_error_{suffix}", f"first_ratio_error_{suffix}_biased"):
+        log_probs, _ = actor.compute_log_prob(to_rows(samples))
+        ratios = (log_probs - samples.batch["rollout_log_probs"])[mask].double().exp()
+        unit = f"largest |ratio - 1| of {int(mask.sum())} tokens; mean ratio {ratios.mean():.4f}; {filters}"
+        rows.append(row(title, [(ratios - 1).abs().max().item()], unit))
+        samples.non_tensor_batch.pop(SAMPLING_MASK, None)
+    rows.append(row(f"kept_tokens_{suffix}", sizes, "kept tokens a position, mean of a sample"))
+    if name == "hf":
+        samples.non_tensor_batch[SAMPLING_MASK] = kept
+        without = DataProto(samples.batch, {}, samples.meta_info)
+        plain = rollout_of(name, engine, **settings, **filters, record_sampling_mask=False)
+        works = {
+            "generate": partial(rollout.generate_sequences, asked),
+            "generate_plain": partial(plain.generate_sequences, asked),
+            "log_probs": lambda: actor.compute_log_prob(to_rows(samples)),
+            "log_probs_plain": lambda: actor.compute_log_prob(to_rows(without)),
+        }
+        seconds = alternate(works, REPETITIONS)
+        for part in ("generate", "log_probs"):
+            shares = ratios_of(seconds[part], seconds[f"{part}_plain"])
+            rows.append(row(f"sampling_mask_cost_{part}", shares, "times, with the mask / without"))
+    else:
+        rollout.close()
+    return rows
+
+
+def micro_batches() -> list[Row]:
+    """Largest difference of a token's log-prob over micro-batch sizes, packing and dynamic batches, by type."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = engine_of(MODEL)
+        engine.module.to(dtype)
+        rollout = rollout_of("hf", engine, ignore_eos=False)
+        samples = rollout.generate_sequences(questions(engine))
+        samples.meta_info["temperature"] = 1.0
+        mask, suffix = samples.batch["response_mask"].bool(), "" if dtype == torch.float32 else "_bfloat16"
+
+        def computed(actor: DataParallelPPOActor, cut: dict[str, Any], samples: DataProto = samples) -> torch.Tensor:
+            samples.meta_info = {"temperature": 1.0, **cut}
+            return actor.compute_log_prob(to_rows(samples))[0]
+
+        plain, invariant = actor_of(engine), actor_of(engine, batch_invariant=True)
+        for title, actor, layouts in (("", plain, (False, True)), ("_invariant", invariant, (True,))):
+            results = []
+            for packed in layouts:
+                actor.policy.set_forward(remove_padding=packed, share_prompt=False)
+                results += [computed(actor, cut)[mask] for cut in CUTS]
+            table = torch.stack(results).double()  # [ways, tokens]
+            spread = (table.amax(0) - table.amin(0)).max().item()
+            ratios = (table - table[:1]).exp()
+            outside = ((ratios < 0.99) | (ratios > 1.01)).double().mean().item()
+            unit = f"{len(table)} ways, {table.shape[1]} tokens"
+            rows.append(row(f"microbatch_logprob_diff{title}{suffix}", [spread], unit))
+            if not title:
+                rows.append(row(f"microbatch_ratio_outside{suffix}", [outside], "share of tokens outside 0.99-1.01"))
+        if not suffix:
+            plain.policy.set_forward(remove_padding=True, share_prompt=False)
+            works = {"alone": partial(computed, invariant, CUTS[0]), "packed": partial(computed, plain, CUTS[2])}
+            seconds = alternate(works, REPETITIONS)
+            costs = ratios_of(seconds["alone"], seconds["packed"])
+            rows.append(row("batch_invariant_cost", costs, "times, alone / packed"))
+    return rows
+
+
+def run() -> list[Row]:
+    """All rows; one function a process group, which an engine's end takes with it."""
+    if not (MODEL / "config.json").exists():
+        raise FileNotFoundError(f"{MODEL} holds no model: run make demo-pretrained first")
+    works: list[Callable[[], Any]] = [
+        micro_batches, partial(ratio_errors, "hf", "top_p", top_p=0.9),
+        partial(ratio_errors, "vllm", "top_p_vllm", top_p=0.9, top_k=100), digests,
+    ]  # fmt: skip
+    rows: list[Row] = [faults()]
+    for work in works:
+        with one_rank():
+            made = work()
+        rows += made if isinstance(made, list) else [made]
+    return rows
