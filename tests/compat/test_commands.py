@@ -103,5 +103,5 @@ def test_a_command_passes_the_dry_run(file, files, capsys, monkeypatch):
         return
     config, known = composed(program, words)
     code = sft_entry(FSDPSFTTrainer).dry_run(config, known) if "sft" in program else dry_run(config, known=known)
-    told = capsys.readouterr().out.rpartition("Problems")[2]
-    assert code == 0, told
+    output = capsys.readouterr().out.rpartition("Problems")[2]
+    assert code == 0, output

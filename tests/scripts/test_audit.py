@@ -201,14 +201,14 @@ def test_every_reason_is_a_sentence(version, modules):
 
 
 def test_a_stored_list_says_what_the_files_say(release, tmp_path):
-    told = Facts.of(release)
-    (tmp_path / "list.json").write_text(told.text())
-    assert Facts.load(tmp_path / "list.json") == told
+    facts = Facts.of(release)
+    (tmp_path / "list.json").write_text(facts.text())
+    assert Facts.load(tmp_path / "list.json") == facts
     text = "def f(a, /, b, *args, c=1, **kw): ...\nasync def g(*, a, b=X): ...\nLIMIT = 3\n"
-    told = Facts.of({"verl/a.py": text})
-    (tmp_path / "list.json").write_text(told.text())
-    assert Facts.load(tmp_path / "list.json") == told
-    assert told.modules["verl/a.py"]["g"] == parsed("async def f(*, a, b=Y): ...")
+    facts = Facts.of({"verl/a.py": text})
+    (tmp_path / "list.json").write_text(facts.text())
+    assert Facts.load(tmp_path / "list.json") == facts
+    assert facts.modules["verl/a.py"]["g"] == parsed("async def f(*, a, b=Y): ...")
 
 
 @pytest.mark.parametrize("version", facts.VERSIONS)

@@ -25,7 +25,7 @@ def greedy(rollout, prompts, rid):
 
 
 def first_refuses(rollout):
-    """What a batch is told while a request runs, and what the request has made when it is aborted."""
+    """The error of a batch while a request runs, and what the request has made when it is aborted."""
     from verl.workers.rollout.replica import ServerClient
 
     async def ask():
@@ -73,13 +73,13 @@ def on_ranks(rank, world_size, path):
         rollout.release()
         make_actor(engine, mini=4).update_policy(rl_batch(rows=8, seed=seed)[rank * 4 : rank * 4 + 4])
     rollout.resume(["weights", "kv_cache"])
-    told = first_refuses(rollout) if rank == 0 else refusal(rollout)
+    refusal_of_first = first_refuses(rollout) if rank == 0 else refusal(rollout)
     dist.barrier()
     again = greedy(rollout, asked, "again") if rank == 0 else None
     dist.barrier()
     has_server = rollout.server_handle is not None
     rollout.close()
-    return served, wanted, told, again, has_server, len(batch)
+    return served, wanted, refusal_of_first, again, has_server, len(batch)
 
 
 def refusal(rollout):
@@ -98,10 +98,10 @@ def continued(module, ids):
 
 
 def test_the_first_rank_serves_the_engine_of_both(tmp_path):
-    (served, wanted, told, again, leads, rows), (_, _, refused, _, follows, _) = run_ranks(
+    (served, wanted, refusal_of_first, again, leads, rows), (_, _, refused, _, follows, _) = run_ranks(
         on_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96)
     )
     assert leads and not follows and rows > 0
     assert served == wanted and served[0] != served[1]
-    assert told[0] == refused[0] and told[1] == "aborted"
+    assert refusal_of_first[0] == refused[0] and refusal_of_first[1] == "aborted"
     assert again == served[1]  # the weights of the last update are still those of the engine

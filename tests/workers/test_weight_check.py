@@ -88,7 +88,7 @@ def test_a_wrong_tensor_is_named(hybrid, fault):
 
 @pytest.mark.process
 def test_a_wide_matrix_is_compared_in_parts_and_as_a_whole(hybrid, monkeypatch):
-    """With 16 columns at a time: the entry is found by the sum, or bit for bit when its columns are read."""
+    """With 16 columns at a time: the entry is detected by the sum, or bit for bit when its columns are read."""
     monkeypatch.setattr("verl.workers.rollout.vllm_rollout.held_weights.COLUMNS_AT_ONCE", 16)
     name = f"{LAYER}.mlp.gate_proj.weight"
     hybrid.rollout.update_weights(changed(hybrid, name, one_entry))
@@ -257,8 +257,8 @@ def test_an_adapter_that_is_not_merged_is_seen(tmp_path):
     with made.engine.disable_adapter():
         base = {name: tensor.clone() for name, tensor in make_engine_weights(made)}
     made.rollout.update_weights(base.items())
-    found = names(checked(made))
-    assert f"{LAYER}.self_attn.q_proj.weight" in found and "model.norm.weight" not in found
+    held = names(checked(made))
+    assert f"{LAYER}.self_attn.q_proj.weight" in held and "model.norm.weight" not in held
     made.rollout.close()
     leave_group()
 
@@ -345,8 +345,8 @@ def test_a_module_of_its_own_that_keeps_old_weights_is_named(lora, tmp_path):
     other.module.load_state_dict(lora.module.state_dict())
     assert not compare_modules(lora, other).differences
     make_actor(lora).update_policy(rl_batch(seed=2))
-    found = compare_modules(lora, other).differences
-    assert found and all("lora_" in said for said in found)
+    held = compare_modules(lora, other).differences
+    assert held and all("lora_" in said for said in held)
 
 
 def with_a_copy_left_behind(rank, ranks, path):

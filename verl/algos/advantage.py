@@ -371,8 +371,8 @@ def compute_optimal_token_baseline_advantage(
 
     B_t = sum_i W_t G_t / (sum_i W_t + epsilon) over the samples of the prompt that go on at t, with the rewards from t
     on G_t and W_t = sum over j <= t of 1 - 2 pi_j + sum pi_j^2, an estimate of the squared norm of the gradient, times
-    the squared `rollout_is_weights`. With `handle_zero_tail` the baseline is 0 where one sample of several goes on: it
-    would be the sample's own return. Tokens that are not counted (a tool's answer) are stepped over.
+    the squared `rollout_is_weights`. With `handle_zero_tail` the baseline is 0 where one sample of several continues,
+    since it would be the sample's own return. Tokens that are not counted (a tool's answer) are stepped over.
     """
     mask = response_mask.to(torch.float64)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)

@@ -74,7 +74,7 @@ def rejections(
     values = str(threshold).split(",")
     if len(values) not in (1, len(names)):
         raise ValueError(f"{key}_threshold={threshold} has {len(values)} bounds for {len(names)} options of {key}.")
-    found = []
+    bounds = []
     for name, value in zip(names, values if len(values) > 1 else values * len(names), strict=True):
         low, high = _bounds(value, f"{key}_threshold")
         if not name.endswith("k1"):
@@ -83,8 +83,8 @@ def rejections(
             low = 0.0
         elif low is None:
             low = 1 / high if lower is None else lower
-        found.append((name, low, high))
-    return found
+        bounds.append((name, low, high))
+    return bounds
 
 
 @dataclass

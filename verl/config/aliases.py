@@ -28,7 +28,7 @@ Rule = Callable[[Any], Mapping[str, Any]]
 class Alias:
     """`old`, a key or section of verl since `since`, is `new` here, with the same value unless `rule` says otherwise.
 
-    `text` describes the rule in docs/migrating.md; `new` is empty where there is no such setting.
+    `text` describes the rule in docs/migrating.md; `new` is empty where no setting here corresponds.
     """
 
     old: str

@@ -86,8 +86,8 @@ def run_of(defect):
 @pytest.mark.parametrize("defect", [None, *(rule.metric.removeprefix("health/") for rule in RULES)])
 def test_a_run_with_one_defect_gets_that_warning(defect, tmp_path):
     warnings, rows = run_of(defect)
-    found = {line.split("=")[0].split()[-1].removeprefix("health/") for line in warnings}
-    assert found == ({defect} if defect else set())
+    values = {line.split("=")[0].split()[-1].removeprefix("health/") for line in warnings}
+    assert values == ({defect} if defect else set())
     assert all("\n" not in line and line.endswith(".") for line in warnings)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = {row.name: row.broken for row in health_rows(collect_series(rows)) if row.broken}
@@ -112,8 +112,8 @@ def test_what_a_run_does_not_compute_is_not_measured():
     batch.pop(["old_log_probs", "rollout_log_probs", "ref_log_prob"])
     for name in ("actor/entropy", "actor/grad_norm"):
         del metrics[name]
-    found = health.measure(batch, 1, metrics)
-    assert set(found) == {f"health/{name}" for name in ("groups_without_variance", "best@1", "best@2", "best@4",
+    values = health.measure(batch, 1, metrics)
+    assert set(values) == {f"health/{name}" for name in ("groups_without_variance", "best@1", "best@2", "best@4",
                                                         "truncated", "repeated_answers_reward")}  # fmt: skip
 
 
@@ -153,5 +153,5 @@ def test_pass_at_k_needs_the_reward_to_say_what_is_right():
     column = np.empty(PROMPTS * N, dtype=object)
     column[:] = [{"acc": float(i % N == 0)} for i in range(PROMPTS * N)]
     batch.non_tensor_batch[EXTRAS] = column
-    found = health.measure(batch, 1, metrics)
-    assert [found[f"health/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
+    values = health.measure(batch, 1, metrics)
+    assert [values[f"health/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])

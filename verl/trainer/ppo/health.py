@@ -42,15 +42,15 @@ class RunHealth:
 
     def measure(self, batch: DataProto, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """health/* of a step from its batch [B] and its other metrics; logs a line for each rule that is broken."""
-        found = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(metrics)}
+        values = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(metrics)}
         if self.updated is not None and "training/weights_version" in metrics:
-            found["staleness"] = self.updated - metrics["training/weights_version"]
+            values["staleness"] = self.updated - metrics["training/weights_version"]
         if "actor/pg_loss" in metrics:
             self.updated = step
         if self.has_texts:
-            found["truncated"] = metrics["response_length/clip_ratio"]
-            found["repeated_answers_reward"] = repeated_answers_reward(batch)
-        named = {f"health/{name}": float(value) for name, value in found.items()}
+            values["truncated"] = metrics["response_length/clip_ratio"]
+            values["repeated_answers_reward"] = repeated_answers_reward(batch)
+        named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
 
@@ -60,40 +60,40 @@ class RunHealth:
         groups = [rows for rows in group_rows(batch) if len(rows) > 1]
         if not groups:
             return {}
-        found = {"groups_without_variance": float(np.mean([np.ptp(scores[rows]) < 1e-9 for rows in groups]))}
-        found |= {f"best@{k}": value for k, value in best_of_groups(scores[rows] for rows in groups).items()}
+        values = {"groups_without_variance": float(np.mean([np.ptp(scores[rows]) < 1e-9 for rows in groups]))}
+        values |= {f"best@{k}": value for k, value in best_of_groups(scores[rows] for rows in groups).items()}
         right = reward_extras(batch).get("acc")
         if right is not None and all(isinstance(value, int | float | np.bool_) for value in right):
             passed = np.array(right, dtype=float) > SUCCESS
-            found |= {f"pass@{k}": value for k, value in best_of_groups(passed[rows] for rows in groups).items()}
-        return found
+            values |= {f"pass@{k}": value for k, value in best_of_groups(passed[rows] for rows in groups).items()}
+        return values
 
     def _trends(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Entropy, length and gradient norm against those of earlier steps."""
-        found = {}
+        values = {}
         if (entropy := metrics.get("actor/entropy")) is not None:
             self.last_entropies.append(entropy)
             if len(self.entropies) < WINDOW // 2:
                 self.entropies.append(entropy)
             elif fmean(self.entropies) > 0:
-                found["entropy_ratio"] = fmean(self.last_entropies) / fmean(self.entropies)
+                values["entropy_ratio"] = fmean(self.last_entropies) / fmean(self.entropies)
         if (norm := metrics.get("actor/grad_norm")) is not None and np.isfinite(norm):
             if len(self.norms) >= WINDOW // 2 and median(self.norms) > 0:
-                found["grad_norm_ratio"] = norm / median(self.norms)
+                values["grad_norm_ratio"] = norm / median(self.norms)
             self.norms.append(norm)
         if self.has_texts:
             self.last.append((metrics["response_length/mean"], metrics["critic/score/mean"]))
             if len(self.first) < WINDOW:
                 self.first.append(self.last[-1])
             else:
-                found["length_without_reward"] = growth_without_gain(self.first, list(self.last))
-        return found
+                values["length_without_reward"] = growth_without_gain(self.first, list(self.last))
+        return values
 
-    def _warn(self, step: int, found: Mapping[str, float]) -> None:
+    def _warn(self, step: int, values: Mapping[str, float]) -> None:
         for rule in RULES:
-            if rule.metric not in found:
+            if rule.metric not in values:
                 continue
-            value = found[rule.metric]
+            value = values[rule.metric]
             self.beyond[rule.metric] = self.beyond[rule.metric] + 1 if rule.is_broken_by(value) else 0
             is_new = step >= self.warned.get(rule.metric, -AGAIN_AFTER) + AGAIN_AFTER
             if self.beyond[rule.metric] >= rule.patience and is_new:
@@ -121,18 +121,18 @@ def distances(batch: DataProto, clip_range: tuple[float, float]) -> dict[str, fl
     old = columns.get("old_log_probs")
     if old is None or not counted.any():
         return {}
-    found, old = {}, old[counted].double()
+    values, old = {}, old[counted].double()
     if (rollout := columns.get("rollout_log_probs")) is not None:
         ratio = (old - rollout[counted].double()).clamp(-20, 20).exp()
         low, high = clip_range
-        found["first_ratio"] = ratio.mean().item()
-        found["outside_clip_range"] = ((ratio < low) | (ratio > high)).double().mean().item()
-        found["effective_sample_size"] = (ratio.mean() ** 2 / ratio.square().mean()).item()
+        values["first_ratio"] = ratio.mean().item()
+        values["outside_clip_range"] = ((ratio < low) | (ratio > high)).double().mean().item()
+        values["effective_sample_size"] = (ratio.mean() ** 2 / ratio.square().mean()).item()
     if (reference := columns.get("ref_log_prob")) is not None:
         gap = reference[counted].double() - old
-        found["kl_ref_k1"] = -gap.mean().item()
-        found["kl_ref_k3"] = (gap.clamp(-20, 20).exp() - 1 - gap).mean().item()
-    return found
+        values["kl_ref_k1"] = -gap.mean().item()
+        values["kl_ref_k3"] = (gap.clamp(-20, 20).exp() - 1 - gap).mean().item()
+    return values
 
 
 def repeated_answers_reward(batch: DataProto) -> float:

@@ -80,7 +80,7 @@ class CollectiveRollout:
 
 
 class FollowingEngine:
-    """The engine of another rank: a thread that does what the first rank's is told."""
+    """The engine of another rank: a thread that does what the first rank sends."""
 
     def __init__(self, engine: Any, rollout: Any, group: dist.ProcessGroup, device: int | None) -> None:
         self._engine, self._rollout, self._group = engine, rollout, group
@@ -116,16 +116,16 @@ class FollowingEngine:
                 except Exception as error:
                     self._error = error
                     return
-                told, kind, args = message[0]
+                requests, kind, args = message[0]
                 if kind == "close":
                     return
-                self._obey(told, kind, args)
+                self._apply(requests, kind, args)
                 if kind in ("run", "refuse"):
                     self._answer(kind, args)
 
-    def _obey(self, told: list[tuple[str, tuple, dict[str, Any]]], kind: str, args: tuple) -> None:
+    def _apply(self, requests: list[tuple[str, tuple, dict[str, Any]]], kind: str, args: tuple) -> None:
         try:
-            for name, given, named in told:
+            for name, given, named in requests:
                 getattr(self._engine, name)(*given, **named)
             if kind == "step":
                 self._engine.step()

@@ -100,7 +100,7 @@ def parts_of(model: nn.Module) -> dict[str, list[Part]]:
             for attribute, _ in layer.named_parameters(recurse=False):
                 parts[f"{name}.{attribute}"].append(Part(layer, attribute))
     otherwise = STORED_OTHERWISE.get(type(model).__name__, set())
-    return {name: found for name, found in parts.items() if name.split(".")[-2] not in otherwise}
+    return {name: held for name, held in parts.items() if name.split(".")[-2] not in otherwise}
 
 
 def _wraps_another(layer: nn.Module) -> bool:
@@ -151,16 +151,16 @@ def compare_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]], nu
     rename = mapper.get_rename_mapper().map_name if mapper is not None else lambda name: name
     reader, sent = _Reader(number), set()
     for name, tensor in weights:
-        found = parts.get(rename(name), [])
+        held = parts.get(rename(name), [])
         sent.add(rename(name))
-        if not found or any(part.of(tensor).shape != reader.shape_of(part) for part in found):
+        if not held or any(part.of(tensor).shape != reader.shape_of(part) for part in held):
             check.unread.append(name)
             continue
-        said = (reader.compare(part, part.of(tensor)) for part in found)
+        said = (reader.compare(part, part.of(tensor)) for part in held)
         check.add(name, next((text for text in said if text), None))
     slots: dict[tuple[int, str], set[str]] = defaultdict(set)  # the tensors of a fused layer
-    for name, found in parts.items():
-        for part in found:
+    for name, held in parts.items():
+        for part in held:
             if part.held_rows != slice(None):
                 slots[id(part.layer), part.attribute].add(name)
     for names in slots.values():
@@ -243,11 +243,11 @@ def compare_adapter(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], co
     wrappers = {id(layer.base_layer): layer for layer in manager.modules.values() if _wraps_another(layer)}
     for name, tensor in tensors:
         owner, _, factor = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-        found = [part for part in parts.get(f"{owner}.weight", []) if id(part.layer) in wrappers]
-        if not found or factor not in ("lora_A", "lora_B"):
+        held = [part for part in parts.get(f"{owner}.weight", []) if id(part.layer) in wrappers]
+        if not held or factor not in ("lora_A", "lora_B"):
             check.unread.append(name)
             continue
-        for part in found:
+        for part in held:
             own = tensor[:, part.columns] if factor == "lora_A" else tensor[part.rows]
             expected[id(part.layer), part.slot][factor] = name, own
     for key, layer in wrappers.items():
