@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from scripts.audit.compat import is_compatibility
 from scripts.audit.keys import OURS
 from tests.helpers.configs import compose_ppo
-from tests.helpers.documents import FENCE, SETTINGS, commands, program_of, tracked
+from tests.helpers.documents import SETTINGS, commands, program_of, tracked
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("verl", "recipe", "dllm_reasoning")
@@ -265,7 +265,8 @@ PROGRAMS = (
 
 
 def test_options_and_settings_between_the_lines_are_real():
-    texts = [FENCE.sub("", (ROOT / page).read_text()) for page in ("README.md", "docs/spd.md", "docs/quickstart.md")]
+    blocks, read = re.compile(r"^```.*?^```", re.S | re.M), ("README.md", "docs/spd.md", "docs/quickstart.md")
+    texts = [blocks.sub("", (ROOT / page).read_text()) for page in read]
     pieces = [piece for text in texts for piece in INLINE.findall(text)]
     options = {w for p in pieces if p.startswith("--") for w in p.split() if w.startswith("--")}
     settings = {w for p in pieces for w in p.split() if re.match(r"[a-z_]+(\.[a-z_]+)+=", w)}

@@ -222,7 +222,7 @@ def assert_agree(name: str, case: Case) -> None:
 
 
 def test_every_estimator_has_a_reference():
-    by_hand = {"optimal_token_baseline", "tir_optimal_token_baseline"}  # tests/algos/test_later_algorithms.py
+    by_hand = {"gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}  # tests/algos/test_later_algorithms.py
     assert {*REFERENCES, *by_hand} == {estimator.value for estimator in AdvantageEstimator}
 
 

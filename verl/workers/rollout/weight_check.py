@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from verl.utils.fsdp_utils import full_tensors, reshard
 from verl.utils.peft_weights import adapted_layers, peft_models
+from verl.utils.sharding import full_tensors, reshard
 
 
 class WeightMismatchError(RuntimeError):
