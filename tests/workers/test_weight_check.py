@@ -296,6 +296,7 @@ def on_two_ranks(rank, ranks, path):
     return equal, wrong, stale
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
