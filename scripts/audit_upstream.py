@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     version = args.release or (args.upstream.name.split("-")[1] if args.upstream else facts.VERSIONS[0])
     stored, outdated = facts.stored(version), []
     if args.upstream:
-        release = Facts.of(read_release(args.upstream))
+        release = Facts.parse(Facts.of(read_release(args.upstream)).text())  # in the order of the list, as without
         if args.update:
             stored.parent.mkdir(exist_ok=True)
             stored.write_text(release.text(), encoding="utf-8")

@@ -33,7 +33,12 @@ class Facts:
     @classmethod
     def load(cls, file: Path) -> "Facts":
         """The facts of a stored list."""
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        return cls.parse(file.read_text(encoding="utf-8"))
+
+    @classmethod
+    def parse(cls, text: str) -> "Facts":
+        """The facts of the text of such a list."""
+        stored = json.loads(text)
         modules = stored["names"].items()
         names = {path: {name: _parsed(text) for name, text in entries.items()} for path, entries in modules}
         return cls(names, stored["keys"], set(stored["metrics"]))

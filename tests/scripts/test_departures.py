@@ -14,7 +14,7 @@ from verl.utils.model import create_huggingface_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 MODE, TEST = "ppo_trainer:actor_rollout_ref.rollout.mode", "tests/test_a.py::test_b"
-UPSTREAM = {"verl/trainer/config/_generated_ppo_trainer.yaml": "actor_rollout_ref: {rollout: {mode: async}}"}
+UPSTREAM = {"verl/trainer/config/_generated_ppo_trainer.yaml": {"actor_rollout_ref.rollout.mode": "async"}}
 
 
 def errors_of(folder, row, ground, release=None):
