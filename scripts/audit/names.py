@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import textwrap
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def our_names(module: str, wanted: set[str]) -> dict[str, Signature | None] | No
     names: dict[str, Signature | None] = {}
     for name in {*filter(_public, dir(entries)), *wanted}:
         value = getattr(entries, name, _ABSENT)
+        if value is _ABSENT and hasattr(entries, "__path__") and importlib.util.find_spec(f"{module}.{name}"):
+            value = importlib.import_module(f"{module}.{name}")  # an attribute of the package once it is imported
         if value is _ABSENT:
             continue
         names[name] = None if isinstance(value, type) else _inspected(value, bound=False)

@@ -52,7 +52,7 @@ def reasons_table(parts: dict[str, list[Row]]) -> str:
             if row.reason and _needs_reason(row):
                 positions.setdefault(row.reason, Counter())[row.finding.module] += 1
     lines = ["| why | where, and how many names or keys |", "|---|---|"]
-    for reason, modules in positions.items():
+    for reason, modules in sorted(positions.items(), key=lambda entry: (min(entry[1]), entry[0])):
         listing = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
         lines.append(f"| {reason} | {listing} |")
     return "\n".join(lines) + "\n"
