@@ -93,9 +93,10 @@ def _defaults(tree: str) -> DictConfig:
 
 
 def metrics_rows(directory: Path) -> list[dict]:
-    """metrics.jsonl without what differs between machines and moments."""
+    """metrics.jsonl without what differs between machines and moments, and trends, which a resume starts again."""
     rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    moment = ("timing", "perf/")
+    trends = ("staleness", "entropy_ratio", "grad_norm_ratio", "length_without_reward")
+    moment = ("timing", "perf/", *(f"health/{name}" for name in trends))
     return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
 
 
