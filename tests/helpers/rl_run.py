@@ -93,10 +93,9 @@ def _defaults(tree: str) -> DictConfig:
 
 
 def metrics_rows(directory: Path) -> list[dict]:
-    """metrics.jsonl without what differs between machines and moments, and trends, which a resume starts again."""
+    """metrics.jsonl without what differs between machines and moments."""
     rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    trends = ("staleness", "entropy_ratio", "grad_norm_ratio", "length_without_reward")
-    moment = ("timing", "perf/", *(f"health/{name}" for name in trends))
+    moment = ("timing", "perf/")
     return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
 
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -13,7 +14,8 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.reward.rows import reward_extras
 from verl.trainer.ppo.batching import group_rows
-from verl.utils.metric.health import RULES, best_of_groups
+from verl.utils.jsonl import read_objects
+from verl.utils.metric.health import RULES, Rule, best_of_groups
 
 WINDOW = 10  # steps whose means are compared
 SHORTEST_ANSWER = 8  # tokens; shorter answers of different prompts may well be equal
@@ -22,7 +24,7 @@ SUCCESS = 0.5  # value of the reward's `acc` above which an answer counts as rig
 
 
 class RunHealth:
-    """Measures each step of a run. What it compares with are the steps since the start of this process."""
+    """Measures each step of a run against the steps before; `replay` gives it those before a resume."""
 
     def __init__(self, config: PPOConfig) -> None:
         actor = config.actor_rollout_ref.actor
@@ -42,17 +44,21 @@ class RunHealth:
 
     def measure(self, batch: DataProto, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """health/* of a step from its batch [B] and its other metrics; logs a line for each rule that is broken."""
-        values = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(metrics)}
-        if self.updated is not None and "training/weights_version" in metrics:
-            values["staleness"] = self.updated - metrics["training/weights_version"]
-        if "actor/pg_loss" in metrics:
-            self.updated = step
+        values = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(step, metrics)}
         if self.has_texts:
             values["truncated"] = metrics["response_length/clip_ratio"]
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
         named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
+
+    def replay(self, metrics_file: Path) -> None:
+        """Continue after the steps in a run's metrics.jsonl: a resumed run measures what an uninterrupted one does."""
+        for _, row in read_objects(metrics_file, growing=True):
+            step, metrics = row["step"], row["data"]
+            if "critic/score/mean" in metrics:  # a validation before the first step has no samples to train on
+                self._trends(step, metrics)
+                self._rules_to_report(step, metrics)
 
     def _signal(self, batch: DataProto) -> dict[str, float]:
         """Share of groups without variance, best@k of the scores, pass@k of the reward's `acc`."""
@@ -68,9 +74,13 @@ class RunHealth:
             values |= {f"pass@{k}": value for k, value in best_of_groups(passed[rows] for rows in groups).items()}
         return values
 
-    def _trends(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Entropy, length and gradient norm against those of earlier steps."""
+    def _trends(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Weights, entropy, length and gradient norm against those of earlier steps."""
         values = {}
+        if self.updated is not None and "training/weights_version" in metrics:
+            values["staleness"] = self.updated - metrics["training/weights_version"]
+        if "actor/pg_loss" in metrics:
+            self.updated = step
         if (entropy := metrics.get("actor/entropy")) is not None:
             self.last_entropies.append(entropy)
             if len(self.entropies) < WINDOW // 2:
@@ -90,15 +100,22 @@ class RunHealth:
         return values
 
     def _warn(self, step: int, values: Mapping[str, float]) -> None:
+        for rule in self._rules_to_report(step, values):
+            logger.warning("step {}: {}", step, rule.warning(values[rule.metric]))
+
+    def _rules_to_report(self, step: int, values: Mapping[str, float]) -> list[Rule]:
+        """Rules that are broken for long enough, each at most once in AGAIN_AFTER steps."""
+        rules = []
         for rule in RULES:
             if rule.metric not in values:
                 continue
-            value = values[rule.metric]
-            self.beyond[rule.metric] = self.beyond[rule.metric] + 1 if rule.is_broken_by(value) else 0
+            broken = rule.is_broken_by(values[rule.metric])
+            self.beyond[rule.metric] = self.beyond[rule.metric] + 1 if broken else 0
             is_new = step >= self.warned.get(rule.metric, -AGAIN_AFTER) + AGAIN_AFTER
             if self.beyond[rule.metric] >= rule.patience and is_new:
                 self.warned[rule.metric] = step
-                logger.warning("step {}: {}", step, rule.warning(value))
+                rules.append(rule)
+        return rules
 
 
 def growth_without_gain(first: list[tuple[float, float]], last: list[tuple[float, float]]) -> float:

@@ -472,6 +472,7 @@ class RayPPOTrainer:
             self.global_steps = self.resumed_step = state.global_step
             self.load_variant_state(state.variant, same_data)
         self.run_log.open(self.global_steps)
+        self.health.replay(self.run_log.metrics_log.path)
 
     def variant_state(self) -> dict[str, Any]:
         """What a subclass adds to trainer_state.json (plain JSON values)."""

@@ -46,7 +46,7 @@ class Rule:
                     stretches.append([])
                 stretches[-1].append(step)
             beyond = self.is_broken_by(value)
-        return [(found[0], found[-1]) for found in stretches if len(found) >= self.patience]
+        return [(stretch[0], stretch[-1]) for stretch in stretches if len(stretch) >= self.patience]
 
 
 RULES = (
