@@ -101,15 +101,17 @@ def test_a_minimum_of_tokens_holds(served):
 
 def test_log_probs_are_the_targets_own(served):
     pair, url = served
-    prompt = make_prompts(3)[2]
-    choice = ask(url, prompt, logprobs=1, vllm_xargs={"spd_threshold": -1.0})["choices"][0]
-    ids = choice["token_ids"]
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
-    with torch.no_grad():
-        logits = target(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
-    assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-3)
-    assert (logits.argmax(-1) != torch.tensor(ids)).any()  # a mismatch was let through
+    let_through = 0
+    for prompt in make_prompts(8):
+        choice = ask(url, prompt, logprobs=1, vllm_xargs={"spd_threshold": -1.0})["choices"][0]
+        ids = choice["token_ids"]
+        with torch.no_grad():
+            logits = target(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+        assert torch.allclose(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-3)
+        let_through += int((logits.argmax(-1) != torch.tensor(ids)).sum())
+    assert let_through > 0  # mismatches
 
 
 def test_counts_are_on_the_metrics_page_and_by_request(served):
