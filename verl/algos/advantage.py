@@ -376,11 +376,11 @@ def compute_optimal_token_baseline_advantage(
     """
     mask = response_mask.to(torch.float64)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
-    goes_on = mask.flip(-1).cumsum(-1).flip(-1) > 0  # a counted token follows, or is here
+    continues = mask.flip(-1).cumsum(-1).flip(-1) > 0  # a counted token follows, or is here
     energy = ((1 - 2 * old_log_probs.double().exp() + sum_pi_squared) * mask).cumsum(-1)
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.double().square()
-    weights = energy * goes_on
+    weights = energy * continues
     groups = Groups.of(index, response_mask.device)
 
     def total(columns: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ def compute_optimal_token_baseline_advantage(
 
     baseline = total(weights * returns) / (total(weights) + epsilon)
     if handle_zero_tail:
-        alone = (total(goes_on) == 1) & (groups.sizes > 1).unsqueeze(-1)
+        alone = (total(continues) == 1) & (groups.sizes > 1).unsqueeze(-1)
         baseline = torch.where(alone, 0.0, baseline)
     advantages = ((returns - baseline) * mask).to(token_level_rewards.dtype)
     return advantages, returns.to(token_level_rewards.dtype)

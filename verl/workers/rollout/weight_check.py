@@ -91,8 +91,8 @@ def compare_modules(actor: Any, generating: Any) -> WeightCheck:
             check.add(name, None if same else "differs" if value else "is missing in the module that generates")
     for name in held:
         check.add(name, "is not among the trained model's tensors")
-    for name, said in adapter_faults(module).items():
-        check.add(name, said)
+    for name, difference in adapter_faults(module).items():
+        check.add(name, difference)
     return check
 
 

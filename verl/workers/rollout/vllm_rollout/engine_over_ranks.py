@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -94,8 +94,8 @@ class FollowingEngine:
         """The result of a call that every rank of the engine makes, in the engine's thread."""
         done: Future = Future()
         self._calls.put((done, function, args))
-        while not done.done() and self._thread.is_alive():
-            self._thread.join(0.001)
+        while self._thread.is_alive() and not wait([done], timeout=1.0).done:
+            pass
         if not done.done():
             raise RuntimeError(f"the first rank of this engine is gone: {self._error}")
         return done.result()

@@ -156,8 +156,8 @@ def compare_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]], nu
         if not held or any(part.of(tensor).shape != reader.shape_of(part) for part in held):
             check.unread.append(name)
             continue
-        said = (reader.compare(part, part.of(tensor)) for part in held)
-        check.add(name, next((text for text in said if text), None))
+        differences = (reader.compare(part, part.of(tensor)) for part in held)
+        check.add(name, next((text for text in differences if text), None))
     slots: dict[tuple[int, str], set[str]] = defaultdict(set)  # the tensors of a fused layer
     for name, held in parts.items():
         for part in held:
@@ -188,8 +188,8 @@ class _Reader:
             self.layer, self.reading = layer, self._read(layer, width)
         reading = self.reading[:, part.held_rows]  # [columns + 1, rows]
         expected = expected.to(reading.dtype)
-        if said := difference_of(reading[:-1].T, expected[:, window] + 0.0):  # -0 becomes 0 in a sum
-            return f"as packed {said}"
+        if difference := difference_of(reading[:-1].T, expected[:, window] + 0.0):  # -0 becomes 0 in a sum
+            return f"as packed {difference}"
         signs = _signs(width, torch.float32)
         sums = expected.float() @ signs
         largest = torch.linalg.vector_norm(expected.float(), 1, dim=1)
@@ -267,7 +267,7 @@ def compare_adapter(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], co
 def _difference_in_slot(held: torch.Tensor, expected: torch.Tensor) -> str | None:
     """As `difference_of`; `held` may be larger than what it holds, and must be zero beyond it."""
     rows, columns = expected.shape
-    said = difference_of(held[:rows, :columns], expected)
-    if said is None and (held[rows:].any() or held[:, columns:].any()):
+    difference = difference_of(held[:rows, :columns], expected)
+    if difference is None and (held[rows:].any() or held[:, columns:].any()):
         return "holds entries beyond those that were sent"
-    return said
+    return difference
