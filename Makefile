@@ -5,6 +5,7 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (hours on 2 cores; resumes)
+#   make demo-pretrained-dllm     iterative refinement of the scorer's target next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -15,6 +16,8 @@
 #   make test-models              what works for each model family and chat template (fetched first), against the stored tables
 #                                 (tests/models); families on ranks and in vLLM too
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
+#   make test-environments        a few steps of GRPO with each library of environments, in .venv-environments/NAME (docs/environments.md)
+#   make test-gateway             an agent library as a client of the gateway, in an environment of its own
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
@@ -23,6 +26,9 @@
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
 #   make bench BENCH=trust        the checks of a run on itself: cost, faults that they see, ratios before the first update, by name only
+#   make bench BENCH=environments  agents: requests through the gateway, and trees in the update of the pretrained model, by name only
+#   make bench BENCH=trust_demo   GRPO with top_p, with and without the sampling mask, three seeds, by name only
+#   make bench BENCH=async        asynchronous training: speed, simulation, accuracy (hours; resumes), only by name
 #   make bench BENCH=models       chat templates (fetched first) and model families that are right, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, 20 random SIGKILLs of SPD trainings and 10 of one with tools, 20 SIGSTOPs of GRPO
@@ -37,6 +43,8 @@ VENV ?= .venv
 DOCS_VENV ?= .venv-docs
 V2_VENV ?= .venv-v2
 SGLANG_VENV ?= .venv-sglang
+ENVIRONMENT_VENVS ?= .venv-environments
+export AGENTS_VENV ?= .venv-agents
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
 AUDIT ?= 0.7.0
@@ -46,8 +54,8 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
-  test-v2 test-sglang \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-pretrained-dllm demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
+  test-v2 test-sglang test-environments test-gateway \
   bench chaos gpu-check audit docs lint clean
 
 env:
@@ -73,6 +81,10 @@ demo-pretrained-spd: env
 	@$(PRETRAINED)
 	@$(PY) -m examples.pretrained.spd.demo $(if $(MODEL),--model $(MODEL))
 
+demo-pretrained-dllm: env
+	@$(PRETRAINED)
+	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL))
+
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo
 
@@ -86,7 +98,7 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
-LATER = chaos or demo or benchmark or audit or long or v2 or sglang
+LATER = chaos or demo or benchmark or audit or long or v2 or sglang or environments or gateway
 # Named, so that pytest does not collect the other files.
 CHAOS = $(shell grep -l mark.chaos -r tests --include=test_*.py)
 
@@ -119,9 +131,25 @@ sglang-env: env
 test-sglang: sglang-env
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -m sglang $(shell grep -l mark.sglang -r tests --include=test_*.py) $(PYTEST_ARGS)
 
+# Each library on top of the environment, in one of its own: their requirements contradict each other.
+test-environments: env
+	@for name in reasoning_gym verifiers openenv skyrl_gym; do \
+	  venv=$(ENVIRONMENT_VENVS)/$$name; \
+	  test -d $$venv/lib || { python3 -m venv $$venv && $(PY) -c "import site; print(*site.getsitepackages())" \
+	    > $$(echo $$venv/lib/python3*/site-packages)/environment.pth; } || exit 1; \
+	  $$venv/bin/pip --disable-pip-version-check -q install \
+	    $$($(PY) -c "from verl.environments.base import LIBRARIES as l; print(l['$$name'].package + '==' + l['$$name'].version)") || exit 1; \
+	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -m environments tests/environments -k $$name $(PYTEST_ARGS) || exit 1; \
+	done
+
+test-gateway: env
+	@test -d $(AGENTS_VENV)/lib || { python3 -m venv $(AGENTS_VENV) && \
+	  $(AGENTS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/agents.txt; }
+	$(PYTEST) -m gateway tests/workers/gateway/test_agents_library.py $(PYTEST_ARGS)
+
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
-	@$(if $(filter pretrained,$(BENCH)),$(PRETRAINED))
+	@$(if $(filter pretrained environments,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env

@@ -1,4 +1,5 @@
-"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, liger, wandb, debug, mcp, pretrained, test."""
+"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, liger, wandb, debug, mcp, pretrained, test, and one
+for each library of environments."""
 
 import re
 from pathlib import Path
@@ -10,9 +11,11 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "verl" / "__init__.py").
 
 
 def requirements(name: str) -> list[str]:
-    """Lines of requirements/<name>.txt that name a package."""
+    """Lines of requirements/<name>.txt, and of the files that it includes by -r, that name a package."""
     lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
-    return [line for line in lines if line and line[0] not in "#-"]
+    included = [line.removeprefix("-r ").removesuffix(".txt") for line in lines if line.startswith("-r ")]
+    own = [line for line in lines if line and line[0] not in "#-"]
+    return [*own, *(line for part in included for line in requirements(part))]
 
 
 setup(
@@ -47,6 +50,11 @@ setup(
         "wandb": ["wandb"],
         "debug": ["debugpy"],
         "mcp": ["mcp>=2"],
+        # The versions of verl.environments.base.LIBRARIES; those of different libraries contradict each other.
+        "reasoning-gym": ["reasoning-gym==0.1.25"],
+        "verifiers": ["verifiers==0.4.0"],
+        "openenv": ["openenv==0.10.0"],
+        "skyrl-gym": ["skyrl-gym==0.4.0"],
         "pretrained": requirements("pretrained"),
         "test": requirements("test"),
     },

@@ -320,7 +320,9 @@ def run() -> list[Row]:
     rows = []
     with one_rank() as folder:
         model = save_model(folder / "model")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        starts_ray = not ray.is_initialized()  # the tests of a process share one cluster
+        if starts_ray:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
             rollout = served(model)
             manager = manager_of(config_of(folder, model), rollout)
@@ -334,7 +336,8 @@ def run() -> list[Row]:
             manager.close()
             rollout.close()
         finally:
-            ray.shutdown()
+            if starts_ray:
+                ray.shutdown()
     return rows + gain()
 
 

@@ -8,10 +8,12 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -115,6 +117,18 @@ def say(text: str) -> None:
     console.print(f"[dim]{text}[/dim]", highlight=False)
 
 
+def remembered(file: Path, work: Callable[[], Any]) -> Any:
+    """The result of `work`, which JSON has; that of an earlier start where the file has it, which is logged."""
+    if file.exists():
+        record = json.loads(file.read_text())
+        say(f"{file.stem}: measured before, tree {record['tree']} (delete {file} to measure it again)")
+        return record["result"]
+    result = json.loads(json.dumps(work()))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"tree": commit(), "result": result}) + "\n")
+    return result
+
+
 def verdict(value: float, bound: Bound | None) -> str:
     """`at least 5: met`; empty without a bound."""
     if bound is None:
@@ -145,3 +159,12 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound], alone: bool = 
         cells = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
         table.add_row(r.name, *cells, verdict(r.value, wanted.get(r.name)))
     console.print(table)
+
+
+def run_modules(modules: Sequence[ModuleType]) -> list[Row]:
+    """The rows of all modules; each has `run`, and its docstring says what it measures."""
+    rows: list[Row] = []
+    for module in modules:
+        say(module.__doc__)
+        rows += module.run()
+    return rows

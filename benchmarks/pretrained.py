@@ -79,7 +79,8 @@ def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int |
     validation, a checkpoint after the last step only."""
     file = OUT / name / "metrics.jsonl"
     command = demo.training_command(
-        model, OUT / "data", file.parent, count, 0, f"data.train_batch_size={PROMPTS}", "data.shuffle=false",
+        model, demo.from_files(OUT / "data"), file.parent, count, 0, f"data.train_batch_size={PROMPTS}",
+        "data.shuffle=false",
         f"{ACTOR}.ppo_mini_batch_size={PROMPTS}", f"{ROLLOUT}.n={SAMPLES}",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
         "trainer.report=false", "trainer.logger=[]", *settings, lr=0.0,

@@ -40,10 +40,10 @@ def save_model(folder: Path, width: int, layers: int, vocabulary: int) -> None:
     )).save_pretrained(folder)  # fmt: skip
 
 
-def engine_of(folder: Path) -> FSDPEngine:
-    """The training engine of one CPU rank."""
+def engine_of(folder: Path, dtype: str = "float32") -> FSDPEngine:
+    """The training engine of a CPU rank, which computes in `dtype`."""
     model = HFModelConfig(path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=False)
-    engine = FSDPEngine(model, FSDPEngineConfig(dtype="float32"), FSDPOptimizerConfig(lr=1e-6), CheckpointConfig(),
+    engine = FSDPEngine(model, FSDPEngineConfig(dtype=dtype), FSDPOptimizerConfig(lr=1e-6), CheckpointConfig(),
                         device="cpu")
     engine.initialize()
     return engine

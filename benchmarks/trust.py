@@ -1,21 +1,26 @@
 """What a run checks about itself: cost of the checks, faults that they see, ratios before the first update.
 
-With the pretrained model of `make demo-pretrained` (outputs/pretrained/model) on one CPU rank.
+With the pretrained model of `make demo-pretrained` (outputs/pretrained/model) on one CPU rank. One part alone, whose
+rows replace those in benchmarks/results/trust.json: `python -m benchmarks.trust PART ...`, of PARTS.
 """
 
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.harness import Row, alternate, row
+from benchmarks.harness import Row, alternate, row, save, say
 from benchmarks.harness import ratios as ratios_of
 from benchmarks.rl_rollout import PROMPT, engine_of, one_rank, rollout_of
+from tests.helpers.ranks import run_ranks
 from verl.config.actor import FSDPActorConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
@@ -38,8 +43,8 @@ CUTS: tuple[dict[str, Any], ...] = (
 QUESTION = "Question {}: a box holds {} red and {} blue balls. How many balls does it hold? Answer:"
 
 
-def questions(engine: FSDPEngine) -> DataProto:
-    """PROMPTS left-padded prompts [B, PROMPT] of unlike lengths, SAMPLES answers each at temperature 1."""
+def questions(engine: FSDPEngine, samples: int = SAMPLES) -> DataProto:
+    """PROMPTS left-padded prompts [B, PROMPT] of unlike lengths, `samples` answers each at temperature 1."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -49,7 +54,7 @@ def questions(engine: FSDPEngine) -> DataProto:
     mask = coded["attention_mask"]
     columns = {"input_ids": coded["input_ids"], "attention_mask": mask,
                "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}  # fmt: skip
-    meta = {"n": SAMPLES, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    meta = {"n": samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
             "do_sample": True, "temperature": 1.0, "global_steps": 1}  # fmt: skip
     return DataProto.from_dict(columns, meta_info=meta)
 
@@ -80,7 +85,7 @@ def digests() -> Row:
 
 def faults() -> Row:
     """Share of the tests of weight faults that pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", FAULTS]
+    command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider", FAULTS]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", output)}
     total = sum(counts.values())
@@ -131,15 +136,15 @@ def ratio_errors(name: str, suffix: str, **filters: Any) -> list[Row]:
 
 
 def micro_batches() -> list[Row]:
-    """Largest difference of a token's log-prob over micro-batch sizes, packing and dynamic batches, by type."""
+    """Largest difference of a token's log-prob over micro-batch sizes, packing, dynamic batches and ranks, by type."""
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        engine = engine_of(MODEL)
-        engine.module.to(dtype)
+    for dtype in ("float32", "bfloat16"):
+        engine = engine_of(MODEL, dtype)
         rollout = rollout_of("hf", engine, ignore_eos=False)
-        samples = rollout.generate_sequences(questions(engine))
+        # bfloat16 is many times slower on CPUs that have no instructions for it.
+        samples = rollout.generate_sequences(questions(engine, SAMPLES if dtype == "float32" else 1))
         samples.meta_info["temperature"] = 1.0
-        mask, suffix = samples.batch["response_mask"].bool(), "" if dtype == torch.float32 else "_bfloat16"
+        mask, suffix = samples.batch["response_mask"].bool(), "" if dtype == "float32" else "_bfloat16"
 
         def computed(actor: DataParallelPPOActor, cut: dict[str, Any], samples: DataProto = samples) -> torch.Tensor:
             samples.meta_info = {"temperature": 1.0, **cut}
@@ -151,6 +156,10 @@ def micro_batches() -> list[Row]:
             for packed in layouts:
                 actor.policy.set_forward(remove_padding=packed, share_prompt=False)
                 results += [computed(actor, cut)[mask] for cut in CUTS]
+            with tempfile.TemporaryDirectory() as folder:
+                samples.save_to_disk(file := f"{folder}/samples")
+                halves = run_ranks(log_probs_on_rank, 2, file, dtype, bool(title))
+            results.append(torch.from_numpy(np.concatenate(halves))[mask])
             table = torch.stack(results).double()  # [ways, tokens]
             spread = (table.amax(0) - table.amin(0)).max().item()
             ratios = (table - table[:1]).exp()
@@ -168,17 +177,67 @@ def micro_batches() -> list[Row]:
     return rows
 
 
-def run() -> list[Row]:
-    """All rows; one function a process group, which an engine's end takes with it."""
+def log_probs_on_rank(rank: int, ranks: int, file: str, dtype: str, invariant: bool) -> np.ndarray:
+    """Log-probs [B / ranks, R] of this rank's share of the samples in `file`, on weights that the ranks share."""
+    actor = actor_of(engine_of(MODEL, dtype), batch_invariant=invariant)
+    share = DataProto.load_from_disk(file).chunk(ranks)[rank]
+    share.meta_info = {"temperature": 1.0, **CUTS[1]}
+    return actor.compute_log_prob(to_rows(share))[0].numpy()
+
+
+def mismatch(name: str = "mismatch_hf", exactness: Sequence[bool] = (True, False), **filters: Any) -> list[Row]:
+    """Largest difference of a token's log-prob between rollout hf and trainer, with and without batch_invariant."""
+    rows, seconds = [], {}
+    for exact in exactness:
+        suffix = "_invariant" if exact else ""
+        engine, policy = engine_of(MODEL), get_policy("causal_lm")
+        policy.row_invariant = exact
+        policy.set_forward(remove_padding=True, share_prompt=False)
+        config = FSDPActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=8, rollout_n=1,
+                                 batch_invariant=exact)  # fmt: skip
+        actor = DataParallelPPOActor(config, engine, policy)
+        rollout = rollout_of("hf", engine, calculate_log_probs=True, ignore_eos=False, **filters)
+        rollout.bind_actor(engine, policy)
+        begun = time.perf_counter()
+        samples = rollout.generate_sequences(questions(engine))
+        seconds["rollout", exact] = time.perf_counter() - begun
+        samples.meta_info["temperature"] = 1.0
+        begun = time.perf_counter()
+        log_probs, _ = actor.compute_log_prob(to_rows(samples))
+        seconds["log_probs", exact] = time.perf_counter() - begun
+        differences = (log_probs - samples.batch["rollout_log_probs"])[samples.batch["response_mask"].bool()].abs()
+        unit = f"largest |difference of log-probs|, {len(differences)} tokens, float32"
+        rows.append(row(f"{name}{suffix}", [differences.max().item()], unit))
+    if len(exactness) < 2:
+        return rows
+    costs = {part: seconds[part, True] / seconds[part, False] for part in ("rollout", "log_probs")}
+    return rows + [row(f"mismatch_hf_invariant_cost_{part}", [cost], "times, with / without, one run each")
+                   for part, cost in costs.items()]  # fmt: skip
+
+
+# One process group a part, which an engine's end takes with it.
+PARTS: dict[str, Callable[[], Row | list[Row]]] = {
+    "faults": faults, "micro_batches": micro_batches, "hf": partial(ratio_errors, "hf", "top_p", top_p=0.9),
+    "vllm": partial(ratio_errors, "vllm", "top_p_vllm", top_p=0.9, top_k=100), "mismatch": mismatch, "digests": digests,
+    "hf_invariant": partial(mismatch, "first_ratio_error_top_p", (True,), top_p=0.9),
+}  # fmt: skip
+
+
+def run(parts: Sequence[str] = tuple(PARTS)) -> list[Row]:
+    """The rows of these parts."""
     if not (MODEL / "config.json").exists():
         raise FileNotFoundError(f"{MODEL} holds no model: run make demo-pretrained first")
-    works: list[Callable[[], Any]] = [
-        micro_batches, partial(ratio_errors, "hf", "top_p", top_p=0.9),
-        partial(ratio_errors, "vllm", "top_p_vllm", top_p=0.9, top_k=100), digests,
-    ]  # fmt: skip
-    rows: list[Row] = [faults()]
-    for work in works:
+    rows: list[Row] = []
+    for part in parts:
+        say(part)
         with one_rank():
-            made = work()
+            made = PARTS[part]()
         rows += made if isinstance(made, list) else [made]
     return rows
+
+
+if __name__ == "__main__":
+    from benchmarks.run import WANTED
+
+    for name in sys.argv[1:] or PARTS:
+        save("trust", run([name]), WANTED, alone=True)

@@ -22,6 +22,7 @@ import verl.workers.config  # noqa: E402
 from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, RolloutCorrectionConfig  # noqa: E402
+from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, RolloutPoolConfig  # noqa: E402
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
@@ -402,6 +403,23 @@ def files() -> dict[str, File]:
         head=SEARCHPATH,
     )  # fmt: skip
     paths["verl/trainer/config/ppo_megatron_trainer.yaml"] = _megatron_tree(ppo, seed)
+    separate = {
+        f"{ROLLOUT}.n": "${rollout.n}", f"{ROLLOUT}.mode": "async", "trainer.total_epochs": "${rollout.total_epochs}",
+        f"{ROLLOUT}.calculate_log_probs": True, f"{ACTOR}.use_rollout_log_probs":
+            "${async_training.use_rollout_log_probs}",
+    }  # fmt: skip
+    title = "Settings of python -m recipe.fully_async_policy.fully_async_main: what differs from ppo_trainer."
+    paths["verl/trainer/config/fully_async_ppo_trainer.yaml"] = File(
+        title, AsyncPPOConfig(algorithm=ppo.algorithm), ("ppo_trainer",), {"": ppo},
+        {**separate, "data.train_batch_size": 0, "data.gen_batch_size": 1},
+    )  # fmt: skip
+    one_step = AsyncTrainingConfig(trigger_parameter_sync_step=1, staleness_threshold=1.0, partial_rollout=False)
+    title = "Settings of python -m recipe.one_step_off_policy.main_ppo: what differs from ppo_trainer."
+    paths["verl/trainer/config/one_step_off_ppo_trainer.yaml"] = File(
+        title, AsyncPPOConfig(algorithm=ppo.algorithm, async_training=one_step,
+                              rollout=RolloutPoolConfig(total_rollout_steps=None, n=1)),
+        ("ppo_trainer",), {"": ppo}, {**separate, "rollout.test_freq": "${trainer.test_freq}"},
+    )  # fmt: skip
     spd = SPDSettings()
     paths["recipe/spd/config/spd/scorer.yaml"] = File(
         "The scorer, its reward and its rollout.", spd,

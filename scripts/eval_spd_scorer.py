@@ -5,17 +5,19 @@
 
 Real multi-round decoding until the end token or the limit. Writes evaluation.json, evaluation.png and validation.json
 (the runs on the validation questions that chose the scorer's threshold), and by_question.json (each run on each
-question). A stopped command continues where it was.
+question). A stopped command continues where it was; with --parts, several evaluations on one pair decode each rule
+once.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,10 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.spd_evaluation import harm, measures  # noqa: E402
-from scripts.spd_evaluation.curves import best_mix, curves_of, speed  # noqa: E402
+from scripts.spd_evaluation.curves import best_mix, curves_of, speed, speed_at  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import curves_in, save_plot  # noqa: E402
-from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
+from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, Task, visible_gpus  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
@@ -75,15 +77,15 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
     Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
-    --near-drop they follow, for the thresholds that `runs_near` gives. Writes by_question.json.
+    --near-drop they follow, for the chosen thresholds and those that `runs_near` gives. Writes by_question.json.
     """
     job = load_job(args)
     split_runs = {split: [Run(split, "target"), Run(split, "exact")] for split in ("validation", "test")}
     free = rules_without_training(args)
-    kept = args.out / FINISHED / fingerprint(args)
+    kept = args.parts or args.out / FINISHED
     if kept.exists():
-        console.print(f"continues an evaluation that was stopped: {len(list(kept.iterdir()))} parts are in {kept}")
-    with Pool(job, args.processes, progress, kept) as pool:
+        console.print(f"continues with the {len(list(kept.iterdir()))} finished parts in {kept}")
+    with Pool(job, args.processes, progress, functools.partial(part_file, kept, fingerprint(args), args)) as pool:
         scored = {name: Scores(name) for name in args.scorers} if job.validation else {}
         statistics = {name: Scores(name) for name in STATISTICS} if job.validation and args.all_rules else {}
         pool.submit([*scored.values(), *statistics.values(), *split_runs["validation"]])
@@ -98,13 +100,15 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         validation = [*split_runs["validation"], *scorers_of["validation"]]
         if args.all_rules:
             validation += [Run("validation", rule, threshold) for rule, threshold in free]
-        test = [*split_runs["test"], Run("test", "all")]
-        rivals = [Run("test", "scorer_untrained", 0.0), *(Run("test", rule, threshold) for rule, threshold in free)]
-        harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
+        test = split_runs["test"]
+        rivals = [Run("test", rule, threshold) for rule, threshold in free]
         if args.near_drop is None:
-            pool.submit([*validation, *scorers_of["test"], *harms, *test, *rivals])
-        else:
-            pool.submit([*validation, *test])
+            test = [*test, Run("test", "all")]
+            rivals = [Run("test", "scorer_untrained", 0.0), *rivals]
+        harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
+        pool.submit([*validation, *test])
+        if args.near_drop is None:
+            pool.submit([*scorers_of["test"], *harms, *rivals])
         chooser = make_rows(pool, validation)
         chosen = []
         for name, runs in sweeps["validation"].items():
@@ -130,16 +134,18 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
                               f"{advice}[/yellow]")
 
         if args.near_drop is not None:
-            near = [*chosen, *runs_near(chooser, args.near_drop)]
+            near = [*chosen, *runs_near(chooser, args.near_drop, args.scorers)]
             scorers_of["test"] = [run for run in scorers_of["test"] if run in near]
-            rivals = [rivals[0], *(run for run in rivals[1:] if run in near)]
+            rivals = [run for run in rivals if run in near]
             harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
             pool.submit([*scorers_of["test"], *harms, *rivals])
-        chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
-        harms.append(Harm((chance,)))
-        pool.submit([chance, harms[1]])
         others = [run for run in scorers_of["test"] if run not in chosen]
-        runs = [*test, *chosen, chance, *rivals, *others]
+        runs = [*test, *chosen, *rivals, *others]
+        if args.near_drop is None:
+            chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
+            harms.append(Harm((chance,)))
+            pool.submit([chance, harms[1]])
+            runs.insert(len(test) + len(chosen), chance)
         rows = make_rows(pool, runs, chosen)
         write_by_question(pool, {"validation": (validation, chooser), "test": (runs, rows)})
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
@@ -154,14 +160,20 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     return rows, chooser, len(job.questions["test"])
 
 
-def runs_near(rows: Sequence[EvaluationRow], drop: float) -> list[Run]:
-    """On test questions, the two thresholds of each rule and scorer between which a coin for each question accepts the
-    most at this drop on validation questions (`rows`).
+def runs_near(rows: Sequence[EvaluationRow], drop: float, scorers: Collection[str]) -> list[Run]:
+    """Runs on test questions of the rule and of the scorer that accept the most at this drop on validation questions.
+
+    Of each, the two thresholds between which a coin for each question does so; `rows`: of validation questions.
     """
-    legends = {rule: legend for rules, legend, *_ in curves_in(row.rule for row in rows) for rule in rules}
-    kept = {legend: best_mix(curve, drop, speed)[:2] for legend, curve in curves_of(rows).items()}
-    return [Run("test", row.rule.removesuffix("_sweep"), row.threshold) for row in rows
-            if row.rule in legends and row.threshold in kept[legends[row.rule]]]  # fmt: skip
+    rules_of = {legend: rules for rules, legend, *_ in curves_in(row.rule for row in rows)}
+    curves, near = curves_of(rows), []
+    for trained in (False, True):
+        legends = (legend for legend in curves if (rules_of[legend][0] in scorers) == trained)
+        best = max(legends, key=lambda legend: speed_at(curves[legend], drop))
+        *thresholds, _ = best_mix(curves[best], drop, speed)
+        near += [Run("test", row.rule.removesuffix("_sweep"), row.threshold) for row in rows
+                 if row.rule in rules_of[best] and row.threshold in thresholds]  # fmt: skip
+    return near
 
 
 def write_by_question(pool: Pool, runs: Mapping[str, tuple[Sequence[Run], Sequence[EvaluationRow]]]) -> None:
@@ -183,17 +195,38 @@ def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
+DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
+            "dtype")  # fmt: skip
+
+
 def fingerprint(args: argparse.Namespace) -> str:
-    """Hash of everything the results depend on: the arguments, the files they name, models and scorers."""
-    given = {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes")}
-    digest = hashlib.sha256(json.dumps(given).encode())
-    files = (args.questions, args.val_questions, args.harm_labels, args.val_harm_labels)
-    for file in filter(None, (*files, *(Path(file) for file, *_ in args.rules.values()))):
+    """Hash of what all results depend on: the pair of models, questions and labels, and how answers are decoded."""
+    digest = hashlib.sha256(json.dumps([getattr(args, name) for name in DECODING]).encode())
+    for file in filter(None, (args.questions, args.val_questions, args.harm_labels, args.val_harm_labels)):
         digest.update(file.read_bytes())
-    for named in filter(None, (args.target, args.draft, args.untrained, *args.scorers.values())):
-        if (folder := model_folder(str(named))) is not None:
-            digest.update(model_dir_fingerprint(folder).encode())
-    return digest.hexdigest()[:16]
+    for model in (args.target, args.draft):
+        digest.update(model_print(model))
+    return digest.hexdigest()
+
+
+@functools.cache
+def model_print(model: str) -> bytes:
+    """The fingerprint of a model's folder, or the name where there is no such folder; each is read once."""
+    folder = model_folder(str(model))
+    return (str(model) if folder is None else model_dir_fingerprint(folder)).encode()
+
+
+def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -> Path:
+    """The file of a finished part: named by `common`, the part, and the scorers and files of rules that it uses."""
+    digest = hashlib.sha256(f"{common}{part!r}".encode())
+    for name in [run.rule for run in part.runs] if isinstance(part, Harm) else [part.rule]:
+        if name in args.scorers:
+            digest.update(model_print(args.scorers[name]))
+        elif name in args.rules:
+            digest.update(Path(args.rules[name][0]).read_bytes() + args.rules[name][1].encode())
+        elif name == "scorer_untrained":
+            digest.update(model_print(args.untrained or args.scorer))
+    return folder / f"{digest.hexdigest()[:24]}.json"
 
 
 def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
@@ -255,15 +288,16 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
 
 def summary(rows: Sequence[EvaluationRow]) -> list[str]:
     """The gain of the scorer, one line per comparison."""
-    one = {row.rule: row for row in rows if row.rule in ("exact", "scorer", "random")}
+    one = {row.rule: row for row in rows}
     scorer, exact = one["scorer"], one["exact"]
     low, high = (100 * (scorer.drop + sign * 1.96 * scorer.drop_se) for sign in (-1, 1))
     lines = [
         f"scorer: {scorer.accepted_per_forward:.2f} draft tokens a target forward, "
         f"{scorer.accepted_per_forward / max(exact.accepted_per_forward, 1e-9):.2f} times exact match's; "
         f"accuracy drop {100 * scorer.drop:.1f} points (95 % interval {low:.1f} to {high:.1f})",
-        f"scorer against the random share: {100 * (scorer.accuracy - one['random'].accuracy):+.1f} points",
     ]
+    if "random" in one:
+        lines.append(f"scorer against the random share: {100 * (scorer.accuracy - one['random'].accuracy):+.1f} points")
     curve = [row for row in rows if row.rule in ("margin", "exact", "all")]
     at = measures.accuracy_on_curve(curve, scorer.accepted_per_forward)
     if at is not None:
@@ -297,8 +331,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="answers per question, for a temperature above 0")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
-    add("--near-drop", type=float, help="with --all-rules: test questions are decoded only with the thresholds "
-        "that come nearest to this drop on validation questions, two of each rule and scorer")
+    add("--near-drop", type=float, help="with --all-rules: test questions are decoded only with the chosen thresholds, "
+        "and with those of the one rule and the one scorer that accept the most at this drop on validation questions")
+    add("--parts", type=Path, help="folder of finished parts, which evaluations of other scorers on the same pair "
+        "share; without it they are in --out, and are removed at the end")
     add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
         "--val-harm-labels -1 0 0.5 1 2")
     add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5],

@@ -28,7 +28,7 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from scripts.gpu_runs import LIMIT_S, PRETRAINED, RUNS, Result, described, left_out, run_pretrained, run_row
+from scripts.gpu_runs import DEMOS, LIMIT_S, RUNS, Result, described, left_out, run_demo, run_row
 from scripts.loss_compare import ROOT, run
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
@@ -41,6 +41,7 @@ from verl.workers.policy import get_policy
 from verl.workers.policy.attention import BACKENDS
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.packing import pack, to_device
+from verl.workers.policy.prefix_tree import prefix_tree
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {
@@ -80,8 +81,8 @@ def check_attention(device: torch.device) -> Iterator[Result]:
         backends = {"sdpa": True, "varlen": on_cuda and cap is None,
                     "flash_attn": on_cuda and find_spec("flash_attn") is not None,
                     "shared_prompt": on_cuda and shared and window is None}  # fmt: skip
-        groups = data["group_index"] if shared else None
-        here, there = (pack(data["attention_mask"], 24, groups, device=d) for d in ("cpu", device))
+        tree = prefix_tree(data, 24) if shared else None
+        here, there = (pack(data["attention_mask"], 24, tree, device=d) for d in ("cpu", device))
         generator = torch.Generator().manual_seed(1)
         states = [torch.randn(1, heads, here.length, 64, generator=generator) for heads in (4, 2, 2)]
         results = {}
@@ -273,7 +274,7 @@ def print_results(results: Sequence[Result], console: Console, title: str) -> No
 def check_all(gpus: int, device: torch.device, console: Console, model: Path | None) -> Iterator[Result]:
     """Checks, trainings and measurements of a machine with `gpus` GPUs, each whatever happened to the others.
 
-    `model`: that of the demo examples/pretrained, which is left out without one.
+    `model`: that of the demos of examples/pretrained, which are left out without one.
     """
     for check in CHECKS:
         yield from attempt(check.__name__, lambda check=check: check(device))
@@ -284,10 +285,12 @@ def check_all(gpus: int, device: torch.device, console: Console, model: Path | N
             continue
         console.print(f"{name} ...", highlight=False)
         yield from attempt(name, lambda name=name: run_row(name, work, gpus))
-    if model is None:
-        console.print(f"{PRETRAINED} left out: name a model with --model (make gpu-check MODEL=DIR)", highlight=False)
-    else:
-        yield from attempt(PRETRAINED, lambda: run_pretrained(model, work))
+    for demo, title in DEMOS.items():
+        if model is None:
+            console.print(f"{title}: left out, name a model with --model (make gpu-check MODEL=DIR)", highlight=False)
+            continue
+        console.print(f"{title} ...", highlight=False)
+        yield from attempt(title, lambda demo=demo: run_demo(demo, model, work))
     memory = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     for shape, ranks in timings(gpus):
@@ -309,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run and print; 1 if a check failed or a bound is not kept, or if PyTorch cannot use this machine's GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder for the demo examples/pretrained")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder for the demos of examples/pretrained")
     parser.add_argument("--measure", choices=SHAPES, help="time this shape alone, on the ranks of torchrun")
     arguments = parser.parse_args(argv)
     console = Console()
@@ -321,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("No GPU is here. On a machine with GPUs this command would run:")
         names = [check.__doc__.splitlines()[0] for check in CHECKS] + list(described(RUNS))
         timed = (f"Timing: training steps of a {shape} model, {LENGTH} tokens a GPU." for shape in SHAPES)
-        for name in [*names, f"Training: {PRETRAINED} (with --model).", *timed]:
+        demos = (f"Training: {title} (with --model)." for title in DEMOS.values())
+        for name in [*names, *demos, *timed]:
             console.print(f"  - {name}", highlight=False)
         return 0
     if arguments.measure:

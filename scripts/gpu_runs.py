@@ -24,7 +24,10 @@ RANKS = "trainer.n_gpus_per_node"
 LIMIT_S = 1800  # of a command; collectives that do not match would hang for hours
 REFERENCE = "GRPO, reference update (stores the samples)"
 STEPS = 3  # of GRPO
-PRETRAINED = "GRPO of a pretrained model"
+DEMO_LIMIT_S = 7200
+#: The demos of examples/pretrained, which need a model of the user, by their modules' names.
+DEMOS = {"demo": "GRPO of a pretrained model", "spd.demo": "SPD scorer of a pretrained pair",
+         "dllm.demo": "refinement of a pretrained model"}  # fmt: skip
 BFLOAT16 = (f"{ENGINE}.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16")
 #: dtype of the update -> largest differences from REFERENCE: gradient norm (relative), loss (absolute)
 TOLERANCES = {"float32": (1e-2, 1e-3), "bfloat16": (5e-2, 1e-2)}
@@ -249,14 +252,22 @@ def _at(metrics: Mapping[tuple[int, str], float], step: int, name: str) -> float
     return metrics.get((step, name), math.nan)
 
 
-def run_pretrained(model: Path, work: Path) -> Iterator[Result]:
-    """The demo examples/pretrained with a model of the user; a failure for each of its criteria that is missed."""
-    out = work / "pretrained"
-    command = [sys.executable, "-m", "examples.pretrained.demo", "--model", str(model), "--out", str(out)]
-    run(command, ROOT, work / "pretrained.log", LIMIT_S)
-    for criterion in json.loads((out / "result.json").read_text())["criteria"].values():
-        name = f"{PRETRAINED}: {criterion['what']}: {criterion['value']}"
-        yield Result(name, float(not criterion["met"]), "failures", 0)
+def run_demo(name: str, model: Path, work: Path) -> Iterator[Result]:
+    """A demo of DEMOS with a model of the user: a failure for each criterion of GRPO's that is missed, and the figures
+    of the others, whose bounds are those of one model. They share the pair, which the SPD demo trains."""
+    out = {other: work / f"pretrained.{other}" for other in DEMOS}
+    command = [sys.executable, "-m", f"examples.pretrained.{name}", "--model", str(model), "--out", str(out[name])]
+    if name == "dllm.demo":
+        command += ["--pair", str(out["spd.demo"])]
+    run(command, ROOT, work / f"pretrained.{name}.log", DEMO_LIMIT_S)
+    if name == "demo":
+        for criterion in json.loads((out[name] / "result.json").read_text())["criteria"].values():
+            shown = f"{DEMOS[name]}: {criterion['what']}: {criterion['value']}"
+            yield Result(shown, float(not criterion["met"]), "failures", 0)
+        return
+    file = out[name] / ("gains.json" if name == "spd.demo" else "result.json")
+    for figure, value in json.loads(file.read_text())["means"].items():
+        yield Result(f"{DEMOS[name]}: {figure}", value, "points" if figure == "gap" else "times")
 
 
 def described(rows: Sequence[str]) -> Iterator[str]:

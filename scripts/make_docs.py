@@ -22,6 +22,7 @@ from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
 from verl.config import aliases  # noqa: E402
+from verl.config.asynchronous import AsyncPPOConfig  # noqa: E402
 from verl.config.compose import CHOICE  # noqa: E402
 from verl.config.fields import field_metadata, field_types, section_type, setting, type_name  # noqa: E402
 from verl.config.megatron import MegatronPPOConfig  # noqa: E402
@@ -40,6 +41,10 @@ TREES = {
     "python -m verl.trainer.main_ppo": (CONFIG / "ppo_trainer.yaml", PPOConfig),
     "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: what differs from ppo_trainer":
         (CONFIG / "ppo_megatron_trainer.yaml", MegatronPPOConfig),
+    "python -m recipe.fully_async_policy.fully_async_main: what differs from main_ppo":
+        (CONFIG / "fully_async_ppo_trainer.yaml", AsyncPPOConfig),
+    "python -m recipe.one_step_off_policy.main_ppo: what differs from main_ppo":
+        (CONFIG / "one_step_off_ppo_trainer.yaml", AsyncPPOConfig),
     "torchrun -m verl.trainer.fsdp_sft_trainer": (CONFIG / "sft_trainer.yaml", SFTConfig),
     "torchrun -m verl.trainer.sft_trainer: what differs from fsdp_sft_trainer":
         (CONFIG / "sft_trainer_engine.yaml", SFTConfig),

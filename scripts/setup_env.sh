@@ -24,7 +24,7 @@ counted() {  # runs a command; every 15 s says how many packages are there
 if [ -z "${VERL_DEVICE:-}" ]; then
     if nvidia-smi -L >/dev/null 2>&1; then VERL_DEVICE=cuda; else VERL_DEVICE=cpu; fi
 fi
-stamp="$VERL_DEVICE $(cat requirements/base.txt "requirements/$VERL_DEVICE.txt" requirements/test.txt setup.py | sha256sum | cut -c1-16)"
+stamp="$VERL_DEVICE $(cat requirements/base.txt "requirements/$VERL_DEVICE.txt" requirements/test.txt requirements/reasoning_gym.txt setup.py | sha256sum | cut -c1-16)"
 if [ -f "$VENV/.ready" ] && [ "$(cat "$VENV/.ready")" = "$stamp" ]; then
     exit 0
 fi

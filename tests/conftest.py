@@ -98,6 +98,8 @@ GROUPS = {
     "experimental/agent_loop/test_async_run.py": "long", "spd/test_submit.py": "long",
     "spd/vllm_plugin/test_server.py": "long", "dllm_reasoning/test_ranks.py": "long",
     "trainer/ppo/test_algorithms_learn.py": "long", "trainer/ppo/test_ray_trainer_ranks.py": "long",
+    "trainer/fully_async/test_runs.py": "long", "trainer/fully_async/test_modes.py": "long",
+    "trainer/fully_async/test_kills.py": "long", "workers/gateway/test_program_run.py": "long",
     "compat/test_project09.py": "long", "trainer/sft/test_sft_run.py": "long", "trainer/test_offline.py": "long",
     "spd/test_spd_run.py": "long", "workers/test_vllm_server_ranks.py": "long",
     "spd/test_prepare_blocks.py": "long", "spd/test_real_shapes.py": "long", "spd/test_spd_rollout.py": "long",
@@ -105,6 +107,10 @@ GROUPS = {
     "workers/test_sequence_parallel.py": "long", "planning/test_memory_trace.py": "long",
     "workers/test_replica.py": "long", "experimental/agent_loop/test_ray_workers.py": "long",
     "reward/test_reward_loop.py": "long", "dllm_reasoning/test_vllm_drafter.py": "long",
+    "compat/test_aliases.py": "long", "compat/test_commands.py": "long", "models/test_families.py": "long",
+    "recipe/test_dapo.py": "long", "reward/test_escapes.py": "long", "spd/test_eval.py": "long",
+    "spd/test_server.py": "long", "test_documented_commands.py": "long", "trainer/test_published_commands.py": "long",
+    "workers/test_vllm_speculative.py": "long", "workers/test_weight_check.py": "long",
 }  # fmt: skip
 
 

@@ -9,7 +9,11 @@ import torch
 import yaml
 from aiohttp import web
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
+from recipe.spd.rollout.decoder import speculative_generate
+from scripts.spd_evaluation.rules import scorer
+from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.documents import ROOT, pages
 from tests.helpers.sft_run import compose_sft
 from tests.reward.test_managers import TOKENIZER, batch
@@ -44,9 +48,9 @@ def names_after(page, number=0, replaced=(), **names):
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
-        ("docs/extending.md", 0), ("docs/quickstart.md", 0), ("docs/quickstart.md", 1), ("docs/rewards.md", 0),
-        ("docs/rewards.md", 1), ("docs/rewards.md", 2), ("docs/rewards.md", 3), ("docs/serving.md", 0),
-        ("docs/spd.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/quickstart.md", 0), ("docs/quickstart.md", 1),
+        ("docs/rewards.md", 0), ("docs/rewards.md", 1), ("docs/rewards.md", 2), ("docs/rewards.md", 3),
+        ("docs/serving.md", 0), ("docs/spd.md", 0), ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -55,6 +59,15 @@ def test_the_judge():
     logits = torch.tensor([[[0.6, 0.3, 0.1], [0.02, 0.03, 0.95], [1.0, 1.0, 1.0]]]).log()
     block = SimpleNamespace(target_logits=logits, draft_ids=torch.tensor([[1, 0]]))
     assert judge(block).tolist() == [[True, False]]
+
+
+def test_a_saved_scorer_is_used_in_python(tmp_path):
+    pair, prompts = make_pair(tmp_path), make_prompts(4)
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (pair.target, pair.draft))
+    result = names_after("docs/extending.md", 1)["generate"](target, draft, prompts, pair.scorer)
+    judge = scorer(AutoModelForSPDScoring.from_pretrained(pair.scorer, pair.target, target), 0.0)
+    expected = speculative_generate(target, draft, prompts, judge, gamma=8, max_new_tokens=64, eos_token_id=[2])
+    assert result.tokens == expected.tokens and result.accepted == expected.accepted
 
 
 def test_the_reward_function():

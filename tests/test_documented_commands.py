@@ -9,7 +9,9 @@ import pytest
 from dllm_reasoning import train_iterative_refine
 from scripts.audit.keys import OURS
 from tests.helpers.configs import SOUND, compose_ppo
-from tests.helpers.documents import ROOT, SETTINGS, commands, program_of
+from tests.helpers.documents import ROOT, SETTINGS, commands, is_later_name, program_of
+from verl.config.aliases import with_current_names
+from verl.config.compose import forced_override
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
 from verl.trainer.main_ppo import dry_run
 from verl.utils.config import validate_config
@@ -49,8 +51,10 @@ def test_a_documented_command_passes_the_dry_run(page, program, words, files, ti
     settings = [re.sub(r"=\S+\.(parquet|jsonl)$", f"={data}", word) for word in words]
     settings = [MODELS.sub(rf"\1={tiny_llama}#", word).partition("#")[0] for word in settings]
     settings = [re.sub(r"output_path=.*", f"output_path={tmp_path}/answers.parquet", word) for word in settings]
+    if program in TRAININGS:
+        settings = [forced_override(word) if is_later_name(word.partition("=")[0]) else word for word in settings]
     tree = {"config_dir": ROOT / OURS[SETTINGS[program]].replace(".", "/"), "config_name": SETTINGS[program]}
-    config = compose_ppo(*settings, "trainer.dry_run=true", **tree)
+    config = with_current_names(compose_ppo(*settings, "trainer.dry_run=true", **tree))
     if program in TRAININGS:
         code = dry_run(config, known=compose_ppo(**tree))
     else:

@@ -92,14 +92,8 @@ class RefineLoss(AuxiliaryLoss):
         responses = batch["response_mask"].shape[1]
         policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
         attended = on_host(batch)["attention_mask"].bool().cpu()
-        flat = torch.full((attended.numel(),), -1)
-        flat[policy.all_tokens] = torch.arange(policy.length)
-        flat, number = flat.view(attended.shape), torch.arange(len(attended))
-        has_prompt = flat[:, -responses - 1] >= 0  # the prompt's last token; it serves the rows after it too
-        serves = (number * has_prompt).cummax(0).values
-        flat[:, :-responses] = flat[serves, :-responses]
         kept = self._kept(batch)
-        before = [row[mask] for row, mask in zip(flat[kept], attended[kept], strict=True)]
+        before = [row[mask] for row, mask in zip(policy.places[kept], attended[kept], strict=True)]
         width, count = self.noise.block_length, layout.tail.ids.shape[1]
         own = policy.length + torch.arange(len(before) * count).view(-1, count)
         keys = torch.cat([part for pair in zip(before, own, strict=True) for part in pair])

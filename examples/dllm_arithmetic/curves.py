@@ -1,5 +1,6 @@
-"""Pictures of the demo: losses of the rounds over steps, accuracy over tokens per forward and per second."""
+"""Pictures of the demo: losses of the rounds over steps, accuracy over tokens per forward and per second; AUP."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ LOSSES = ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar")
 SMOOTH = 0.9
 COLOURS = ("tab:blue", "tab:orange")  # of the models
 MARKERS = "os^vDP*Xhd<>"  # of the generation modes
+AUP_ALPHA, AUP_WORST = 3.0, 5.0  # weight of lost accuracy; points below the slowest mode at which a mode is left out
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -17,6 +19,23 @@ def smoothed(values: Sequence[float]) -> list[float]:
         mean, weight = SMOOTH * mean + (1 - SMOOTH) * value, SMOOTH * weight + 1 - SMOOTH
         means.append(mean / weight)
     return means
+
+
+def accuracy_under_parallelism(rows: Sequence[Mapping[str, Any]], best: float) -> float:
+    """AUP of a model's modes, in % times tokens per forward (d3LLM, arXiv 2601.07568, section on AUP).
+
+    `rows` have `accuracy` y (0 to 1) and `tokens_per_forward` r; `best` is the highest accuracy of any model, y_max.
+    With the modes in order of r, those of at least y_1 - 5 points: r_1 y_1 + sum of (r_i - r_(i-1)) times the mean of
+    y W(y) at both, where W(y) = min(exp(-3 (1 - y / y_max)), 1) and y is in %.
+    """
+    points = sorted((row["tokens_per_forward"], 100 * row["accuracy"]) for row in rows)
+    first = points[0][1]
+    points = [(r, y, y * min(math.exp(-AUP_ALPHA * (1 - y / (100 * best))), 1.0))
+              for r, y in points if y >= first - AUP_WORST]  # fmt: skip
+    area = points[0][0] * first
+    for (r, _, weighted), (next_r, _, next_weighted) in zip(points, points[1:], strict=False):
+        area += (next_r - r) * (weighted + next_weighted) / 2
+    return area
 
 
 def draw_curves(
@@ -40,6 +59,8 @@ def draw_curves(
     for axis, key, label in ((forwards, "tokens_per_forward", "tokens per forward"),
                              (seconds, "tokens_per_second", "tokens per second, one question at a time")):  # fmt: skip
         for row in results["rows"]:
+            if key not in row:  # not measured
+                continue
             axis.scatter(row[key], 100 * row["accuracy"], color=COLOURS[list(models).index(row["model"])], s=60,
                          marker=MARKERS[list(modes).index(row["mode"])], alpha=0.8, edgecolors="black")  # fmt: skip
         axis.set(xlabel=label, ylabel="accuracy, %", xlim=(0, None), ylim=(-5, 105))

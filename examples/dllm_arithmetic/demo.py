@@ -145,7 +145,9 @@ def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str,
 def result_table(results: Mapping[str, Any]) -> Table:
     """The rows as a table."""
     table = Table(title=f"{results['questions']} held-out questions; every forward counts")
-    for column in ("model", "mode", "block", "accuracy %", "tokens/forward", "tokens/s", "same as greedy %"):
+    timed = "tokens_per_second" in results["rows"][0]
+    speed = ("tokens/s",) if timed else ()
+    for column in ("model", "mode", "block", "accuracy %", "tokens/forward", *speed, "same as greedy %"):
         table.add_column(column, justify="left" if column in ("model", "mode") else "right")
     last = None
     for row in results["rows"]:
@@ -153,8 +155,9 @@ def result_table(results: Mapping[str, Any]) -> Table:
             table.add_section()
         last = row["model"]
         accuracy = f"{100 * row['accuracy']:.1f} ±{100 * row['accuracy_se']:.1f}"
+        seconds = [f"{row['tokens_per_second']:.0f}"] if timed else []
         table.add_row(row["model"], row["mode"], str(row["block"]), accuracy, f"{row['tokens_per_forward']:.2f}",
-                      f"{row['tokens_per_second']:.0f}", f"{100 * row['same_as_greedy']:.1f}")  # fmt: skip
+                      *seconds, f"{100 * row['same_as_greedy']:.1f}")  # fmt: skip
     return table
 
 

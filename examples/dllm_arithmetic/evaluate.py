@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dllm_reasoning.inference.generator import iterative_generate
 from examples.dllm_arithmetic.corpus import final_answer
+from recipe.spd.rollout.answers import is_correct
 
 LIMIT, TIMED = 128, 40
 MODES: dict[str, dict[str, Any]] = {
@@ -34,10 +35,15 @@ MODES: dict[str, dict[str, Any]] = {
 class Subject:
     """A model on the questions."""
 
-    def __init__(self, directory: Path, questions: pd.DataFrame, block: int, batch: int, timed: int) -> None:
+    def __init__(
+        self, directory: Path, questions: pd.DataFrame, block: int, batch: int, timed: int, limit: int = LIMIT,
+        text_answers: bool = False,
+    ) -> None:  # fmt: skip
+        """`limit`: tokens of an answer; `text_answers`: the end of an answer is a word or a number, not a result."""
         self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.truths, self.block, self.batch, self.timed = list(questions["answer"]), block, batch, timed
+        self.limit, self.text_answers = limit, text_answers
         encode = self.tokenizer
         self.prompts = [encode(q, add_special_tokens=False)["input_ids"] for q in questions["instruction"]]
 
@@ -45,7 +51,7 @@ class Subject:
         """The answers of one mode."""
         options = {"add_eos_length": self.block - 1, **MODES[mode]}
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
-                                  max_new_tokens=LIMIT, return_details=True, **options)  # fmt: skip
+                                  max_new_tokens=self.limit, return_details=True, **options)  # fmt: skip
 
     def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
         """(results, answers, which of them are correct)."""
@@ -55,7 +61,8 @@ class Subject:
             answers += result.tokens
             tokens, forwards = tokens + sum(result.stats.tokens), forwards + sum(result.stats.forwards)
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        right = [final_answer(text) == truth for text, truth in zip(texts, self.truths, strict=True)]
+        pairs = zip(answers, texts, self.truths, strict=True)
+        right = [self.is_right(ids, text, truth) for ids, text, truth in pairs]
         share = sum(right) / len(right)
         results = {
             "block": 1 if mode == "greedy" else self.block, "accuracy": share,
@@ -64,6 +71,12 @@ class Subject:
         if self.timed:
             results["tokens_per_second"] = self.speed(mode)
         return results, answers, right
+
+    def is_right(self, ids: list[int], text: str, truth: str) -> bool:
+        """Whether an answer, which has ended, gives the right result."""
+        if not self.text_answers:
+            return final_answer(text) == truth
+        return ids[-1:] == [self.tokenizer.eos_token_id] and is_correct(text, truth)
 
     def speed(self, mode: str) -> float:
         """Tokens per second, one question at a time."""
@@ -102,6 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="questions; the first ones")
     parser.add_argument("--block", type=int, required=True)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
+    parser.add_argument("--text-answers", action="store_true", help="answers are graded as recipe.spd does")
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--timed", type=int, default=TIMED)
     parser.add_argument("--speed-only", action="store_true", help="nothing but tokens per second")
@@ -110,7 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     name, _, directory = args.model.partition("=")
     questions = pd.read_parquet(args.questions)[: args.limit]
-    subject = Subject(Path(directory), questions, args.block, args.batch, args.timed)
+    subject = Subject(Path(directory), questions, args.block, args.batch, args.timed, args.max_new_tokens,
+                      args.text_answers)  # fmt: skip
     if args.speed_only:
         args.out.write_text(json.dumps({mode: subject.speed(mode) for mode in args.modes}, indent=1))
         return

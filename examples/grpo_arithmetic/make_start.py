@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -95,9 +95,9 @@ def training_row(rng: random.Random, encoder: Encoder) -> train_models.Row:
     return question + answer, [train_models.IGNORED] * len(question) + answer
 
 
-def write_questions(folder: Path, seed: int) -> None:
+def write_questions(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
     """train.parquet and val.parquet in the RL data format; no question is in both."""
-    for split, questions in draw_questions(COUNTS, seed, build_tokenizer()).items():
+    for split, questions in draw_questions(counts, seed, build_tokenizer()).items():
         rows = [
             {
                 "data_source": DATA_SOURCE,

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -35,7 +36,17 @@ from examples.demo_runner import (
 )
 from examples.grpo_arithmetic.acceptance import Criterion, lines
 from examples.pretrained import fetch
-from examples.pretrained.questions import DATA_SOURCE, VALIDATION_SIZE, write
+from examples.pretrained.questions import (
+    ANSWER,
+    DATA_SOURCE,
+    PROMPT,
+    SEED_STEP,
+    TASK,
+    TRAIN,
+    TRAIN_SIZE,
+    VALIDATION,
+    VALIDATION_SIZE,
+)
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
 PROMPTS, SAMPLES, LR = 16, 8, 2e-5
@@ -44,16 +55,33 @@ ACCURACY, ANSWERED = f"val-core/{DATA_SOURCE}/acc/mean@1", f"val-aux/{DATA_SOURC
 HERE = "examples/pretrained"
 
 
+def from_environment(seed: int) -> dict[str, Any]:
+    """Settings of reasoning-gym's questions and scores: the same questions as those that questions.write writes."""
+    key = "data.environment"
+    parameters = ", ".join(f"{name}: {value}" for name, value in TASK.parameters.items())
+    return {
+        f"{key}.name": "reasoning_gym", f"{key}.tasks": f"[{TASK.dataset}]",
+        f"{key}.params": f"{{{TASK.dataset}: {{{parameters}}}}}", f"{key}.size": TRAIN_SIZE,
+        f"{key}.val_size": VALIDATION_SIZE, f"{key}.seed": TRAIN + SEED_STEP * seed, f"{key}.val_seed": VALIDATION,
+        f"{key}.system_prompt": f'"{PROMPT.system}"', f"{key}.examples": PROMPT.examples,
+        f"{key}.answer_pattern": f'"{ANSWER.pattern}"', f"{key}.answer_format": '"Answer: {}"',
+    }  # fmt: skip
+
+
+def from_files(data: Path) -> dict[str, Any]:
+    """Settings of questions in the files of a folder, with their reward function."""
+    return {"data.train_files": data / "train.parquet", "data.val_files": data / "val.parquet",
+            "custom_reward_function.path": f"{HERE}/reward.py"}  # fmt: skip
+
+
 def training_command(
-    model: Path, data: Path, run: Path, steps: int, seed: int, *more: str, lr: float = LR
+    model: Path, source: Mapping[str, Any], run: Path, steps: int, seed: int, *more: str, lr: float = LR
 ) -> list[str]:
-    """GRPO as a user would type it, on one GPU or on the CPU."""
+    """GRPO as a user would type it, on one GPU or on the CPU; `source` are the settings of questions and scores."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = {
-        "algorithm.adv_estimator": "grpo", "data.train_files": data / "train.parquet",
-        "data.val_files": data / "val.parquet", "data.train_batch_size": PROMPTS, "data.seed": seed,
-        "data.max_prompt_length": 160, "data.max_response_length": 32,
-        "custom_reward_function.path": f"{HERE}/reward.py", "actor_rollout_ref.model.path": model,
+        "algorithm.adv_estimator": "grpo", **source, "data.train_batch_size": PROMPTS, "data.seed": seed,
+        "data.max_prompt_length": 160, "data.max_response_length": 32, "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.n": SAMPLES,
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS, "actor_rollout_ref.actor.use_dynamic_bsz": "true",
         "actor_rollout_ref.actor.optim.lr": lr, "trainer.device": device, "trainer.n_gpus_per_node": 1,
@@ -161,12 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     runs, seconds = trained | {"control, learning rate 0": args.out / "control"}, []
     try:
         for (name, run), seed in zip(runs.items(), [*args.seeds, args.seeds[0]], strict=True):
-            data, (steps, lr) = args.out / f"data{seed}", (args.steps, args.lr) if run in trained.values() else (
-                CONTROL_STEPS, 0.0
-            )  # fmt: skip
-            write(data, seed)
+            steps, lr = (args.steps, args.lr) if run in trained.values() else (CONTROL_STEPS, 0.0)
             console.print(f"[bold]{name}[/bold], {steps} steps")
-            seconds.append(train(training_command(model, data, run, steps, seed, *args.more, lr=lr), run, steps))
+            command = training_command(model, from_environment(seed), run, steps, seed, *args.more, lr=lr)
+            seconds.append(train(command, run, steps))
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1

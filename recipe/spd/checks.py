@@ -154,10 +154,19 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
-    if not adapter or findings.hf_config is None:
+    if findings.hf_config is None:
         return
-    scorer.hidden_size = findings.hf_config.get_text_config().hidden_size
-    kind = SCORERS[scorer.backbone]
+    target, kind = findings.hf_config.get_text_config(), SCORERS[scorer.backbone]
+    scorer.hidden_size = target.hidden_size
+    try:
+        kind.check_target(scorer, target)
+        with torch.device("meta"):
+            kind.make_head(scorer)
+    except (TypeError, ValueError) as e:
+        yield wrong("spd", str(e))
+        return
+    if not adapter:
+        return
     try:
         backbone = kind.described_backbone(findings.hf_config, scorer, model.trust_remote_code)
         if not kind.is_complete(scorer) and (folder := model_folder(model.path)):

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from verl.config.fields import check_settings, refuse_unknown, setting, value_errors
 
 _YAML = "recipe/spd/config/spd_trainer.yaml"
-BACKBONES = ("own", "target")
+BACKBONES = ["own", "target"]  # and those of recipe.spd.scorer.auto.register_scorer
 ATTENTIONS = ("causal", "spd", "hybrid")
 HEAD_INPUTS = ("state", "pair", "logits")
 # environment variable -> coefficient; a variable that is set wins over the config
@@ -109,6 +109,7 @@ class ScorerSettings:
         "target",
         "target: a small head on the target's hidden states; own: a model that reads the block.",
         choices=BACKBONES,
+        hint="A scorer of your own is known where VERL_USE_EXTERNAL_MODULES names its module.",
     )
     attention: str = setting("causal", "Mask of an own backbone; target is causal.", choices=ATTENTIONS)
     context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)

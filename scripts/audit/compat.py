@@ -10,6 +10,11 @@ OF_EARLIER_VERSIONS = (
     "verl.utils.dataset.spd_dataset", "verl.utils.reward_score.spd_scorer_reward",
     "verl.workers.rollout.spd_rollout",
 )  # fmt: skip
+#: Modules of this kind at paths of later releases of verl.
+OF_LATER_RELEASES = (
+    "verl.experimental.fully_async_policy", "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy", "verl.experimental.one_step_off_policy.main_ppo",
+)  # fmt: skip
 
 
 def is_compatibility(file: Path) -> bool:
@@ -35,9 +40,9 @@ def table(root: Path) -> str:
 
 
 def misplaced(root: Path, release: dict[str, str]) -> list[str]:
-    """Errors: such modules at paths that neither the release nor an earlier version of this project has."""
+    """Errors: such modules at paths that neither a release of verl nor an earlier version of this project has."""
     theirs = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in release}
-    known = theirs | set(OF_EARLIER_VERSIONS)
+    known = theirs | {*OF_EARLIER_VERSIONS, *OF_LATER_RELEASES}
     return [
         f"{name} begins with {MARK!r}, and verl has no module of that name"
         for name in compatibility_modules(root)

@@ -27,7 +27,8 @@ TREES = {
 #: composed tree of ours -> the module of its yaml files
 OURS = {
     **dict.fromkeys(TREES.values(), "verl.trainer.config"), "dapo_trainer": "recipe.dapo.config",
-    "ppo_megatron_trainer": "verl.trainer.config", "spd_trainer": "recipe.spd.config",
+    "ppo_megatron_trainer": "verl.trainer.config", "fully_async_ppo_trainer": "verl.trainer.config",
+    "one_step_off_ppo_trainer": "verl.trainer.config", "spd_trainer": "recipe.spd.config",
     "iterative_refine": "dllm_reasoning.config",
 }  # fmt: skip
 FAMILIES = (

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
 EXPRESSION = "<expression>"
@@ -140,12 +140,17 @@ def our_names(module: str, wanted: set[str]) -> dict[str, Signature | None] | No
         value = getattr(entries, name, _ABSENT)
         if value is _ABSENT and hasattr(entries, "__path__") and importlib.util.find_spec(f"{module}.{name}"):
             value = importlib.import_module(f"{module}.{name}")  # an attribute of the package once it is imported
-        if value is _ABSENT:
+        if value is _ABSENT or _only_raises(value):
             continue
         names[name] = None if isinstance(value, type) else _inspected(value, bound=False)
         if isinstance(value, type) and name in wanted:
             names.update(_inspected_class(name, value))
     return names
+
+
+def _only_raises(value: Any) -> bool:
+    """Whether a function never returns: its name can be imported, and calling it says what works in its place."""
+    return inspect.isfunction(value) and value.__annotations__.get("return") in (NoReturn, "NoReturn")
 
 
 def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:

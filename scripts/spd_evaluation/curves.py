@@ -59,6 +59,12 @@ def best_mix(
     return max(choices, key=lambda choice: choice[0])[1]
 
 
+def speed_at(curve: dict[float | None, Point], drop: float) -> float:
+    """Most accepted draft tokens per target forward with at most this drop."""
+    low, high, part = best_mix(curve, drop, speed)
+    return mixed(curve[low], curve[high], part).speed
+
+
 def speed(point: Point) -> float:
     """Accepted draft tokens per target forward."""
     return point.speed

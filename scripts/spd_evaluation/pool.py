@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import multiprocessing
 import operator
@@ -12,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -130,13 +129,13 @@ Task = Run | Harm | Scores  # independent of all others; the same result in ever
 class Pool:
     """Processes that take parts of tasks in the order of `submit`; leaving the `with` block ends them at once.
 
-    On CUDA each process sees one GPU, the next one of `visible_gpus`. The results of finished parts are written to the
-    folder `kept`, if one is given; those that are there are not computed again.
+    On CUDA each process sees one GPU, the next one of `visible_gpus`. The result of a finished part is written to the
+    file that `file_of` names, if it is given; parts whose file exists are not computed again.
     """
 
-    def __init__(self, job: Job, processes: int, progress: Progress, kept: Path | None = None):
+    def __init__(self, job: Job, processes: int, progress: Progress, file_of: Callable[[Task], Path] | None = None):
         context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
-        self.job, self._kept = job, kept
+        self.job, self._file_of = job, file_of
         self._done = context.Value("q", 0)
         leash, self._hand = context.Pipe(duplex=False)
         gpus = visible_gpus() if job.args.device == "cuda" else []
@@ -161,9 +160,9 @@ class Pool:
                 self._futures[task] = [self._begun(part) for part in task.parts(self.job)]
 
     def _begun(self, part: Task) -> Future:
-        if self._kept is None:
+        if self._file_of is None:
             return self._executor.submit(_perform, part)
-        file = self._kept / f"{hashlib.sha256(repr(part).encode()).hexdigest()[:24]}.json"
+        file = self._file_of(part)
         if file.exists():
             with self._done.get_lock():
                 self._done.value += part.size(self.job)

@@ -117,7 +117,6 @@ def test_two_old_names_of_one_setting_must_agree():
     ("word", "works"),
     [
         ("trainer.v1.trainer_mode=colocate_async", "rollout.mode=async"),
-        ("trainer.v1.trainer_mode=separate_async", "rollout.mode=async"),
         ("distillation.enabled=True", "algorithm.adv_estimator=opd"),
         ("model_engine=megatron", "ppo_megatron_trainer"),
         (f"{ROLLOUT}.checkpoint_engine.backend=nccl", "Leave checkpoint_engine.backend out"),

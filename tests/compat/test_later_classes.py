@@ -8,6 +8,34 @@ import torch
 from omegaconf import OmegaConf
 
 from verl import DataProto
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.workers.rollout.agent_loop import registry
+
+
+class Loop09(AgentLoopBase):
+    def __init__(
+        self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, tools, hf_model_type
+    ):
+        super().__init__(
+            trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config=data_config, tools=tools,
+            hf_model_type=hf_model_type,
+        )  # fmt: skip
+
+    async def run(self, sampling_params, priority=0, **kwargs):
+        return None
+
+
+class Loop07(AgentLoopBase):
+    def __init__(self, trainer_config, server_manager, tokenizer, processor, dataset_cls, dataset_config):
+        super().__init__(trainer_config, server_manager, tokenizer, processor, dataset_cls, dataset_config)
+
+    async def run(self, sampling_params, **kwargs):
+        return None
+
+
+class Plain(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        return None
 
 
 def test_a_reward_manager_gets_the_function_as_third_argument():
@@ -78,7 +106,7 @@ def test_a_file_offers_its_decorated_functions_alone(tmp_path):
 def test_an_agent_loop_gets_its_data_section_tools_and_model_type(tiny_llama):
     from transformers import AutoTokenizer
 
-    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, DictConfigWrap, ToolListWrap
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
     class Loop(AgentLoopBase):
         async def run(self, sampling_params, priority=0, **kwargs):
@@ -92,6 +120,29 @@ def test_an_agent_loop_gets_its_data_section_tools_and_model_type(tiny_llama):
     )  # fmt: skip
     assert loop.data_config.prompt_key == "p" and loop.tools.tools == [1] and loop.hf_model_type == "llama"
     assert loop.rollout_config is manager.rollout_config
+
+
+def test_a_worker_constructs_loops_for_every_version(tiny_llama, tmp_path, monkeypatch):
+    """Constructors with exactly the arguments of verl 0.9 and of 0.7.0, and one with none of its own."""
+    from tests.helpers.configs import compose_ppo
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+    module = "tests.compat.test_later_classes"
+    functions = tmp_path / "tools.py"
+    functions.write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    config = compose_ppo(
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.local=true",
+        f"actor_rollout_ref.model.path={tiny_llama}",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={functions}",
+    )  # fmt: skip
+    worker = AgentLoopWorker(config, [])
+    names = ("Loop09", "Loop07", "Plain")
+    monkeypatch.setattr(registry, "_agent_loop_registry", {name: {"_target_": f"{module}.{name}"} for name in names})
+    arguments = {"server_manager": worker.server_manager, **worker.loop_arguments}
+    loops = [registry.make_agent_loop(name, **arguments) for name in names]
+    assert all(isinstance(loop, AgentLoopBase) and loop.data_config is config.data for loop in loops)
+    assert [tool.name for tool in loops[0].tools.tools] == ["add"] and loops[0].hf_model_type == "llama"
+    assert loops[2].tools is loops[0].tools and loops[1].tools is None
 
 
 def test_answers_have_the_fields_of_later_versions():
@@ -137,10 +188,8 @@ def test_requests_take_what_later_versions_pass(monkeypatch):
 
 def test_workers_and_runner_have_their_later_paths():
     from verl.trainer import main_ppo, main_ppo_v0
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+    from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.fsdp_workers import ActorRolloutRefWorker as Earlier
 
     assert issubclass(ActorRolloutRefWorker, Earlier) or issubclass(Earlier, ActorRolloutRefWorker)
-    with pytest.raises(NotImplementedError, match="ActorRolloutRefWorker"):
-        TrainingWorker(config=None)
     assert main_ppo_v0.run_ppo is main_ppo.run_ppo and issubclass(main_ppo_v0.BaseTaskRunner, main_ppo.TaskRunner)

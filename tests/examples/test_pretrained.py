@@ -17,8 +17,12 @@ from benchmarks import pretrained, pretrained_parts, trl_steps
 from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
+from examples.pretrained.reward import compute_score
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
+from verl.config.compose import to_settings
+from verl.config.environment import EnvironmentConfig
+from verl.environments.processes import EnvironmentCalls, environment_rows
 from verl.utils.accelerator import default_dtype
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
@@ -59,8 +63,6 @@ def test_the_answer_is_what_the_last_line_says(text, answer):
 
 
 def test_the_reward_is_that_of_the_verifier_and_needs_the_format(gym):
-    from examples.pretrained.reward import compute_score
-
     for item in questions.TASK.items(questions.VALIDATION, 5):
         def score(text, item=item):
             return compute_score(questions.DATA_SOURCE, text, "", {"entry": json.dumps(item, default=str)})
@@ -68,6 +70,24 @@ def test_the_reward_is_that_of_the_verifier_and_needs_the_format(gym):
         assert score(f"Answer: {item['answer']}") == {"score": 1.0, "acc": 1.0, "answered": 1.0}
         assert score(str(item["answer"])) == {"score": 0.0, "acc": 0.0, "answered": 0.0}
         assert score("Answer: nothing") == {"score": 0.0, "acc": 0.0, "answered": 1.0}
+
+
+def test_the_environment_asks_and_scores_what_the_files_have(tmp_path, gym):
+    questions.write(tmp_path, seed=2)
+    config = trained_config(demo.training_command(tmp_path, demo.from_environment(2), tmp_path, 1, 2))
+    settings = to_settings(config.data.environment, EnvironmentConfig)
+    made = environment_rows(settings, {"train": [], "val": []})
+    with EnvironmentCalls(settings) as calls:
+        for split, rows in made.items():
+            written = pd.read_parquet(tmp_path / f"{split}.parquet").to_dict("records")
+            assert [list(map(dict, row["prompt"])) for row in written] == [row["prompt"] for row in rows]
+            assert [row["reward_model"]["ground_truth"] for row in written] == [
+                row["reward_model"]["ground_truth"] for row in rows
+            ]
+            truth, item = rows[0]["reward_model"]["ground_truth"], rows[0]["extra_info"]["environment"]
+            for answer in (f"Answer: {truth}", truth, "Answer: nothing"):
+                expected = compute_score("chain_sum", answer, truth, written[0]["extra_info"])
+                assert calls.call(60, "score", item, answer) == expected
 
 
 def test_the_choice_of_the_task_is_recorded():
@@ -84,7 +104,7 @@ def test_the_choice_of_the_task_is_recorded():
 
 def test_the_control_is_the_run_without_learning(tmp_path):
     run, control = (
-        trained_config(demo.training_command(tmp_path, tmp_path, tmp_path / name, 10, 3, lr=lr))
+        trained_config(demo.training_command(tmp_path, demo.from_environment(3), tmp_path / name, 10, 3, lr=lr))
         for name, lr in (("run", 1e-5), ("control", 0.0))
     )
     assert control.actor_rollout_ref.actor.optim.lr == 0 and run.actor_rollout_ref.actor.optim.lr == 1e-5
@@ -152,8 +172,8 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
     questions.write(tmp_path / "data", 0, train=64, validation=8)
     run = tmp_path / "run"
     small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-             "actor_rollout_ref.rollout.n=4")  # fmt: skip
-    command = demo.training_command(model, tmp_path / "data", run, 2, 0, *small)
+             "actor_rollout_ref.rollout.n=4", "data.environment.size=64", "data.environment.val_size=8")  # fmt: skip
+    command = demo.training_command(model, demo.from_environment(0), run, 2, 0, *small)
     seconds = demo.train(command, run, 2)
     assert demo.by_step(run, demo.ACCURACY).keys() == {0, 1, 2} and demo.by_step(run, demo.ANSWERED)[0] >= 0.5
     assert "log-probs of rollout and trainer agree" in (run / "train.log").read_text() and seconds > 0

@@ -36,5 +36,6 @@ def compose_ppo(*overrides: str, config_dir: Path = CONFIG_DIR, config_name: str
             with open_dict(config):
                 del OmegaConf.select(config, parent)[name]
         else:
-            OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
+            adds = override.is_add() or override.is_force_add()
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=adds)
     return config

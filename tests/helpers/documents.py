@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.config.aliases import CHOICE, RL
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"```bash\n(.*?)```", re.S)
 #: program -> the tree whose keys its key=value words name
@@ -14,6 +16,8 @@ SETTINGS = {
     "verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
     "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer",
     "recipe.dapo.main_dapo": "dapo_trainer", "dllm_reasoning.train_iterative_refine": "iterative_refine",
+    "recipe.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+    "recipe.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "train_spd_scorer.py": "spd_trainer", "scripts/print_cfg.py": "ppo_trainer",
 }  # fmt: skip
 
@@ -42,6 +46,12 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
                     words = list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), command))
                     if words and words != ["&&"]:
                         yield page.relative_to(ROOT), words
+
+
+def is_later_name(key: str) -> bool:
+    """Whether an RL key is a name of verl 0.7.1 to 0.9 that becomes another one at composition."""
+    names = [alias.old.removesuffix(f".{CHOICE}") for alias in RL]
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def program_of(words: list[str]) -> tuple[str, list[str]]:

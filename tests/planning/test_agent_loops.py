@@ -73,6 +73,17 @@ def test_a_template_without_messages_of_tools_is_named(tools):
     assert key == "actor_rollout_ref.model.path" and "tool" in message
 
 
+def test_the_program_of_a_command_exists(tmp_path):
+    key, served = f"{ROLLOUT}.agent.command", SERVED[:2]
+    (tmp_path / "agent.py").touch()
+    assert problems(*served, f"{key}='python {tmp_path}/agent.py x'") == []
+    for command, missing in (("pythonic a.py", "pythonic"), (f"python {tmp_path}/a.py", f"{tmp_path}/a.py")):
+        ((name, message),) = problems(*served, f"{key}='{command}'")
+        assert name == "agent.command" and f"{missing} does not exist." in message
+    ((name, message),) = problems(f"{key}='python {tmp_path}/agent.py'")
+    assert name == "agent.command" and "needs conversations with a server" in message
+
+
 def test_names_of_loops(tmp_path, tools):
     default = f"{ROLLOUT}.agent.default_agent_loop"
     ((key, message),) = problems(*SERVED, f"{default}=nobody")

@@ -124,6 +124,12 @@ def test_what_ray_adds_to_a_class_made_remote_is_left_out():
     assert names.our_names(__name__, {"Actor"})["Actor.act"] == parsed("def f(a=1): ...")
 
 
+def test_a_function_that_only_raises_is_missing():
+    texts = "def load_megatron_model_weights(config): ...\ndef squeeze(x): ..."
+    findings = found_in(texts, "verl/utils/model.py")
+    assert findings["load_megatron_model_weights"] == ("missing", "") and findings["squeeze"] == ("same", "")
+
+
 def test_inherited_lazy_and_instance_names_of_ours_count():
     findings = found_in("class CriticWorker:\n    def init_model(self): ...\n    def world_size(self): ...\n",
                      "verl/workers/fsdp_workers.py")  # fmt: skip

@@ -56,6 +56,35 @@ def test_steps_are_timed_on_all_ranks(tmp_path):
         assert name == "tiny on 2 ranks: throughput" and rate > 0 and unit == "tokens/s"
 
 
+def test_the_demos_of_a_users_model_share_a_pair_and_report_their_figures(monkeypatch, tmp_path):
+    commands = {}
+    criteria = {"gain": {"what": "gain", "value": "12 points", "met": True},
+                "control": {"what": "control", "value": "3 points", "met": False}}  # fmt: skip
+    results = {"demo": {"result.json": {"criteria": criteria}}, "spd.demo": {"gains.json": {"means": {"gain": 1.2}}},
+               "dllm.demo": {"result.json": {"means": {"served": 1.5, "gap": -0.5}}}}  # fmt: skip
+
+    def run(command, folder, log, limit):
+        name = command[2].removeprefix("examples.pretrained.")
+        commands[name] = command[3:]
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir()
+        for file, content in results[name].items():
+            (out / file).write_text(json.dumps(content))
+
+    monkeypatch.setattr(gpu_runs, "run", run)
+    shown = [(result.name, result.value, result.holds) for demo in gpu_runs.DEMOS
+             for result in gpu_runs.run_demo(demo, Path("/models/m"), tmp_path)]  # fmt: skip
+    assert shown == [
+        ("GRPO of a pretrained model: gain: 12 points", 0.0, True),
+        ("GRPO of a pretrained model: control: 3 points", 1.0, False),
+        ("SPD scorer of a pretrained pair: gain", 1.2, True),
+        ("refinement of a pretrained model: served", 1.5, True), ("refinement of a pretrained model: gap", -0.5, True),
+    ]  # fmt: skip
+    spd, dllm = commands["spd.demo"], commands["dllm.demo"]
+    assert spd[:2] == dllm[:2] == ["--model", "/models/m"]
+    assert dllm[dllm.index("--pair") + 1] == spd[spd.index("--out") + 1]
+
+
 def test_a_rank_holds_its_share_of_a_model():
     assert gpu_check.timings(1) == [("0.5B", 1), ("7B", 1)]
     assert gpu_check.timings(8) == [("0.5B", 1), ("0.5B", 8), ("7B", 8)]
@@ -245,7 +274,7 @@ def test_a_gpu_without_pytorch_for_it_is_an_error(capsys, monkeypatch, tmp_path)
 @pytest.mark.process
 @pytest.mark.parametrize(("before", "stays"), [("cpu 0", False), ("cuda 0", True)])
 def test_the_environment_is_made_again_for_another_kind_of_device(tmp_path, before, stays):
-    requirements = (f"requirements/{kind}.txt" for kind in ("base", "cuda", "test"))
+    requirements = (f"requirements/{kind}.txt" for kind in ("base", "cuda", "test", "reasoning_gym"))
     for name in ("scripts/setup_env.sh", "setup.py", *requirements):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())

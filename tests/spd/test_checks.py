@@ -8,10 +8,12 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 import recipe.spd.config
-from recipe.spd.checks import check_servers_and_separator
+from recipe.spd.checks import check_scorer, check_servers_and_separator
+from recipe.spd.scorer.auto import SCORERS
 from spd_scorer import load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from tests.helpers.models import make_tokenizer
+from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
@@ -67,6 +69,24 @@ def test_a_tokenizer_without_separator_is_wrong(monkeypatch):
     assert problem.kind == "wrong" and problem.key == "SPD_SEP_TOKEN_ID"
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "3")
     assert problems_of(tokenizer) == []
+
+
+def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, monkeypatch):
+    findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), tokenizer=None, datasets={})
+
+    def messages(*overrides):
+        return [problem.message for problem in check_scorer(to_settings(compose(*overrides), PPOConfig), findings)]
+
+    assert messages("spd.head_inputs=pair") == []
+    assert "needs a target with tied embeddings" in messages("spd.head_inputs=logits")[0]
+    findings.hf_config.tie_word_embeddings = True
+    assert messages("spd.head_inputs=logits") == []
+
+    def make_head(config):
+        raise ValueError(f"this head needs spd.head_inputs=pair, not {config.head_inputs}")
+
+    monkeypatch.setattr(SCORERS["target"], "make_head", make_head)
+    assert messages() == ["this head needs spd.head_inputs=pair, not state"]
 
 
 @pytest.mark.parametrize(("backbone", "inputs"), [("target", "state"), ("own", "state"), ("own", "pair")])

@@ -145,11 +145,13 @@ def test_ngram_drafts_continue_the_first_occurrence_of_the_longest_suffix():
     assert measures.ngram_drafts([[1]], own, gamma=3).rounds == [6]
 
 
-def test_the_thresholds_near_a_drop_are_two_of_each_curve():
+def test_the_thresholds_near_a_drop_are_two_of_the_best_rule_and_of_the_best_scorer():
     points = [(None, 0.0, 1.0), (1.0, 0.01, 2.0), (2.0, 0.03, 4.0), (3.0, 0.2, 5.0)]
-    rows = [replace(row_of(0, 0, accepted, 1.0), rule="exact" if threshold is None else rule, threshold=threshold,
-                    drop=drop) for rule in ("margin", "scorer_sweep") for threshold, drop, accepted in points]
-    near = load_script().runs_near(rows, 0.02)
+    slower = {"typical": 0.9, "margin": 1.0, "refined_sweep": 0.8, "scorer_sweep": 1.0}
+    rows = [replace(row_of(0, 0, factor * accepted, 1.0), rule="exact" if threshold is None else rule,
+                    threshold=threshold, drop=drop)
+            for rule, factor in slower.items() for threshold, drop, accepted in points]  # fmt: skip
+    near = load_script().runs_near(rows, 0.02, ["scorer", "refined"])
     assert [(run.split, run.rule, run.threshold) for run in near] == [
         ("test", "margin", 1.0), ("test", "margin", 2.0), ("test", "scorer", 1.0), ("test", "scorer", 2.0)]
 
@@ -318,9 +320,10 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     assert {split: {len(run["accepted"]) for run in runs} for split, runs in by_question.items()} == {
         "validation": {6}, "test": {12}}
     assert [run["rule"] for run in by_question["validation"]] == [row["rule"] for row in rows]
-    tested = {(run["rule"].removesuffix("_sweep"), run["threshold"]) for run in by_question["test"]}
-    near = load_script().runs_near([EvaluationRow(**row) for row in rows], 0.02)
-    assert {(run.rule, run.threshold) for run in near} <= tested and len(tested) < len(rows) + 3
+    tested = [(run["rule"].removesuffix("_sweep"), run["threshold"]) for run in by_question["test"]]
+    near = load_script().runs_near([EvaluationRow(**row) for row in rows], 0.02, ["scorer"])
+    chosen = json.loads((tmp_path / "validation.json").read_text())["chosen"]
+    assert sorted(tested[2:]) == sorted({("scorer", chosen), *((run.rule, run.threshold) for run in near)})
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
@@ -361,12 +364,25 @@ def test_a_stopped_evaluation_continues_with_its_finished_parts(house, tmp_path,
         patch.setattr(measures, "choose_threshold", lambda *_: 1 / 0)  # the validation runs are there
         with pytest.raises(ZeroDivisionError):
             run_script(house, scorer, stopped, "--processes", "1")
-    (folder,) = (stopped / "finished_runs").iterdir()
+    folder = stopped / "finished_runs"
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert before and run_script(house, scorer, stopped, "--processes", "1")[1]["chosen"] == choice["chosen"]
-    assert "continues an evaluation that was stopped" in capsys.readouterr().out
+    assert f"continues with the {len(before)} finished parts" in " ".join(capsys.readouterr().out.split())
     after = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert before.items() <= after.items() and len(after) > len(before)
+
+
+@pytest.mark.process
+def test_evaluations_of_two_scorers_decode_each_rule_once(house, tmp_path):
+    parts, made, shares = tmp_path / "parts", [], set()
+    for kind in ("target", "own"):
+        scorer = save_scorer(house, kind, tmp_path / kind)
+        record, _ = run_script(house, scorer, tmp_path / f"{kind}_out", "--processes", "1", "--parts", str(parts))
+        shares |= {row["threshold"] for row in record["rows"] if row["rule"] == "random"}
+        made.append({file.name: file.stat().st_mtime_ns for file in parts.iterdir()})
+    assert made[0].items() <= made[1].items()
+    # Of the second scorer: two thresholds on two splits; untrained; the labels that it passes; the same by chance.
+    assert len(made[1]) - len(made[0]) == 2 * 2 + 1 + 1 + 2 * (len(shares) - 1) < len(made[0])
 
 
 WITH_A_WORKER = """

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.spd.scorer.auto import register_scorer
 from recipe.spd.scorer.heads import logit_features
 from recipe.spd.scorer.masks import MASKS
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
@@ -45,6 +46,26 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     z = build(tiny_llama, **settings)(**data().as_kwargs())
     assert z.shape == (2, 3) and z.dtype == torch.float32
     assert torch.equal(z == 50.0, torch.tensor(MATCH))
+
+
+def test_a_registered_scorer_is_built_saved_and_loaded_by_its_name(llama, tmp_path):
+    """examples/extending/my_scorer.py: its head gets the state that predicted t_i and the embedding of d_i."""
+    from examples.extending.my_scorer import DraftScorer
+
+    with pytest.raises(ValueError, match="spd.backbone=draft_mlp is DraftScorer: give Other another name"):
+        register_scorer("draft_mlp")(type("Other", (DraftScorer,), {}))
+    model = build(llama, backbone="draft_mlp", head_size=8)
+    z = model(**data().as_kwargs())
+    target = AutoModelForCausalLM.from_pretrained(llama).eval()
+    states = target.model(torch.tensor([CONTEXTS[0] + DRAFTS[0]])).last_hidden_state[0, 3:6]
+    features = torch.cat([states, target.get_input_embeddings()(torch.tensor(DRAFTS[0]))], -1)
+    expected = model.head.layers(features)[:, 0]
+    assert isinstance(model, DraftScorer) and torch.allclose(z[0, 1:], expected[1:], atol=1e-5) and z[0, 0] == 50.0
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSPDScoring.from_pretrained(tmp_path)
+    assert type(loaded) is DraftScorer and torch.equal(loaded(**data().as_kwargs()), z)
+    assert {name for name, weight in loaded.named_parameters() if weight.requires_grad} == {
+        f"head.{name}" for name, _ in loaded.head.named_parameters()}  # fmt: skip
 
 
 def test_masks_have_the_type_of_the_backbone(tiny_llama, monkeypatch):

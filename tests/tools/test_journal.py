@@ -74,7 +74,7 @@ def test_calls_of_another_worker_of_the_same_run_are_no_earlier_calls(tmp_path):
     other[2].begun = one[2].begun - 60  # so that no clock tick decides
     converse(one, "a")
     converse(other, "a")
-    assert (other[0].calls, other[2].replayed, other[2].results) == (["a"], 0, {})
+    assert (other[0].calls, other[2].replayed, other[2].results) == (["a"], 0, {3: {}})
 
 
 def test_a_tool_that_was_changed_is_called_again(tmp_path):
@@ -108,6 +108,18 @@ def test_journals_of_steps_that_a_checkpoint_made_final_are_removed(tmp_path):
     steps = sorted(file.name.split("-")[0] for file in (tmp_path / "tool_journal").iterdir())
     assert steps == ["step_3", "step_4"]
 
+
+
+def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):
+    """As in asynchronous training: a call of step 4 ends after one of step 5 began."""
+    _, _, journal = started(tmp_path)
+    key = journal.key(4, 1, [5], 0)
+    journal.key(5, 1, [6], 0)
+    journal.add(key, ToolResponse(text="a"), None, {}, None)
+    _, _, again = started(tmp_path)
+    key = again.key(4, 1, [5], 0)
+    again.key(5, 1, [6], 0)
+    assert again.find(key)["response"] == {"text": "a"} and again.find(again.key(5, 1, [5], 0)) is None
 
 
 def test_images_are_not_kept(tmp_path):

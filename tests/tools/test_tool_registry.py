@@ -106,6 +106,6 @@ def test_functions_of_a_python_file_follow_the_tools_of_a_yaml_file(tmp_path):
     assert [tool.name for tool in both] == ["code_interpreter", "double"]
     assert [schema["function"]["name"] for schema in schemas_of_files(None, str(functions))] == ["double"]
     assert schemas_of_files(None, None) == []
-    journal = ToolJournal(tmp_path, both).tools
+    journal = ToolJournal(tmp_path, both).identity
     functions.write_text(functions.read_text().replace("2 *", "3 *"))
-    assert ToolJournal(tmp_path, both).tools != journal  # the calls of a changed function are made again
+    assert ToolJournal(tmp_path, both).identity != journal  # the calls of a changed function are made again

@@ -25,6 +25,7 @@ from verl.workers.policy.attention import (
     shared_prompt_attention,
 )
 from verl.workers.policy.packing import ON_HOST, pack, pack_batch, to_device
+from verl.workers.policy.prefix_tree import prefix_tree
 
 
 class OnCuda(torch.Tensor):
@@ -96,7 +97,7 @@ shared_prompts = shared_prompt_attention(MergingKernel(cpu_flash_forward, cpu_fl
 def test_segments_give_what_padded_classes_give(monkeypatch, share, dtype, tolerance, window, cap):
     """4 query heads on 2 key heads, which a GPU gets repeated. bfloat16: inputs and outputs are rounded to 8 bits."""
     batch = grouped_batch([6, 3, 1, 5], [[5, 0, 2], [1, 4], [3], [0]])
-    packing = pack(batch["attention_mask"], 5, batch["group_index"] if share else None)
+    packing = pack(batch["attention_mask"], 5, prefix_tree(batch, 5) if share else None)
     tokens, generator = len(packing.tokens), torch.Generator().manual_seed(0)
     results, sdpa = {}, BACKENDS["sdpa"]
     monkeypatch.setattr(attention, "SCORES_AT_A_TIME", 200)  # a few queries at a time
@@ -147,7 +148,7 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
         assert choose_backend(half, half, packing, dropout) == expected
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     shared = grouped_batch([6, 3], [[5, 2], [1]])
-    packing = pack(shared["attention_mask"], 5, shared["group_index"])
+    packing = pack(shared["attention_mask"], 5, prefix_tree(shared, 5))
     assert choose_backend(half, half, packing, 0.0) == "shared_prompt"
     assert choose_backend(half, half, packing, 0.1) == "flash_attn"
     wide, latent = (torch.zeros(1, 1, 1, size, dtype=torch.bfloat16).as_subclass(OnCuda) for size in (320, 192))
@@ -161,7 +162,7 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     assert choose_backend(half, half, packing, 0.0, 4, 50.0) == "sdpa"
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     alone = grouped_batch([6, 3], [[5], [1]])  # a copy of each prompt's keys is what it has anyway
-    assert choose_backend(half, half, pack(alone["attention_mask"], 5, alone["group_index"]), 0.0) == "flash_attn"
+    assert choose_backend(half, half, pack(alone["attention_mask"], 5, prefix_tree(alone, 5)), 0.0) == "flash_attn"
 
 
 @pytest.mark.parametrize("window", [None, 4])

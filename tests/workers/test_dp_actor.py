@@ -171,13 +171,16 @@ def test_cuts_along_groups_keep_groups_whole():
     assert join_units([[0, 1, 2], [3, 4]], [3, 2], 2) == [[0, 1, 2], [3, 4]]
     parts = [part for part, _ in micro_batches(batch, rows=5, tokens=None, whole_groups=True)]
     assert parts == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    mask = batch.batch["attention_mask"]
-    lengths, answers = mask.sum(-1), mask[:, -batch.batch["responses"].shape[1] :].sum(-1)
+    columns, first = batch.batch, [0, 0, 0, 3, 3, 5, 5, 5]
+    mask, responses = columns["attention_mask"], columns["responses"].shape[1]
+    for column in (columns["input_ids"], mask):  # groups of one prompt
+        column[:, :-responses] = column[first, :-responses]
+    columns["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    lengths, answers = mask.sum(-1), mask[:, -responses:].sum(-1)
     for budget, reads_answers in ((lengths[[0, 3]].sum(), False),
                                   (lengths[[0, 3]].sum() + answers[[1, 2, 4]].sum(), True)):
         for tokens, joined in ((int(budget), True), (int(budget) - 1, False)):
-            parts = micro_batches(batch, rows=None, tokens=tokens, whole_groups=True, shared=True,
-                                  reads_answers=reads_answers)
+            parts = micro_batches(batch, rows=None, tokens=tokens, whole_groups=True, reads_answers=reads_answers)
             assert ([0, 1, 2, 3, 4] in [part for part, _ in parts]) == joined
 
 

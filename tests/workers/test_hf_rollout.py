@@ -1,5 +1,7 @@
 """The rollout over the actor's own module, against slow generation without a cache."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -324,6 +326,22 @@ def test_a_cache_that_changes_log_probs_ends_the_run_with_the_models_name(llama)
     made = rollout(llama, engine)
     with pytest.raises(ValueError, match="with its cache LlamaForCausalLM gives log-probs that differ by"):
         made.generate_sequences(prompts(eos_token_id=None))
+
+
+@pytest.mark.parametrize(("rows", "raises"), [(1, False), (12, True)])
+def test_in_half_precision_the_mean_over_rows_is_compared(llama, rows, raises):
+    """Of 12 rows, 1 or all have log-probs that differ by 0.3 with a cache."""
+    engine = FakeEngine(LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
+
+    def disturbed(module, args, inputs, output):
+        if inputs["use_cache"] and inputs["input_ids"].shape[1] == 1:
+            output.logits[:rows, :, ::2] += 0.6
+
+    engine.module.register_forward_hook(disturbed, with_kwargs=True)
+    made = rollout(llama, engine)
+    with pytest.raises(ValueError, match="differ by 0[.].*limit 0.05") if raises else contextlib.nullcontext():
+        made.generate_sequences(prompts(n=4, eos_token_id=None))
+    assert made.compared
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Mamba"])

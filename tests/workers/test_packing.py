@@ -14,6 +14,7 @@ from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.policy import get_policy
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.packing import pack
+from verl.workers.policy.prefix_tree import prefix_tree
 
 SHAPE = dict(vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16)  # fmt: skip
@@ -108,7 +109,7 @@ def test_a_policy_whose_forward_is_changed_keeps_rows_apart():
                 max_size=4), st.booleans())  # fmt: skip
 def test_any_shape_is_packed_without_a_lost_token(groups, share):
     batch = grouped_batch([length for length, _ in groups], [answers for _, answers in groups])
-    packing = pack(batch["attention_mask"], 5, batch["group_index"] if share else None)
+    packing = pack(batch["attention_mask"], 5, prefix_tree(batch, 5) if share else None)
     answered = sum(sum(answers) for _, answers in groups)
     prompt = sum(length * (1 if share else len(answers)) for length, answers in groups)
     assert len(packing.tokens) == len(packing.restore) == answered + prompt
@@ -143,8 +144,10 @@ def test_plain_generation_works_with_packed_attention():
 def test_rows_without_a_prompt_and_groups_apart_are_refused():
     with pytest.raises(ValueError, match="empty prompt"):
         pack(torch.tensor([[0, 0, 1, 1]]), 2)
+    batch = grouped_batch([6, 3], [[5, 0], [1]])
+    batch["group_index"] = torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="not adjacent"):
-        pack(torch.ones(3, 4), 2, torch.tensor([0, 1, 0]))
+        prefix_tree(batch, 5)
 
 
 def test_a_critic_without_padding_gives_the_same_values(tiny_llama):

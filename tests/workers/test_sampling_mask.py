@@ -1,5 +1,7 @@
 """Kept tokens of top-k and top-p: recorded by rollouts, and what the trainer renormalises its log-probs over."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,15 +10,23 @@ from torch import nn
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group, make_actor, make_engine
 from tests.helpers.models import save_tiny_llama
+from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.workers.test_vllm_rollout import Hybrid, P, R, difference, prompts
+from verl.config.compose import to_settings
 from verl.planning.config_check import sampling_problems
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, KeptTokens, mask_column, mask_tensor
+from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.turn_rows import to_rows
+from verl.trainer.run.ray_session import run_here
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.agent_loop.base import AgentLoopOutput
+from verl.workers.rollout.agent_loop.rows import batch_of
+from verl.workers.rollout.conversation import Conversation
+from verl.workers.rollout.conversation_tree import ConversationTree
 
 
 def random_sets(rows, length, vocabulary, seed=0):
@@ -148,18 +158,96 @@ def test_before_the_first_update_the_ratio_of_vllm_samples_is_one(model_path):
         leave_group()
 
 
+def rows_of_conversations(directory, **more):
+    """Metrics of two steps of GRPO with agent loops of vLLM; one update a step, with the rollout's log-probs as old."""
+    interaction = {"class_name": "tests.experimental.agent_loop.parts.PatientInteraction", "config": {}}
+    directory.mkdir()
+    (directory / "interaction.yaml").write_text(json.dumps({"interaction": [interaction]}))
+    rollout = {
+        "name": "vllm", "mode": "async", "dtype": "float32", "calculate_log_probs": "true", "max_num_seqs": 64,
+        "top_p": 0.9, "top_k": 30, "stop_token_ids": list(range(2, 30)), "agent__default_agent_loop": "tool_agent",
+        "multi_turn__interaction_config_path": directory / "interaction.yaml", **more,
+    }  # fmt: skip
+    config = compose_run(
+        directory, save_tiny_llama(directory / "model", vocab_size=64), trainer__local="true",
+        trainer__total_training_steps=2, trainer__save_freq=-1, trainer__test_freq=-1, reward_model__num_workers=0,
+        data__max_response_length=40, actor_rollout_ref__actor__use_rollout_log_probs="true",
+        actor_rollout_ref__model__use_remove_padding="true",
+        **{f"actor_rollout_ref__rollout__{name}": value for name, value in rollout.items()},
+    )  # fmt: skip
+    assert run_here(TaskRunner(), config) == 0
+    rows = metrics_rows(directory)
+    assert [row["step"] for row in rows] == [1, 2] and all(row["num_turns/mean"] > 3 for row in rows)
+    return rows
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("row_per_turn", ["false", "true"])
+def test_before_the_first_update_the_ratio_of_two_turn_conversations_is_one(tmp_path, row_per_turn):
+    rows = rows_of_conversations(tmp_path / "run", multi_turn__row_per_turn=row_per_turn)
+    assert all(row["actor/logprob_drift_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_without_masks_the_ratio_of_two_turn_conversations_is_not_one(tmp_path):
+    rows = rows_of_conversations(tmp_path / "run", record_sampling_mask="false")
+    assert all(row["actor/logprob_drift_max"] > 0.05 for row in rows)
+
+
+def test_each_turn_of_a_conversation_keeps_its_sets():
+    """Of a conversation of two turns, one of a single turn, and one that was lost."""
+    conversations = [Conversation([7, 8]), Conversation([9])]
+    conversations[0].add_generated([5, 6], kept=[[5, 1], [6]])
+    conversations[0].add_given([4, 4])
+    conversations[0].add_generated([3], kept=[[2, 3, 4]])
+    conversations[1].add_generated([5], kept=[[]])  # without a filter
+    assert conversations[0].kept_tokens == [[5, 1], [6], [], [], [2, 3, 4]]
+    with pytest.raises(ValueError, match="2 sets of kept tokens for 1 generated tokens"):
+        conversations[1].add_generated([5], kept=[[5], [6]])
+    turns = [[(0, 2, [7, 8]), (4, 5, [7, 8, 4])], None, []]
+    rows = [
+        AgentLoopOutput(
+            prompt_ids=c.prompt_ids, response_ids=c.response_ids, response_mask=c.response_mask,
+            kept_tokens=c.kept_tokens, extra_fields={"turn_prompts": t},
+        )
+        for c, t in zip(conversations, turns, strict=False)
+    ]  # fmt: skip
+    batch = batch_of([*rows, None], RolloutConfig(name="vllm", prompt_length=3, response_length=6), 0)
+    batch.non_tensor_batch["turn_prompts"][2] = []
+    batch.non_tensor_batch[SAMPLING_MASK][2] = None
+    whole = mask_tensor(batch.non_tensor_batch[SAMPLING_MASK], 6)
+    assert whole[:, :6].tolist() == [[2, 1, 0, 0, 3, 0], [0] * 6, [0] * 6]
+    of_turns = to_rows(batch).batch[SAMPLING_MASK]
+    assert of_turns[:, :6].sum(1).tolist() == [3, 3, 0, 0, 0, 0]
+    assert of_turns[0, 6:].tolist() == [5, 1, 6] and of_turns[1].tolist() == [3, 0, 0, 0, 0, 0, 2, 3, 4]
+
+
+def test_rows_of_a_tree_keep_the_sets_of_their_tokens():
+    tree = ConversationTree()
+    tree.add([1, 2], [3, 4], kept=[[3], [4, 5]])
+    tree.add([1, 2, 3], [6], kept=[[6, 7]])  # splits the first turn
+    first, second = tree.rows()
+    assert (first.response_ids, first.kept_tokens) == ([3, 4], [[3], [4, 5]])
+    assert (second.response_ids, second.kept_tokens) == ([6], [[6, 7]])
+
+
 @pytest.mark.parametrize(("settings", "said"), [
     (("name=hf", "top_p=0.9"), None), (("name=hf",), None), (("name=vllm", "top_k=20"), None),
     (("name=vllm", "top_k=20", "top_p=0.9"), None), (("name=hf", "top_p=0.9", "do_sample=false"), None),
     (("name=vllm", "top_p=0.9"), "rollout.name=vllm cannot record"),
-    (("name=vllm", "top_k=20", "mode=async"), "rollout.mode=sync"),
+    (("name=vllm", "top_k=20", "mode=async"), None),
+    (("name=vllm", "top_k=20", "mode=async", "agent.default_agent_loop=tool_agent"), None),
     (("name=vllm", "top_k=20", "prompt_queue=true"), "without rollout.prompt_queue"),
     (("name=sglang", "top_k=20"), "rollout.name=sglang cannot record"),
+    (("name=refine", "top_p=0.9"), "rollout.name=refine cannot record"),
+    (("name=vllm", "top_k=20", "logprobs_mode=raw_logprobs"), "rollout.name=vllm cannot record"),
+    (("name=vllm", "top_p=0.9", "mode=async"), "rollout.name=vllm cannot record"),
     (("name=hf", "top_k=20", "record_sampling_mask=false"), "record_sampling_mask=true"),
 ])  # fmt: skip
 def test_a_dry_run_says_which_ratios_are_biased(settings, said):
     config = compose_ppo("trainer.device=cpu", *(f"actor_rollout_ref.rollout.{part}" for part in settings))
-    problems = sampling_problems(config.actor_rollout_ref.rollout)
+    problems = sampling_problems(to_settings(config.actor_rollout_ref.rollout, RolloutConfig))
     assert [said in problem.message and "biases every ratio" in problem.message for problem in problems] == (
         [True] if said else []
     )

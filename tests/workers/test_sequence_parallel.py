@@ -9,9 +9,10 @@ from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.workers.test_attention import shared_prompts
-from tests.workers.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
+from tests.workers.test_cuts import ROWS, N, P, actor_step, critic_step, log_probs, ragged_batch, recording, same
 from verl.config.model import PluginConfig
-from verl.workers.policy import attention
+from verl.protocol import DataProto
+from verl.workers.policy import attention, prefix_tree
 from verl.workers.policy.causal_lm import CausalLMPolicy
 
 #: 4 query heads; 2 ranks have a key head each, and of 4 ranks two share one
@@ -36,16 +37,33 @@ def gqa(tmp_path_factory):
 
 
 def two_passes(query, value, packing, *_):
-    return "sdpa" if packing.groups is None else "shared_prompt"
+    return "sdpa" if packing.parents is None else "shared_prompt"
 
 
-def results_of(rank, world_size, path, size):
+def branches() -> DataProto:
+    """`ragged_batch`, where answers begin with the first tokens of the first answer of their group."""
+    data = ragged_batch()
+    columns, first = data.batch, torch.arange(ROWS) // N * N
+    for name, start in (("input_ids", P), ("responses", 0)):
+        columns[name][:, start : start + 2] = columns[name][first, start : start + 2]
+    columns["input_ids"] *= columns["attention_mask"]
+    columns["responses"] *= columns["attention_mask"][:, P:]
+    return data
+
+
+def results_of(*args):
     """{step: (metrics, gradients)}, log-probs of this rank's rows, tokens that its forwards for them read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "SHORTEST", 1)
+        return results_of_trees(*args)
+
+
+def results_of_trees(rank, world_size, path, size):
     settings = {"engine": {"ulysses_sequence_parallel_size": size}}
     made = {"actor": recording(make_engine(path, **settings)),
             "critic": recording(make_engine(path, loader=PluginConfig(name="value_head"), **settings))}  # fmt: skip
     own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-    share, results = ragged_batch()[own], {}
+    share, results = branches()[own], {}
     for name, (role, mode, cut) in STEPS.items():
         step = actor_step if role == "actor" else critic_step
         with pytest.MonkeyPatch.context() as patch:

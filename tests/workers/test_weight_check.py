@@ -1,5 +1,7 @@
 """Faults that are put into the weights of rollouts: each is reported with the name of the tensor."""
 
+import json
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +17,7 @@ from verl.trainer.ppo.rollout_check import RolloutCheck
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.sglang_rollout import held_weights
 from verl.workers.rollout.weight_check import WeightCheck, WeightMismatchError, compare_modules, digest
 
 LAYER = "model.layers.0"
@@ -272,7 +275,7 @@ def make_engine_weights(hybrid):
 
 def on_two_ranks(rank, ranks, path):
     from tests.workers.test_vllm_rollout import P, R
-    from verl.workers.rollout.vllm_rollout import held_weights
+    from verl.workers.rollout.vllm_rollout.held_weights import parts_of
 
     engine = make_engine(path)
     config = RolloutConfig(name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16,
@@ -289,7 +292,7 @@ def on_two_ranks(rank, ranks, path):
     wrong = rollout.verify_weights(engine, engine.get_per_tensor_param())
     rollout.update_weights(engine.get_per_tensor_param())
     if rank == 1:  # one rank computes with an old part
-        (parts,) = rollout.llm.collective_rpc(lambda worker: held_weights.parts_of(worker.model_runner.get_model()))
+        (parts,) = rollout.llm.collective_rpc(lambda worker: parts_of(worker.model_runner.get_model()))
         parts["model.norm.weight"][0].layer.weight.data.mul_(2)
     stale = rollout.verify_weights(engine, engine.get_per_tensor_param())
     rollout.close()
@@ -376,3 +379,70 @@ def test_a_digest_covers_entries_shape_and_type():
     assert digest(torch.zeros(0))
     check = WeightCheck()
     check.raise_if_different("hf")
+
+
+class Fused(torch.nn.Module):
+    """Loads tensors a and b of 2 rows each into one parameter, pads c with a row of zeros, and ignores all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.ab = torch.nn.Parameter(torch.zeros(4, 3))
+        self.c = torch.nn.Parameter(torch.zeros(3))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name in "ab":
+                self.ab.data.narrow(0, 2 * "ab".index(name), 2).copy_(tensor)
+            elif name == "c":
+                self.c.data[:2].copy_(tensor)
+                self.c.data[2:].zero_()
+
+
+def of_sglang(model, monkeypatch, folder, *parts):
+    """The check of a server whose model this is, to which the tensors are sent in these parts."""
+    monkeypatch.setenv(held_weights.FOLDER, str(folder))
+    for part in parts:
+        held_weights.compare_weights(model, part)
+    return held_weights.read_results(folder)
+
+
+def test_sglangs_loader_compares_where_it_would_copy(monkeypatch, tmp_path):
+    model, drawn = Fused(), torch.Generator().manual_seed(0)
+    sent = {name: torch.randn(shape, generator=drawn) for name, shape in {"a": (2, 3), "b": (2, 3), "c": (2,)}.items()}
+    model.load_weights(sent.items())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    a, b, c = sent.items()
+    check = of_sglang(model, monkeypatch, tmp_path, [a, ("other", torch.ones(1))], [b, c])
+    assert (check.equal, check.unread, check.differences) == (3, ["other"], [])
+    wrong = b[1].clone()
+    wrong[1, 2] += 0.5
+    check = of_sglang(model, monkeypatch, tmp_path, [a], [("b", wrong), c])
+    assert check.equal == 2 and check.differences == ["b differs in 1 of 6 entries, by 0.5 at most"]
+    check = of_sglang(model, monkeypatch, tmp_path, [a, c])
+    assert check.differences == ["ab was sent in part: 6 of 12 entries"]
+    model.c.data[2] = 1.0  # what is padded with zeros
+    assert of_sglang(model, monkeypatch, tmp_path, [a, b, c]).differences[0].startswith("c differs in 1 of 1 entries")
+    model.c.data[2] = 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_sglangs_loader_cannot_compare_is_an_error_and_changes_nothing(monkeypatch, tmp_path):
+    class Adds(Fused):
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.c.data.add_(tensor)
+
+    model = Adds()
+    with pytest.raises(RuntimeError, match=r"add_.* would change c"):
+        of_sglang(model, monkeypatch, tmp_path, [("c", torch.ones(3))])
+    assert not model.c.any()
+    with pytest.raises(RuntimeError, match="wrote no result"):
+        of_sglang(model, monkeypatch, tmp_path)
+
+
+def test_sglangs_ranks_are_named(tmp_path):
+    line = {"compared": ["a"], "differences": {}, "unread": [], "written": {"a": 2}, "sizes": {"a": 2}}
+    (tmp_path / "rank0.jsonl").write_text(json.dumps(line))
+    (tmp_path / "rank1.jsonl").write_text(json.dumps(line | {"differences": {"a": "differs"}}))
+    check = held_weights.read_results(tmp_path)
+    assert check.equal == 0 and check.differences == ["a differs (rank 1 of the server)"]

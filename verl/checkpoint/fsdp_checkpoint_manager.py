@@ -178,11 +178,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             "optimizer": None,
             "lr_scheduler": None,
         }
-        if self.optimizer is not None and optim:
+        if self.optimizer is not None and self.should_save_optimizer:
             groups = self.optimizer.state_dict()["param_groups"]
             state["optimizer"] = {
                 "class": type(self.optimizer).__name__,
                 "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+                "tensors": len(optim),  # 0 before the first step, and of SGD without momentum
             }
         if self.lr_scheduler is not None and self.should_save_extra:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
@@ -277,9 +278,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 f"{folder} holds the state of {stored['class']}, but optim.optimizer is "
                 f"{type(self.optimizer).__name__}; use the same, or take 'optimizer' out of checkpoint.load_contents."
             )
-        described = read_metadata(folder / "optim").state_dict_metadata
-        params = self._optimized()
-        _check_names(folder / "optim", set(params), {key.rpartition("/")[0] for key in described})
+        described, params = {}, self._optimized()
+        if stored.get("tensors") != 0:
+            described = read_metadata(folder / "optim").state_dict_metadata
+            _check_names(folder / "optim", set(params), {key.rpartition("/")[0] for key in described})
         tensors, fresh = {}, {}
         for key, meta in described.items():
             name, _, moment = key.rpartition("/")
@@ -288,7 +290,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             value = torch.empty_like(like, dtype=meta.properties.dtype)
             tensors[key] = value
             fresh.setdefault(params[name], {})[moment] = value
-        load_tensors(tensors, folder / "optim")
+        if tensors:
+            load_tensors(tensors, folder / "optim")
+        self.optimizer.state.clear()
         self.optimizer.state.update(fresh)
         for group, values in zip(self.optimizer.param_groups, stored["param_groups"], strict=True):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -102,11 +102,15 @@ class ActorConfig(BaseConfig, section="actor"):
     model_config: HFModelConfig | None = None
     refine_loss_coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
     refine_loss: RefineLossConfig = setting(RefineLossConfig, "That loss.")
-    share_prompt_forward: bool = setting(False, "Compute a prompt once for its samples, in one micro-batch.")
+    share_prompt_forward: bool = setting(
+        False,
+        "Compute tokens that several rows of a prompt begin with once, in one micro-batch: equal prompts, and any "
+        "longer or other prefix where that saves at least 64 tokens a row.",
+    )
     batch_invariant: bool = setting(
         False,
         "Forward each sample alone, without padding: on a CPU its log-probs then do not depend on micro-batches, "
-        "padding or ranks, bit for bit.",
+        "padding or ranks, bit for bit; those of rollout hf in float32 are the same bits.",
     )
 
     def __post_init__(self) -> None:

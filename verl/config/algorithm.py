@@ -1,6 +1,6 @@
 """Settings of the RL algorithm: advantages, KL control, group filter, rollout correction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.base import BaseConfig
@@ -236,6 +236,41 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     def disabled(cls):
         """Neither weights nor rejection."""
         return cls(rollout_is=None, rollout_rs=None)
+
+
+def objective_settings(
+    use_rollout_log_probs: bool, compute_prox_log_prob: bool, correction: RolloutCorrectionConfig | None,
+    on_policy: bool = False, allow_off_policy: bool = False,
+) -> dict[str, Any]:
+    """What the loss of an asynchronous run compares the policy with: settings of the trainer, by dotted key.
+
+    With `use_rollout_log_probs` old log-probs are those of the rollout: each token's of the weights that generated it.
+    With `compute_prox_log_prob`, whatever the former is, they are those of the weights at the start of the step, and
+    every token has the weight pi_old / pi_rollout, truncated (decoupled PPO, arXiv 2110.00641 and 2505.24298): the
+    weights of `correction`, or those of each token where it has none. With neither, no weights are added: ValueError,
+    unless all samples are `on_policy` (made by the weights that are trained), or `allow_off_policy`.
+    """
+    bypasses = correction is not None and correction.bypass_mode
+    if compute_prox_log_prob and bypasses:
+        raise ValueError(
+            "async_training.compute_prox_log_prob=true computes old log-probs, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out. Set one of them to false."
+        )
+    if not (use_rollout_log_probs or compute_prox_log_prob or bypasses or on_policy or allow_off_policy):
+        raise ValueError(
+            "async_training.use_rollout_log_probs=false with async_training.compute_prox_log_prob=false takes ratios "
+            "against other weights than those that made the samples. Set one of them to true, or "
+            "async_training.allow_off_policy=true."
+        )
+    if compute_prox_log_prob and not allow_off_policy:
+        correction = RolloutCorrectionConfig.disabled() if correction is None else correction
+        if correction.rollout_is is None:
+            correction = replace(correction, rollout_is="token")
+    return {
+        "actor_rollout_ref.actor.use_rollout_log_probs": use_rollout_log_probs and not compute_prox_log_prob,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "algorithm.rollout_correction": correction,
+    }
 
 
 def _rejects(option: str, threshold: float | str) -> dict[str, Any]:

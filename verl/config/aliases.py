@@ -13,11 +13,13 @@ from typing import Any
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl.config.compose import CHOICE
+from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
+from verl.config.compose import CHOICE, to_plain
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, wrong
 
 ABSENT = object()
+MODE = "trainer.v1.trainer_mode"
 NO_EFFECT = "accepted without effect"
 
 #: From a value to what is set: {key: value}. Raises ValueError for a value that has no counterpart.
@@ -63,12 +65,15 @@ def _refused(old: str, since: str, accepted: Sequence[Any], hint: str) -> Alias:
 
 
 _MODEL, _ACTOR, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
-_SYNC = "steps of generation and training alternate here. Leave trainer.v1 out; rollout.mode=async serves agent loops."
+_SYNC = "the modes here are sync and separate_async. Leave trainer.v1 out; rollout.mode=async serves agent loops."
 _OPD = (
     "distillation of the policy's own samples from a teacher is algorithm.adv_estimator=opd with "
     "actor_rollout_ref.ref.model_path=<teacher> here, on the trainer's ranks. Leave distillation out."
 )
-_SHARED = "the rollout shares the trainer's ranks (trainer.nnodes x trainer.n_gpus_per_node). Leave the key out."
+_SHARED = (
+    "the rollout shares the trainer's ranks (trainer.nnodes x trainer.n_gpus_per_node), except in "
+    "trainer.v1.trainer_mode=separate_async. Leave the key out."
+)
 _LOADED = "weights go to the engines of the same processes. Leave checkpoint_engine.backend out."
 _STORED = "the first generation is stored and used in every later step (action=repeat). Leave steps out."
 _PACKED = "batches are packed without padding. Leave the key out."
@@ -127,11 +132,12 @@ RL: tuple[Alias, ...] = (
     Alias("reward.sandbox_fusion", "reward_model.sandbox_fusion", "0.7.1"),
     Alias("sandbox_fusion", "reward_model.sandbox_fusion", "0.7.1"),
     _no_effect("trainer.use_v1", "0.9", "there is one trainer"),
-    _refused("trainer.v1.trainer_mode", "0.9", ("sync",), _SYNC),
+    Alias(MODE, "", "0.9", f"sync, or separate_async (the settings of fully_async_ppo_trainer); otherwise: {_SYNC}",
+          _only("sync", hint=_SYNC)),
     _no_effect("trainer.v1.sync", "0.9", "it has no settings"),
     _no_effect("trainer.v1.colocate_async", "0.9", "read by that mode, which is refused"),
-    _no_effect("trainer.v1.separate_async", "0.9", "read by that mode, which is refused"),
-    _no_effect("trainer.v1.sampler", "0.9", "read by the asynchronous modes, which are refused"),
+    _no_effect("trainer.v1.separate_async", "0.9", "mode separate_async reads parameter_sync_step only"),
+    _no_effect("trainer.v1.sampler", "0.9", "mode separate_async reads max_off_policy_threshold and _strategy only"),
     Alias(
         f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", f"{_ROLLOUT}.update_weights_bucket_megabytes",
         "0.8",
@@ -256,6 +262,8 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
     table, sections = (RL, SECTIONS["RL"]) if rl else (SFT, SECTIONS["SFT"])
     if not rl and not {"model", "optim"} <= config.keys():
         return config
+    if _select(config, MODE) == "separate_async":
+        config = _with_separate_ranks(config)
     present = [alias for alias in table if _select(config, alias.old) is not ABSENT]
     if not present:
         return config
@@ -286,6 +294,31 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
             problems += [wrong(n, f"{n} of verl 0.9 has no counterpart here; leave it out.") for n in names]
     if problems:
         raise ConfigError(problems)
+    return config
+
+
+def _with_separate_ranks(config: DictConfig) -> DictConfig:
+    """The config of trainer.v1.trainer_mode=separate_async as one of fully_async_ppo_trainer."""
+    config = copy.deepcopy(config)
+    training = to_plain(AsyncTrainingConfig(staleness_threshold=1.0, stale_samples="drop", max_staleness=8))
+    given = {"trigger_parameter_sync_step": "trainer.v1.separate_async.parameter_sync_step",
+             "max_staleness": "trainer.v1.sampler.max_off_policy_threshold",
+             "stale_samples": "trainer.v1.sampler.max_off_policy_strategy"}  # fmt: skip
+    pool = to_plain(RolloutPoolConfig(total_rollout_steps=None, n=1))
+    with open_dict(config):
+        training |= {name: _take(config, key) for name, key in given.items() if _select(config, key) is not ABSENT}
+        for name in ("nnodes", "n_gpus_per_node"):
+            if _select(config, f"{_ROLLOUT}.{name}") is not ABSENT:
+                pool[name] = _take(config, f"{_ROLLOUT}.{name}")
+        if _select(config, f"{_ROLLOUT}.checkpoint_engine.backend") is not ABSENT:
+            _take(config, f"{_ROLLOUT}.checkpoint_engine.backend")
+        pool["total_epochs"], pool["test_freq"] = "${trainer.total_epochs}", "${trainer.test_freq}"
+        config.async_training, config.rollout = training, pool
+        changes = {"actor_rollout_ref.hybrid_engine": False, f"{_ROLLOUT}.mode": "async",
+                   f"{_ROLLOUT}.calculate_log_probs": True, f"{_ACTOR}.use_rollout_log_probs": True,
+                   f"{_ROLLOUT}.agent.command_journal": False, "data.train_batch_size": 0, MODE: "sync"}  # fmt: skip
+        for key, value in changes.items():
+            OmegaConf.update(config, key, value)
     return config
 
 

@@ -66,9 +66,14 @@ def prompts_a_step(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def steps_in_all(draws: int, config: Mapping[str, Any]) -> int:
-    """Steps of trainer.total_epochs of `draws` each: one draw per step, or as many as data.train_batch_size takes."""
+    """Steps of trainer.total_epochs of `draws` each: one draw per step, or as many as data.train_batch_size takes.
+
+    Of asynchronous training, at most those of rollout.total_rollout_steps prompts.
+    """
     drawn, wanted = (config["data"][name] for name in ("gen_batch_size", "train_batch_size"))
-    return max(1, draws * config["trainer"]["total_epochs"] * drawn // max(drawn, wanted))
+    steps = max(1, draws * config["trainer"]["total_epochs"] * drawn // max(drawn, wanted))
+    prompts = config["rollout"]["total_rollout_steps"] if "rollout" in config else None
+    return steps if prompts is None else min(steps, prompts // wanted)
 
 
 def plan_batches(config: Mapping[str, Any]) -> BatchPlan:

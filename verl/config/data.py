@@ -5,6 +5,7 @@ from typing import Any
 
 from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
+from verl.config.environment import EnvironmentConfig
 from verl.config.fields import setting
 
 
@@ -59,4 +60,5 @@ class DataConfig(BaseConfig, section="data"):
     custom: dict[str, Any] = setting(dict, "Settings for the class of data.custom_cls; any key.")
     sampler: SamplerConfig = setting(SamplerConfig, "Sampler, such as a curriculum.")
     datagen: ModuleConfig = setting(ModuleConfig, "Generator of further prompts, an AbstractDataGenerator.")
+    environment: EnvironmentConfig = setting(EnvironmentConfig, "Prompts and scores of an environment library.")
     trust_remote_code: bool = setting(False, "Let the tokenizer of prompts and rewards run code that comes with it.")

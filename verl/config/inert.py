@@ -31,6 +31,7 @@ _OF_SERVERS = ("over_sample_rate", "agent", "trace", "multi_turn", "prometheus")
 # "name" or "name/mode".
 UNUSED: dict[str, str | Mapping[str, str]] = {
     "HFModelConfig.fused_kernel_options": "log-probs are always computed by PyTorch; there is no Triton kernel",
+    "SeparateAgentLoopConfig.num_workers": "asynchronous training holds all conversations in the trainer's process",
     **{f"ServerConfig.{name}": _NO_CLIENT for name in _OF_CLIENTS},
     **{f"RolloutConfig.{name}": NO_ENGINE for name in _OF_ENGINES},
     **{f"RolloutConfig.{name}": _NO_SERVER for name in _OF_SERVERS},

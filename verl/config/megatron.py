@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
+from verl.config.asynchronous import AsyncPPOConfig
 from verl.config.base import BaseConfig
 from verl.config.common import tensor_parallel_size
 from verl.config.compose import select
@@ -178,6 +179,9 @@ class MegatronPPOConfig(PPOConfig):
 
 
 def tree_type(config_type: type, plain: Mapping[str, Any]) -> type:
-    """The dataclass that checks a tree: `config_type`, or MegatronPPOConfig for that of ppo_megatron_trainer."""
-    has_megatron = select(plain, "actor_rollout_ref.actor.megatron") is not None
-    return MegatronPPOConfig if config_type is PPOConfig and has_megatron else config_type
+    """The dataclass that checks a tree: `config_type`, or that of a tree which has more keys than PPOConfig."""
+    if config_type is not PPOConfig:
+        return config_type
+    if "async_training" in plain:
+        return AsyncPPOConfig
+    return MegatronPPOConfig if select(plain, "actor_rollout_ref.actor.megatron") is not None else config_type

@@ -92,6 +92,33 @@ class AgentLoopConfig(BaseConfig, section="rollout.agent"):
         CustomAsyncServerConfig, "RolloutReplica class in place of that of rollout.name."
     )
     agent_loop_manager_class: str | None = setting(None, "Class that manages the workers; null for the built-in one.")
+    command: str | None = setting(
+        None, "Program that holds the conversation of a row through the gateway; see docs/environments.md."
+    )
+    command_reward: str = setting(
+        "program",
+        "program: each program reports its reward, and fails if it does not; function: the run's reward function.",
+        choices=("program", "function"),
+    )
+    command_timeout: float = setting(600.0, "Seconds of a program.", above=0)
+    command_memory_mb: int = setting(4096, "MiB of memory of a program with all its processes.", low=1)
+    command_processes: int = setting(64, "Processes of a program at the same time.", low=1)
+    command_requests: int = setting(256, "Requests of a program; it fails if it makes more.", low=1)
+    command_concurrency: int = setting(64, "Programs of one worker that run at the same time.", low=1)
+    command_journal: bool = setting(
+        True,
+        "Keep conversations of programs in tool_journal/ of the run, so that a killed run does not repeat them.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.command is not None and self.default_agent_loop == AgentLoopConfig.default_agent_loop:
+            object.__setattr__(self, "default_agent_loop", "program_agent")
+
+    @property
+    def reports_rewards(self) -> bool:
+        """Whether programs report the rewards, so that the run needs no reward function."""
+        return self.command is not None and self.command_reward == "program"
 
 
 @dataclass
@@ -281,6 +308,11 @@ class RolloutConfig(BaseConfig, section="rollout"):
     quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.")
     quantization_config_file: str | None = setting(None, "JSON file with settings of `quantization`.")
     enable_sleep_mode: bool = setting(True, "Let the engine sleep.")
+
+    @property
+    def engine_returns_kept_tokens(self) -> bool:
+        """Whether the engine's log-probs show which tokens top_k and top_p left: vLLM returns those of top_k tokens."""
+        return self.name == "vllm" and self.top_k > 0 and self.logprobs_mode == "processed_logprobs"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -126,7 +126,7 @@ class FileRows(Dataset):
         self.columns: dict[str, None] = {}  # of any file
         columns_of: dict[str, dict[str, None]] = {}
         for file in self.data_files:
-            rows = self.read(copy_to_local(str(file), use_shm=use_shm))
+            rows = self.load(str(file), use_shm)
             for number, row in enumerate(rows) if isinstance(rows, list) else ():
                 if column := next((name for name in MEDIA if row.get(name)), None):
                     what = f"{file}, row {number}: column '{column}' has images, videos or sounds; models read text"
@@ -140,6 +140,10 @@ class FileRows(Dataset):
         for file, columns in columns_of.items():
             if columns and (missing := [name for name in self.columns if name not in columns]):
                 logger.info("{} has no column {}, which other files have: None in its rows", file, ", ".join(missing))
+
+    def load(self, file: str, use_shm: bool) -> Sequence[dict[str, Any]]:
+        """The rows of a file that may be remote."""
+        return self.read(copy_to_local(file, use_shm=use_shm))
 
     @staticmethod
     def read(path: str | Path) -> Sequence[dict[str, Any]]:

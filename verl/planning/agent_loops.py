@@ -13,6 +13,7 @@ from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resolve_config_path
 from verl.workers.rollout.agent_loop.tool_parser import ToolParser
+from verl.workers.rollout.gateway.program import missing_file
 from verl.workers.rollout.interactions.interaction_registry import initialize_interactions_from_config
 from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -28,11 +29,15 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
     rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
+    environment = config.data.environment
+    turns = environment.max_turns if environment.name is not None and environment.max_turns > 1 else None
     needs = {
+        "data.environment.max_turns": turns,
         f"{MULTI_TURN}.enable": settings.enable,
         f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
         f"{MULTI_TURN}.function_tool_path": settings.function_tool_path,
         f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
+        f"{ROLLOUT}.agent.command": rollout.agent.command,
     }
     if not serves:
         for key, value in needs.items():
@@ -58,6 +63,9 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     if rollout.agent.default_agent_loop not in names:
         key = f"{ROLLOUT}.agent.default_agent_loop"
         yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
+    if rollout.agent.command and (missing := missing_file(rollout.agent.command)):
+        key = f"{ROLLOUT}.agent.command"
+        yield wrong(key, f"{key}={rollout.agent.command}: {missing} does not exist. Give a program in PATH, or a path.")
     tools = []
     for name in ("tool_config_path", "function_tool_path"):
         tools += try_call(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
@@ -65,11 +73,11 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     path = settings.interaction_config_path
     interactions = try_call(key, initialize_interactions_from_config, path) if path else None
     parser = try_call(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
-    if findings.tokenizer is not None and (tools or interactions):
+    if findings.tokenizer is not None and (tools or interactions or turns):
         stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
         stops += parser.stop_token_ids if parser else []
         encoder = MessageEncoder(findings.tokenizer, stops, **config.data.apply_chat_template_kwargs)
-        roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
+        roles = [role for role, used in (("tool", tools), ("user", interactions or turns)) if used]
         schemas = tool_schemas(tools)
         try_call("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
         if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):

@@ -61,13 +61,13 @@ def print_step_time(config: PPOConfig, train: Callable[[Mapping[str, Any]], None
 def _measure(config: PPOConfig, train: Callable[[Mapping[str, Any]], None], prompts: int) -> dict[str, float]:
     """Means of the metrics over small steps of `prompts` prompts."""
     with tempfile.TemporaryDirectory(prefix="verl_calibration_") as folder:
-        train(_changes(config, folder, prompts))
+        train(small_run(config, folder, prompts))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line)["data"] for line in lines][1:]
     return {name: statistics.mean(row.get(name, 0.0) for row in rows) for row in rows for name in row}
 
 
-def _changes(config: PPOConfig, folder: str, prompts: int) -> dict[str, Any]:
+def small_run(config: PPOConfig, folder: str, prompts: int) -> dict[str, Any]:
     """What makes a run of `prompts` prompts a step, with short responses, that keeps nothing."""
     return {
         "trainer.dry_run": False, "trainer.calibrate": False, "trainer.total_training_steps": STEPS,

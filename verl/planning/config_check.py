@@ -10,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import READS_SQUARES
-from verl.config.aliases import with_current_names
+from verl.config.aliases import MODE, with_current_names
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
@@ -26,7 +26,7 @@ from verl.utils.problems import UNUSED, Problem, wrong
 OPEN = (
     "override_config", "override_optimizer_config", "engine_kwargs", "reward_kwargs", "apply_chat_template_kwargs",
     "pf_ppo", "fused_kernel_options", "wrap_policy", "mixed_precision", "rollout.custom", "data.custom",
-    "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init",
+    "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init", "environment.params", "environment.tasks",
 )  # fmt: skip
 ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
 
@@ -115,7 +115,7 @@ def tree_problems(
 
 
 def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:
-    """The tree `config_name` without `overrides`, config group choices excepted.
+    """The tree `config_name` without `overrides`, choices of config groups and of verl 0.9's mode excepted.
 
     Needs an initialised Hydra. By default those of the running Hydra application; None outside of one.
     """
@@ -132,7 +132,8 @@ def known_tree(config_name: str | None = None, overrides: Sequence[str] | None =
         config_name, overrides = app.job.config_name, OmegaConf.to_container(app.overrides.task, resolve=False)
     loader = GlobalHydra.instance().config_loader()
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    tree = compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
+    chosen = [o for o in parsed if loader.get_group_options(o.key_or_group) or o.key_or_group == MODE]
+    tree = compose(config_name, [o.input_line for o in chosen])
     return with_current_names(tree)
 
 
@@ -266,6 +267,8 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
         rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it"
         issues.append(wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm."))
+    else:
+        issues += batch_invariant_problems(settings)
     if settings.algorithm.use_pf_ppo and actor.share_prompt_forward:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
@@ -279,6 +282,23 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
             fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
             issues.append(wrong(key, f"{rule} {fix}"))
     return issues + profiler_problems(settings) + resume_problems(trainer)
+
+
+def batch_invariant_problems(settings: PPOConfig) -> list[Problem]:
+    """With actor.batch_invariant, no ranks may split the actor's layers, nor the reference policy's layers or rows."""
+    roles = settings.actor_rollout_ref
+    if not roles.actor.batch_invariant:
+        return []
+    splits = {"actor.fsdp_config.tensor_parallel_size": "layers"}
+    if reads_reference(settings):
+        splits |= {"ref.fsdp_config.tensor_parallel_size": "layers", "ref.ulysses_sequence_parallel_size": "samples"}
+    for name, parts in splits.items():  # the reference policy's sizes follow the actor's: one message
+        key, size = f"actor_rollout_ref.{name}", select(roles, name, 1)
+        if size > 1:
+            rule = f"{key}={size} splits {parts} over ranks, which actor.batch_invariant=true rules out: sums would"
+            remedy = "Set it to 1, or actor_rollout_ref.actor.batch_invariant=false."
+            return [wrong(key, f"{rule} have another order than on one rank. {remedy}")]
+    return []
 
 
 def algorithm_problems(settings: PPOConfig) -> list[Problem]:
@@ -317,15 +337,14 @@ def sampling_problems(rollout: RolloutConfig) -> list[Problem]:
     name, engine = next((name for name, used in filters.items() if used), None), rollout.name
     if name is None or not rollout.do_sample or engine not in ("hf", "refine", "vllm", "sglang"):
         return []
-    counted = rollout.top_k > 0 and rollout.mode == "sync" and not rollout.prompt_queue
-    if engine == "hf" or engine == "vllm" and counted and rollout.logprobs_mode == "processed_logprobs":
+    if engine == "hf" or rollout.engine_returns_kept_tokens and not rollout.prompt_queue:
         if rollout.record_sampling_mask:
             return []
         remedy = "Set actor_rollout_ref.rollout.record_sampling_mask=true."
     else:
         remedy = "Set rollout.top_p=1 and rollout.top_k=-1, or rollout.name=hf."
         if engine == "vllm":
-            remedy = "Set rollout.top_k (such as 100), with rollout.mode=sync and without rollout.prompt_queue."
+            remedy = "Set rollout.top_k (such as 100), without rollout.prompt_queue."
         remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
     key = f"actor_rollout_ref.rollout.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"

@@ -35,6 +35,7 @@ from verl.workers.engine import build
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.causal_lm import call_as_forward, response_log_probs
 from verl.workers.policy.packing import pack
+from verl.workers.policy.prefix_tree import PrefixTree
 
 # Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
 # next one's weights, the last one's gradients) is not there in full.
@@ -282,8 +283,9 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
     width = micro.prompt + micro.response
     ids = torch.zeros(micro.rows, width, dtype=torch.int64)
     mask = torch.ones_like(ids)
-    groups = torch.arange(micro.rows) // micro.samples if micro.samples > 1 else None
-    packing = pack(mask, micro.response, groups, group=group)
+    numbers = torch.arange(micro.rows)
+    tree = PrefixTree(numbers - numbers % micro.samples, (numbers % micro.samples > 0) * micro.prompt)
+    packing = pack(mask, micro.response, tree, group=group)
     packing.parts(), packing.restore, packing.length, packing.segment_index, packing.own_segments  # noqa: B018
     return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from verl.algos.names import COMPARES_SAMPLES
+from verl.config.asynchronous import AsyncPPOConfig, versions_allowed
 from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
@@ -27,6 +28,7 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import ARITHMETIC, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
+from verl.planning.environments import check_environment, show_environment
 from verl.planning.rollouts import check_cpu_heads, check_drafter, check_sglang
 from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
@@ -53,6 +55,7 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
         findings = Findings()
         check_input(config, findings, create_dataset, ROWS_CHECKED)
         wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
+        findings.problems += show_environment(console, config, findings)
         _print_plan(console, config, findings, wrong_sizes)
         return findings.problems
 
@@ -73,8 +76,30 @@ def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[
     trainer = config.trainer
     problems += [*check_gpus(trainer), *check_outputs(trainer)] if findings.to_start else check_machine(trainer)
     problems += check_group_size(config)
-    for check in (check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
+    if isinstance(config, AsyncPPOConfig) and not findings.to_start:
+        problems += check_generating_ranks(config)
+    for check in (check_environment, check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
         problems += check(config, findings)
+
+
+def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:
+    """Ranks that train and ranks that generate for which this machine, if it is the only one, has no room."""
+    import torch
+
+    trainer, pool = config.trainer, config.rollout
+    if os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address"):
+        return
+    train, generate = (part.nnodes * part.n_gpus_per_node for part in (trainer, pool))
+    if trainer.device == "cuda":
+        here, kind = torch.cuda.device_count(), "GPUs"
+    else:
+        here, kind = config.ray_kwargs.ray_init.get("num_cpus") or os.cpu_count() or 1, "CPUs"
+    if here < train + generate:
+        yield absent("rollout.n_gpus_per_node", (
+            f"the {train} ranks that train (trainer.nnodes x trainer.n_gpus_per_node) and the {generate} that generate "
+            f"(rollout.nnodes x rollout.n_gpus_per_node) need {train + generate} {kind} with trainer.device="
+            f"{trainer.device}: this machine has {here}. Lower one of them, or name a cluster (RAY_ADDRESS)."
+        ))  # fmt: skip
 
 
 def check_plugins(config: PPOConfig) -> Iterator[Problem]:
@@ -131,6 +156,8 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
         return create_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
 
     by_rule = config.custom_reward_function.path is None and config.reward_manager.source == "register"
+    by_rule &= data.environment.name is None
+    by_rule &= not config.actor_rollout_ref.rollout.agent.reports_rewards
     by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
 
     def lacks(row: Mapping[str, Any]) -> str | None:
@@ -143,7 +170,7 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
         text = f"no column {' and no column '.join(f'{name} ({content})' for name, content in missing.items())}"
         return f"{text}. Add it when the data is prepared{hint}." if missing else None
 
-    if not data.val_files:
+    if not data.val_files and data.environment.name is None:
         shown = "null" if data.val_files is None else "[]"
         findings.problems.append(wrong("data.val_files", f"data.val_files={shown}: name the files to validate on."))
     if check_splits(data, findings, rows, find_class, make, lacks):
@@ -181,6 +208,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
             **(plan.rows() if plan else {}),
             "steps per epoch": count_text(per_epoch),
             "steps in all": count_text(steps),
+            **_asynchronous_rows(config),
         },
     )
     if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
@@ -189,6 +217,18 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         findings.problems += print_memory(console, config, findings.hf_config, steps)
     else:
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
+
+
+def _asynchronous_rows(config: PPOConfig) -> dict[str, str]:
+    """Rows about the two kinds of ranks and the age of samples; none for a synchronous run."""
+    if not isinstance(config, AsyncPPOConfig):
+        return {}
+    oldest = versions_allowed(config.async_training)
+    return {
+        "ranks that train": str(config.trainer.nnodes * config.trainer.n_gpus_per_node),
+        "ranks that generate": str(config.rollout.nnodes * config.rollout.n_gpus_per_node),
+        "oldest token of a trained sample": f"{oldest} update{'s' * (oldest != 1)} behind the trained weights",
+    }
 
 
 def _longest_prompt(findings: Findings) -> dict[str, str]:

@@ -201,6 +201,24 @@ def concat_tensordict(data: list[TensorDict]) -> TensorDict:
     return joined
 
 
+def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int]) -> TensorDict:
+    """The rows with these numbers [N], in this order; a row may be taken more than once."""
+    rows = torch.as_tensor(indices, dtype=torch.long)
+    if rows.ndim != 1:
+        raise DataProtoError(f"rows are selected by a 1-D list of numbers, not by one of shape {tuple(rows.shape)}")
+    selected = TensorDict({}, batch_size=[len(rows)], device=batch.device)
+    for key in batch.keys():
+        value = batch.get(key)
+        if isinstance(value, NonTensorStack):
+            values = value.tolist()
+            assign_non_tensor_stack(selected, key, [values[i] for i in rows.tolist()])
+        elif isinstance(value, NonTensorData):
+            assign_non_tensor_data(selected, key, value.data)
+        else:
+            selected.set(key, select_rows(value, rows))
+    return selected
+
+
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     """`chunks` consecutive parts [B / chunks]; DataProtoError if `chunks` does not divide the rows [B]."""
     if chunks < 1 or len(td) % chunks:

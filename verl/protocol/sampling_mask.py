@@ -31,14 +31,21 @@ def mask_column(rows: Iterable[Sequence[np.ndarray]]) -> np.ndarray:
     return column
 
 
+def kept_ids(row: np.ndarray) -> list[np.ndarray]:
+    """The kept ids of each token of one row's response."""
+    tokens = int(row[0])
+    return np.split(row[1 + tokens :], np.cumsum(row[1 : 1 + tokens])[:-1]) if tokens else []
+
+
 def mask_tensor(column: np.ndarray, length: int) -> torch.Tensor:
     """The column [B] as a tensor int32 [B, length + M]: the counts of R = `length` positions, then ids, zeros behind.
 
-    M is the largest number of ids of a row.
+    M is the largest number of ids of a row. Rows that are None, such as those of lost conversations, keep all tokens.
     """
-    width = max((len(row) - 1 - row[0] for row in column), default=0)
-    tensor = torch.zeros(len(column), length + width, dtype=torch.int32)
-    for i, row in enumerate(column):
+    rows = [np.zeros(1, np.int32) if row is None else row for row in column]
+    width = max((len(row) - 1 - row[0] for row in rows), default=0)
+    tensor = torch.zeros(len(rows), length + width, dtype=torch.int32)
+    for i, row in enumerate(rows):
         tokens, ids = int(row[0]), row[1 + row[0] :]
         tensor[i, :tokens] = torch.from_numpy(row[1 : 1 + tokens])
         tensor[i, length : length + len(ids)] = torch.from_numpy(ids)

@@ -3,7 +3,8 @@
     python -m verl.report RUN_DIR
 
 Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`, `starts.jsonl`,
-`run_config.yaml` and `versions.json`; all but the first are optional, and the run need not have ended.
+`async_timeline.jsonl`, `async_journal.jsonl`, `run_config.yaml` and `versions.json`; all but the first are optional,
+and the run need not have ended.
 """
 
 import base64
@@ -19,7 +20,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from verl.report.plots import Curve, draw_panel
+from verl.report.asynchronous import async_panels, idle_cards
+from verl.report.plots import Curve, Panel, draw_panel
 from verl.utils.jsonl import read_objects
 from verl.utils.metric.health import RULES
 from verl.utils.visible_text import visible
@@ -76,15 +78,6 @@ class HealthRow:
     limits: str
     broken: str
     advice: str
-
-
-@dataclass
-class Panel:
-    """One picture of the page: title, explanation, SVG text."""
-
-    title: str
-    note: str
-    svg: str
 
 
 def collect_series(rows: list[dict]) -> dict[str, Curve]:
@@ -184,14 +177,17 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     starts = list_starts(_read(starts_file)) if starts_file.exists() else []
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
     others, flat = other_panels(series)
+    wide, narrow = async_panels(run_dir)
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
                              finalize=_shown)  # fmt: skip
     page = env.from_string(TEMPLATE.read_text()).render(
         title=title or run_dir.resolve().name,
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
-        cards=summary_cards(series, steps, starts[-1]["total_steps"] if starts else None),
+        cards=summary_cards(series, steps, starts[-1]["total_steps"] if starts else None) + idle_cards(run_dir),
         starts=starts,
         health=health_rows(series),
+        wide=wide,
+        narrow=narrow,
         panels=headline_panels(series),
         others=others,
         flat=flat,

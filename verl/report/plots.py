@@ -3,7 +3,9 @@
 import io
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 COLOURS = ("#2f6fde", "#e07b39", "#2f9e6e", "#b0489b", "#8a8f2a", "#4aa3b8", "#c8443c", "#7a6ad0")
 WIDTH_IN, HEIGHT_IN = 4.4, 2.3
@@ -18,6 +20,15 @@ class Curve:
     values: list[float]
 
 
+@dataclass
+class Panel:
+    """One picture of the page: title, explanation, SVG text."""
+
+    title: str
+    note: str
+    svg: str
+
+
 def smooth(values: list[float], window: int) -> list[float]:
     """Centred running mean over at most `window` neighbours, without NaN entries."""
     half = window // 2
@@ -28,16 +39,31 @@ def smooth(values: list[float], window: int) -> list[float]:
     return out
 
 
-def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
-    """SVG text of one panel. Noisy curves (over 30 points) are drawn faint with their running mean on top."""
+def svg_figure(draw: Callable[[Any], None], width_in: float = WIDTH_IN, height_in: float = HEIGHT_IN) -> str:
+    """SVG text of what `draw` puts on an empty matplotlib figure."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}):
-        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+        figure = Figure(figsize=(width_in, height_in), layout="constrained")
+        draw(figure)
+        figure.patch.set_alpha(0)
+        for axes in figure.axes:
+            axes.patch.set_alpha(0)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
+    """SVG text of one panel. Noisy curves (over 30 points) are drawn faint with their running mean on top."""
+
+    def draw(figure: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axes = figure.add_subplot()
         if stacked:
             steps = sorted({s for c in curves for s in c.steps})
@@ -66,9 +92,5 @@ def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.5)
-        figure.patch.set_alpha(0)
-        axes.patch.set_alpha(0)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+
+    return svg_figure(draw)

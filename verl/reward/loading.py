@@ -1,6 +1,7 @@
 """Builds the reward function and the reward manager of a configuration."""
 
 import inspect
+import json
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,8 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.user_code import defined_at
 
+ENVIRONMENTS = "pkg://verl.environments.hosting"  # imported where data.environment is used
+
 
 def to_dict(mapping: Any) -> dict[str, Any]:
     """A plain dict of a config mapping that may be None."""
@@ -31,13 +34,18 @@ def to_dict(mapping: Any) -> dict[str, Any]:
 
 
 def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
-    """The function named by `custom_reward_function.{path,name}`, with its `reward_kwargs` bound; None without a path.
+    """The function named by `custom_reward_function.{path,name}`, with its `reward_kwargs` bound.
 
-    It may be a coroutine function. `reward_kwargs` win over what the caller passes.
+    It may be a coroutine function. `reward_kwargs` win over what the caller passes. Without a path it is that of
+    data.environment, or None.
     """
     settings = config.custom_reward_function
     if settings.path is None:
-        return None
+        environment = to_dict(config.data.get("environment"))
+        if environment.get("name") is None:
+            return None
+        environment.pop("_target_", None)
+        return ExternFunction(ENVIRONMENTS, "compute_score", {"environment": json.dumps(environment)})
     function = ExternFunction(settings.path, settings.name, to_dict(settings.get("reward_kwargs")))
     if not callable(function.function):
         problem = f"custom_reward_function.name={settings.name} in {settings.path} is {function.function!r}"

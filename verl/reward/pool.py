@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import multiprocessing
+import os
 import pickle
 import resource
 import signal
@@ -19,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from verl.utils.import_utils import load_extern_object
-from verl.utils.supervisor import kill_when_closed
-from verl.utils.threads import run_if_coroutine
+from verl.utils.supervisor import guard, kill_when_closed
+from verl.utils.threads import PROCESS_STARTS, run_if_coroutine
 from verl.utils.user_code import full_traceback, user_frame
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
@@ -160,21 +161,49 @@ class GradingPool:
         self._idle = []
 
 
-class _Worker:
-    def __init__(self, function: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_FOR.get(function.__module__, [])])
-        self.connection, other = context.Pipe()
-        life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
-        self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
+def start_worker(target: Any, *arguments: Any, preload: Sequence[str] = ()) -> tuple[Any, Connection, Connection]:
+    """Start `target(connection, life, *arguments)` in a process of the fork server.
+
+    Returns the process, this end of the connection, and a pipe end to close after the process has ended. `target`
+    begins with `begin_worker(life)`, which ends the process with this one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD, *preload])
+    with PROCESS_STARTS:
+        connection, other = context.Pipe()
+        life, alive = context.Pipe(duplex=False)  # open as long as this process lives
+        process = context.Process(target=target, args=(other, life, *arguments), daemon=True)
         # Workers import nothing of the script that was started, which may have no `if __name__ == "__main__"`.
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
-            self.process.start()
+            process.start()
         finally:
             sys.modules["__main__"] = main
         other.close()
         life.close()
+    return process, connection, alive
+
+
+def begin_worker(life: Connection, connection: Connection | None = None) -> None:
+    """Set up a worker process: it ends with its owner, ignores Ctrl-C, and has a limit on its memory.
+
+    With its `connection` to the owner it leads a process group, which is killed when the worker is gone.
+    """
+    if connection is not None:
+        os.setsid()
+        guard(os.getpid(), connection.fileno(), life.fileno())
+    kill_when_closed(life.fileno())  # by the owner's end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+class _Worker:
+    def __init__(self, function: Any) -> None:
+        preload = _PRELOAD_FOR.get(function.__module__, [])
+        self.process, self.connection, self._alive = start_worker(_work, function, preload=preload)
         self.alive = True
         try:
             self.connection.recv()  # the function is loaded: imports do not count for the time of an item
@@ -222,12 +251,7 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
 
 
 def _work(connection: Connection, life: Connection, function: Any) -> None:
-    kill_when_closed(life.fileno())  # by the owner's end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    begin_worker(life)
     connection.send("ready")
     while True:
         try:

@@ -53,6 +53,14 @@ class RewardStream:
         self._latest[index] = asyncio.run_coroutine_threadsafe(call, self._loop)
         self._calls.append(self._latest[index])
 
+    async def grade(self, index: int, sample: DataProto) -> Any:
+        """The result of a batch of one sample, for a caller in another event loop; `finish` does not know it."""
+        self.put(index, sample)
+        call = self._latest.pop(index)
+        await asyncio.wrap_future(call)
+        self._calls.remove(call)
+        return self.results.pop(index)
+
     def finish(self, samples: DataProto) -> dict[str, float]:
         """Wait for all grades and put them into `samples`. Returns seconds of grading, and those spent waiting here."""
         started = time.perf_counter()

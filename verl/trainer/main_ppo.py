@@ -6,12 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.aliases import current_names_or_exit
+from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, with_derived_settings
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
@@ -47,7 +49,21 @@ def rl_checks() -> Entry:
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     """Print plan and problems of an RL run; 1 if anything is wrong on every machine, else 0. `known`: see `run_ppo`."""
-    return rl_checks().dry_run(current_names_or_exit(config), known)
+    return rl_checks().dry_run(current_config(config), known)
+
+
+def current_config(config: DictConfig) -> DictConfig:
+    """A config with this project's names of keys and, of asynchronous training, `with_derived_settings`."""
+    config = current_names_or_exit(config)
+    if "async_training" not in config:
+        return config
+    keys = {field.name for field in fields(AsyncTrainingConfig) if field.name[0] != "_"}
+    if keys - set(config.async_training):  # the user has added a key to another tree
+        sys.exit(
+            "The keys async_training.* belong to asynchronous training, which has entries of its own: python -m "
+            "verl.experimental.fully_async_policy.fully_async_main or verl.experimental.one_step_off_policy.main_ppo."
+        )
+    return with_derived_settings(config)
 
 
 def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> PPOConfig:
@@ -73,9 +89,10 @@ def run_ppo(
     `known` is the config tree without the user's settings, which unknown keys are compared with; inside a Hydra
     application it is composed here. `services(config)` is entered around the training, after the checks.
     """
-    config = current_names_or_exit(config)
+    config = current_config(config)
     if config.trainer.dry_run:
         if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
+            from verl.planning.async_calibration import print_best_split
             from verl.planning.calibration import print_step_time
 
             def train(changes: Mapping[str, Any]) -> None:
@@ -84,12 +101,15 @@ def run_ppo(
                     OmegaConf.update(small, key, value, force_add=False)
                 run_ppo(small, task_runner_class, known=known, services=services)
 
-            print_step_time(to_settings(config, PPOConfig), train)
+            if "async_training" in config:
+                print_best_split(to_settings(config, AsyncPPOConfig), train)
+            else:
+                print_step_time(to_settings(config, PPOConfig), train)
         sys.exit(code)
     settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
-    runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    runner_class = task_runner(config) if task_runner_class is None else task_runner_class
     plain = isinstance(runner_class, type)
     local = settings.trainer.local
     with services(config), nullcontext(True) if local else started_session(settings) as our_own:
@@ -104,6 +124,15 @@ def run_ppo(
             ray.timeline(filename=settings.ray_kwargs.timeline_json_file)
     if code:
         sys.exit(code)
+
+
+def task_runner(config: DictConfig) -> type["TaskRunner"]:
+    """The class that runs a config."""
+    if "async_training" not in config:
+        return TaskRunner
+    from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
+
+    return FullyAsyncTaskRunner
 
 
 class TaskRunner:

@@ -117,8 +117,10 @@ def redacted_yaml(config: Any) -> str:
 
 
 def _redact_entry(name: str, value: Any) -> Any:
-    if name in ("env_vars", "environment") and isinstance(value, Mapping):
+    if name == "env_vars" and isinstance(value, Mapping):
         return {k: HIDDEN for k in value}
+    if name == "environment" and isinstance(value, Mapping):  # of a process, or the section data.environment
+        return {k: HIDDEN if str(k).isupper() else _redact_entry(str(k), v) for k, v in value.items()}
     if is_secret_name(name) and value is not None and not isinstance(value, bool) and value not in ("", [], {}, ()):
         return HIDDEN
     return redact(value)

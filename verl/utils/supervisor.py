@@ -92,8 +92,10 @@ def kill_all_but_trackers(group: int) -> None:
                         os.kill(int(name), signal.SIGKILL)
 
 
-def guard(group: int) -> int:
+def guard(group: int, *closed: int) -> int:
     """Fork a detached process that ends the group when this process is gone; returns the pipe end that it watches.
+
+    It closes the descriptors `closed`, whose other ends would not see that this process is gone.
 
     Ray kills a dead worker's children with SIGKILL, this supervisor among them, but not the server's own children.
     """
@@ -102,8 +104,8 @@ def guard(group: int) -> int:
     if first == 0:
         os.setsid()
         if os.fork() == 0:
-            os.close(write_end)
-            os.close(sys.stdin.fileno())
+            for descriptor in (write_end, sys.stdin.fileno(), *closed):
+                os.close(descriptor)
             os.read(read_end, 1)
             end_group(group, lambda: None)
         os._exit(0)

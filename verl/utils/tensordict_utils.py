@@ -17,9 +17,9 @@ from verl.protocol.merge import (
     assign_non_tensor_data,
     assign_non_tensor_stack,
     cat_rows,
+    index_select_tensor_dict,
     iterate_batches,
     same_column,
-    select_rows,
 )
 
 
@@ -74,24 +74,6 @@ def concat_nested_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
         if not tensor.is_nested:
             raise DataProtoError(f"expected nested tensors, got one of shape {tuple(tensor.shape)}")
     return cat_rows(tensors)
-
-
-def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int]) -> TensorDict:
-    """The rows with these numbers [N], in this order; a row may be taken more than once."""
-    rows = torch.as_tensor(indices, dtype=torch.long)
-    if rows.ndim != 1:
-        raise DataProtoError(f"rows are selected by a 1-D list of numbers, not by one of shape {tuple(rows.shape)}")
-    selected = TensorDict({}, batch_size=[len(rows)], device=batch.device)
-    for key in batch.keys():
-        value = batch.get(key)
-        if isinstance(value, NonTensorStack):
-            values = value.tolist()
-            assign_non_tensor_stack(selected, key, [values[i] for i in rows.tolist()])
-        elif isinstance(value, NonTensorData):
-            assign_non_tensor_data(selected, key, value.data)
-        else:
-            selected.set(key, select_rows(value, rows))
-    return selected
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.sharding import create_device_mesh
-from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.roles import actor_rollout_ref
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
 
@@ -32,8 +32,8 @@ def get_vl_model_vision_tower(vl_model_instance: Any) -> Any:
     return None
 
 
-class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The worker for rollout.mode=async by verl's name. ActorRolloutRefWorker serves both modes."""
+class ActorRolloutRefWorker(actor_rollout_ref.ActorRolloutRefWorker):
+    """As verl.workers.roles.actor_rollout_ref.ActorRolloutRefWorker, with memory snapshots when they are asked for."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
@@ -42,6 +42,10 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
             folder = os.path.join("outputs", "profile", *([sub_dir] if sub_dir else []))
             os.makedirs(folder, exist_ok=True)
             torch.cuda.memory._dump_snapshot(os.path.join(folder, f"memory_{tag}_rank{self.rank}.pickle"))
+
+
+class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
+    """The worker for rollout.mode=async by verl's name. ActorRolloutRefWorker serves both modes."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake_up(self) -> bool:

@@ -4,8 +4,9 @@
                                            [--until STAGE]
 
 The target is SmolLM2-135M-Instruct (examples.pretrained.fetch), or any Hugging Face folder with a chat template, after
-supervised fine-tuning on answers that the model itself gave, and GRPO. The draft has fewer of the target's layers and
-is trained on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers, evaluation, vLLM's server.
+supervised fine-tuning on answers that come with the questions, and GRPO if there are --rl-steps. The draft has fewer of
+the target's layers and is trained on the target's own answers. Then the steps of docs/spd.md: blocks, three scorers,
+evaluation, vLLM's server.
 
 Every stage runs once for its settings and for those of the stages before it, and resumes if it was stopped; OUT/stages
 has their commands, logs and times. Each of --seeds is a seed of the scorers, all on one pair. Ends with the accuracies
@@ -16,8 +17,9 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,12 +29,14 @@ import pandas as pd
 from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
 from examples.demo_runner import TrainingWatch as Watch
 from examples.pretrained import fetch
-from examples.pretrained.demo import training_command
+from examples.pretrained.demo import from_files, training_command
 from examples.pretrained.spd import tasks
 from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.stages import Stage, record_of, run
 from examples.spd_arithmetic.demo import saved_scorer
+from examples.spd_arithmetic.questions import PromptStyle, Question, write_questions
 from verl.utils.accelerator import default_dtype
+from verl.utils.tokenizer import hf_tokenizer
 
 # Few thresholds, since each decodes all validation questions; the first measurements had margins up to 9.
 RULES = ("--margins", 1, 2, 4, 8, "--typicals", 0.09, 0.03, 0.01, "--ranks", 2, 3, "--entropies", 0.1, 0.6,
@@ -42,19 +46,21 @@ GAINS = ("spd_gain_over_best_rule", "spd_gain_over_exact")
 BATCH = 50  # questions that a process decodes together
 ROLES = ("supervised", "grpo", "refined")  # the scorers; refined: GRPO from the supervised one
 TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a scorer is trained on it
-ANSWERS_OF_A_QUESTION = 2  # most answers to one question in the target's training
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much of everything; the defaults fit 90 minutes on two idle cores."""
 
-    train: int = 300  # questions
+    train: int = 1600  # questions
     val: int = 150
     test: int = 240
-    target_steps: int = 36
-    rl_questions: int = 900  # of GRPO, those of `train` among them
-    rl_steps: int = 40
+    further_val: int = 0  # questions that only the evaluation asks, after those of `val`
+    further_test: int = 760
+    target_steps: int = 98
+    rl_questions: int = 1600  # of GRPO, those of `train` among them
+    rl_steps: int = 0  # of GRPO after the fine-tuning
+    draft_questions: int = 800  # of train: those whose answers the draft learns
     draft_layers: int = 6
     draft_steps: int = 80
     blocks: int = 900
@@ -81,7 +87,7 @@ def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, l
     device = device_here()
     settings = {
         "data.train_files": f"{data}.train.jsonl", "data.val_files": f"{data}.val.jsonl", "data.max_length": 512,
-        "data.multiturn.enable": "true", "data.train_batch_size": batch, "data.micro_batch_size_per_gpu": batch // 4,
+        "data.multiturn.enable": "true", "data.train_batch_size": batch, "data.micro_batch_size_per_gpu": batch // 2,
         "data.packing": "true", "data.dataloader_num_workers": 0, "model.partial_pretrain": model,
         "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": default_dtype(device),
         "optim.lr": lr, "optim.weight_decay": 0.0, "trainer.device": device, "trainer.n_gpus_per_node": 1,
@@ -98,14 +104,15 @@ def rl_command(model: Path, data: Path, folder: Path, steps: int, seed: int, lim
     more = {"data.max_response_length": limit, "data.max_prompt_length": 256,
             "custom_reward_function.path": "examples/pretrained/spd/reward.py",
             "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]"}  # fmt: skip
-    return training_command(model, data, folder, steps, seed, *(f"{key}={value}" for key, value in more.items()))
+    settings = [f"{key}={value}" for key, value in more.items()]
+    return training_command(model, from_files(data), folder, steps, seed, *settings)
 
 
 def write_rl_data(folder: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> None:
     """train.parquet and val.parquet of GRPO, which never sees a validation question."""
     folder.mkdir(exist_ok=True)
     counts = {**sizes.counts, "train": max(sizes.train, sizes.rl_questions)}
-    drawn = tasks.draw(counts, tuple(tasks.TASKS), seed, gsm8k)
+    drawn = tasks.draw(counts, seed=seed, gsm8k=gsm8k)
     for split in ("train", "val"):
         rows = [{"data_source": a.task, "prompt": tasks.messages(a.question),
                  "reward_model": {"style": "rule", "ground_truth": a.answer},
@@ -122,11 +129,8 @@ def device_here() -> str:
 
 
 def write_conversations(rows: Sequence[Mapping[str, Any]], data: Path, held_out: int = 24) -> None:
-    """DATA.train.jsonl and DATA.val.jsonl from answers; those to the last questions validate."""
-    questions = list(dict.fromkeys(row["question"] for row in rows))
-    validated = set(questions[-held_out:])
-    for split in ("train", "val"):
-        kept = [row for row in rows if (row["question"] in validated) == (split == "val")]
+    """DATA.train.jsonl and DATA.val.jsonl from rows with question and answer; the last ones validate."""
+    for split, kept in (("train", rows[:-held_out]), ("val", rows[-held_out:])):
         lines = ({"messages": [*tasks.messages(row["question"]), {"role": "assistant", "content": row["answer"]}]}
                  for row in kept)  # fmt: skip
         Path(f"{data}.{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -137,22 +141,26 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def right_answers(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The right ones, at most ANSWERS_OF_A_QUESTION to each question."""
-    taken: dict[str, int] = {}
-    kept = []
-    for row in rows:
-        taken[row["question"]] = taken.get(row["question"], 0) + row["right"]
-        if row["right"] and taken[row["question"]] <= ANSWERS_OF_A_QUESTION:
-            kept.append(row)
-    return kept
-
-
 def write_question_files(out: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
     """questions_SPLIT.jsonl in GSM8K's format, for prepare_blocks."""
-    for split, asked in tasks.draw(counts, tuple(tasks.TASKS), seed, gsm8k).items():
+    for split, asked in tasks.draw(counts, seed=seed, gsm8k=gsm8k).items():
         lines = ({"question": a.question, "answer": f"#### {a.answer}"} for a in asked)
         (out / f"questions_{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_evaluation_questions(out: Path, target: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> None:
+    """OUT/evaluation_SPLIT.jsonl: the questions of the pair's blocks, and further ones that no other stage has seen."""
+    further = {"val": sizes.further_val, "test": sizes.further_test}
+    drawn = tasks.draw(sizes.counts, seed, gsm8k, further)
+    style, tokenizer = PromptStyle(tasks.INSTRUCTION, tasks.SYSTEM), hf_tokenizer(str(target))
+    for split in further:
+        more = drawn[split][sizes.counts[split] :]
+        prompts = style.prompts([asked.question for asked in more], tokenizer)
+        questions = [Question(f"{split}-further-{i}", asked.question, prompt, asked.answer)
+                     for i, (asked, prompt) in enumerate(zip(more, prompts, strict=True))]  # fmt: skip
+        file = out / f"evaluation_{split}.jsonl"
+        write_questions(file, questions)
+        file.write_text((out / "pair" / f"questions_{split}.jsonl").read_text() + file.read_text())
 
 
 def accuracy(file: Path) -> dict[str, float]:
@@ -168,35 +176,49 @@ def limit_of(gsm8k: Path | None) -> int:
     return tasks.LIMIT if gsm8k is None else tasks.LIMIT_GSM8K
 
 
+def write_target_data(out: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
+    """OUT/target.SPLIT.jsonl: the answers that come with the training questions."""
+    asked = tasks.draw(counts, seed=seed, gsm8k=gsm8k)["train"]
+    write_conversations([{"question": a.question, "answer": a.worked} for a in asked], out / "target")
+
+
+def write_draft_data(answers: Path, out: Path) -> None:
+    """OUT/draft.SPLIT.jsonl: the target's own answers, right or wrong, that ended within the limit."""
+    write_conversations([row for row in read_rows(answers) if row["ended"]], out / "draft")
+
+
 def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
     """The stages from the model to the blocks of a trained pair, in order."""
     counts = json.dumps(sizes.counts)
-    sample = python("examples.pretrained.spd.sample", "--counts", counts, "--seed", seed)
+    ask = python("examples.pretrained.spd.answers", "--counts", counts, "--seed", seed, "--split")
     if gsm8k is not None:
-        sample += ["--gsm8k", str(gsm8k), "--max-new-tokens", str(limit_of(gsm8k))]
-    sampled, val, own = out / "sampled.jsonl", out / "answers_val.jsonl", out / "answers_train.jsonl"
-    first = Stage("sample", [*sample, "--model", str(model), "--out", str(sampled)], sampled)
-    run_of = {role: out / f"{role}_run" for role in ("target", "draft")}
-    target, draft = models_of(out, sizes)
-    trained = Stage(
-        "target", sft_command(model, out / "target", run_of["target"], sizes.target_steps, sizes.batch, 1e-4, seed),
-        run_of["target"], (first,),
-        lambda: write_conversations(right_answers(read_rows(sampled)), out / "target"),
+        ask[-1:] = ["--gsm8k", str(gsm8k), "--max-new-tokens", str(limit_of(gsm8k)), "--split"]
+    tuned, (target, draft) = tuned_target(out, sizes), models_of(out, sizes)
+    last = Stage(
+        "target", sft_command(model, out / "target", out / "target_run", sizes.target_steps, sizes.batch, 2e-4, seed),
+        out / "target_run", (), lambda: write_target_data(out, sizes.counts, seed, gsm8k),
     )  # fmt: skip
-    tuned = run_of["target"] / f"global_step_{sizes.target_steps}" / "huggingface"
-    tuned_val = out / "answers_val_sft.jsonl"
-    ask = [*sample, "--greedy", "--split"]
-    fine = Stage("sft_accuracy", [*ask, "val", "--model", str(tuned), "--out", str(tuned_val)], tuned_val, (trained,))
-    rl = Stage("target_rl", rl_command(tuned, out / "rl", out / "target_rl_run", sizes.rl_steps, seed, limit_of(gsm8k)),
-               out / "target_rl_run", (trained,), lambda: write_rl_data(out / "rl", sizes, seed, gsm8k))  # fmt: skip
-    checked = Stage("target_accuracy", [*ask, "val", "--model", str(target), "--out", str(val)], val, (rl,))
-    written = Stage("target_answers", [*ask, "train", "--model", str(target), "--out", str(own)], own, (rl,))
+    stages = [last]
+
+    def answers(name: str, split: str, of: Path, *options: str) -> Stage:
+        stages.append(Stage(name, [*ask, split, "--model", str(of), "--out", str(out / f"{name}.jsonl"), *options],
+                            out / f"{name}.jsonl", (last,)))  # fmt: skip
+        return stages[-1]
+
+    if sizes.rl_steps:
+        answers("answers_val_sft", "val", tuned)
+        last = Stage(
+            "target_rl", rl_command(tuned, out / "rl", out / "target_rl_run", sizes.rl_steps, seed, limit_of(gsm8k)),
+            out / "target_rl_run", (last,), lambda: write_rl_data(out / "rl", sizes, seed, gsm8k),
+        )  # fmt: skip
+        stages.append(last)
+    answers("answers_val", "val", target)
+    written = answers("answers_train", "train", target, "--limit", str(sizes.draft_questions))
     cut = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
-                              sizes.draft_layers), out / "cut", (rl,))  # fmt: skip
+                              sizes.draft_layers), out / "cut", (last,))  # fmt: skip
     distilled = Stage(
-        "draft", sft_command(out / "cut", out / "draft", run_of["draft"], sizes.draft_steps, sizes.batch, 5e-4, seed),
-        run_of["draft"], (cut, written),
-        lambda: write_conversations([row for row in read_rows(own) if row["ended"]], out / "draft"),
+        "draft", sft_command(out / "cut", out / "draft", out / "draft_run", sizes.draft_steps, sizes.batch, 5e-4, seed),
+        out / "draft_run", (cut, written), lambda: write_draft_data(written.result, out),
     )  # fmt: skip
     splits = [part for split in sizes.counts for part in (f"--{split}-questions", out / f"questions_{split}.jsonl")]
     numbers = [part for split, count in sizes.counts.items() for part in (f"--n-{split}-questions", count)]
@@ -209,13 +231,19 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
             "--batch-size", BATCH,
         ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed, gsm8k),
     )  # fmt: skip
-    return [first, trained, fine, rl, checked, cut, written, distilled, blocks]
+    return [*stages, cut, distilled, blocks]
+
+
+def tuned_target(out: Path, sizes: Sizes) -> Path:
+    """The folder of the fine-tuned model."""
+    return out / "target_run" / f"global_step_{sizes.target_steps}" / "huggingface"
 
 
 def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
     """The folders of target and draft."""
     draft = out / "draft_run" / f"global_step_{sizes.draft_steps}" / "huggingface"
-    return saved_scorer(out / "target_rl_run", sizes.rl_steps), draft
+    target = saved_scorer(out / "target_rl_run", sizes.rl_steps) if sizes.rl_steps else tuned_target(out, sizes)
+    return target, draft
 
 
 def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
@@ -242,12 +270,13 @@ def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path
         f"seed{seed}/evaluation", python(
             "scripts/eval_spd_scorer.py", "--target", target, "--draft", draft, "--scorer", scorers["grpo"],
             "--compare", *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
-            "--questions", prepared / "questions_test.jsonl", "--val-questions", prepared / "questions_val.jsonl",
+            "--questions", out / "evaluation_test.jsonl", "--val-questions", out / "evaluation_val.jsonl",
             "--harm-labels", prepared / "harm_labels.jsonl", "--val-harm-labels", prepared / "harm_labels_val.jsonl",
             "--max-new-tokens", limit_of(gsm8k), "--gamma", sizes.gamma, "--device", device_here(), "--all-rules",
-            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, "--seed", seed, *RULES, "--batch-size",
-            BATCH, "--out", folder / "evaluation",
+            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, *RULES, "--batch-size", BATCH,
+            "--parts", out / "evaluated", "--out", folder / "evaluation",
         ), folder / "evaluation", (supervised, grpo, refined),
+        lambda: write_evaluation_questions(out, target, sizes, SEED, gsm8k),
     )  # fmt: skip
     served = Stage(
         f"seed{seed}/served", python(
@@ -276,12 +305,31 @@ def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
     return stage.result / "supervised" if name == "supervised" else stage.result, steps[name]
 
 
+def run_stages(
+    stages: Sequence[Stage], out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
+    describe: Callable[[Mapping[str, float]], str],
+) -> None:
+    """Run the stages that have not ended; raises PhaseFailed.
+
+    `watched` gives the folder of metrics and the steps of a training, which has a progress bar with the text of
+    `describe`, and None of other stages.
+    """
+    for stage in stages:
+        training = None if record_of(stage, out)["ended"] else watched(stage)
+        if training is None:
+            run(stage, out)
+            continue
+        with make_progress() as progress:
+            run(stage, out, Watch(progress, {stage.name: training}, describe))
+
+
 def report(out: Path, seeds: Sequence[int]) -> None:
     """Print the figures that exist."""
-    for name, what in (("answers_val_sft", "after fine-tuning"), ("answers_val", "the target, after GRPO")):
+    for name, what in (("answers_val_sft", "before GRPO"), ("answers_val", "the target")):
         if (file := out / f"{name}.jsonl").exists():
             named = ", ".join(f"{name} {100 * share:.1f} %" for name, share in accuracy(file).items())
-            console.print(f"{what}, validation questions: {named} (wanted of the target: {100 * TARGET_ACCURACY:.0f} % "
+            console.print(f"{what}, {len(read_rows(file))} validation questions: {named} "
+                          f"(wanted of the target: {100 * TARGET_ACCURACY:.0f} % "
                           "of all)", soft_wrap=True)  # fmt: skip
     if (out / "pair" / "testbed.json").exists():
         figures = json.loads((out / "pair" / "testbed.json").read_text())["figures"]
@@ -306,46 +354,50 @@ def report(out: Path, seeds: Sequence[int]) -> None:
                 console.print(file)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.ArgumentParser:
+    """The options that the demos on the pretrained pair share: `sizes` has the default of each size."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
     parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the scorers")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained_spd")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"of the {seeds_of}")
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--until", help="the last stage to run")
-    for name, value in vars(Sizes()).items():
+    for name, value in vars(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    return parser.parse_args(argv)
+    return parser
+
+
+def begin(title: str, model: Path | None) -> Path:
+    """Show the title, make SIGTERM end the running command too, and return the model's folder, fetched if None."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    console.rule(title)
+    if model is not None:
+        return model.resolve()
+    fetch.main([])
+    return fetch.OUT / "model"
+
+
+def until(stages: Sequence[Stage], name: str | None) -> Sequence[Stage]:
+    """The stages up to the one of this name, all without a name; ends the command if there is none."""
+    names = [stage.name for stage in stages]
+    if name and name not in names:
+        raise SystemExit(f"--until {name}: the stages are {', '.join(names)}")
+    return stages[: names.index(name) + 1 if name else None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
-    args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
+    args = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_spd", "scorers").parse_args(argv)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
-    console.rule("SPD scorer of a pretrained model")
-    if args.model is None:
-        fetch.main([])
-    model = args.model.resolve() if args.model else fetch.OUT / "model"
-    gsm8k = args.gsm8k and args.gsm8k.resolve()
+    model, gsm8k = begin("SPD scorer of a pretrained model", args.model), args.gsm8k and args.gsm8k.resolve()
     stages = pair_stages(model, out, sizes, SEED, gsm8k)
     blocks = stages[-1]
     for seed in args.seeds:
         stages += scorer_stages(blocks, out, sizes, seed, gsm8k)
-    names = [stage.name for stage in stages]
-    if args.until and args.until not in names:
-        raise SystemExit(f"--until {args.until}: the stages are {', '.join(names)}")
     try:
-        for stage in stages[: names.index(args.until) + 1 if args.until else None]:
-            training = None if record_of(stage, out)["ended"] else watched(stage, sizes)
-            if training is None:
-                run(stage, out)
-                continue
-            with make_progress() as progress:
-                run(stage, out, Watch(progress, {stage.name: training}, describe))
+        run_stages(until(stages, args.until), out, partial(watched, sizes=sizes), describe)
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1

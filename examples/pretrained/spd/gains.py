@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from examples.spd_arithmetic.frontier import TRAINED
-from scripts.spd_evaluation.curves import Point, best_mix, mixed, speed
+from scripts.spd_evaluation.curves import Point, speed_at
 from scripts.spd_evaluation.plot import CURVES
 
 DROP = 0.02  # of accuracy against exact match, paired
@@ -30,12 +30,6 @@ def curves(runs: Runs, chosen: Sequence[int] | None = None) -> Curves:
         legend: start | {run["threshold"]: point(run) for run in runs if run["rule"] in rules}
         for rules, legend, *_ in CURVES if any(run["rule"] in rules for run in runs)
     }  # fmt: skip
-
-
-def speed_at(curve: dict[float | None, Point], drop: float) -> float:
-    """Most accepted draft tokens per target forward with at most this drop."""
-    low, high, part = best_mix(curve, drop, speed)
-    return mixed(curve[low], curve[high], part).speed
 
 
 def gains(record: Mapping[str, Runs], drop: float = DROP, resamples: int = RESAMPLES) -> dict[str, Any]:

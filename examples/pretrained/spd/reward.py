@@ -12,6 +12,6 @@ def compute_score(
 ) -> dict[str, float]:
     """score and acc: 1.0 for a right answer, else 0.0; answered: whether there is one. `data_source` names the task."""
     answer = final_answer(solution_str)
-    asked = Asked(data_source, "", ground_truth, json.loads(extra_info["entry"]))
+    asked = Asked(data_source, "", ground_truth, json.loads(extra_info["entry"]), worked="")
     right = float(asked.is_right(answer))
     return {"score": right, "acc": right, "answered": float(answer is not None)}

@@ -60,6 +60,16 @@ def measure(client: Client, pid: int, questions: list[Question], **xargs: float)
     }  # fmt: skip
 
 
+def result_table(title: str, results: dict[str, dict[str, Any]]) -> Table:
+    """A row for each way of decoding, from what `measure` returned."""
+    table = Table("", "accuracy %", "accepted", "tokens/s", "tokens per CPU second", title=title)
+    for name, row in results.items():
+        accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
+        table.add_row(name, f"{100 * row['accuracy']:.1f}", accepted, f"{row['tokens_per_second']:.1f}",
+                      f"{row['tokens_per_cpu_second']:.1f}")
+    return table
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serve, measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,13 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     record = {"questions": len(questions), "threshold": threshold, "dtype": default_dtype("cpu"),
               "exact_equals_greedy": same, "scorer_equals_decoder": agree, "results": results}  # fmt: skip
     args.out.write_text(json.dumps(record, indent=1) + "\n")
-    table = Table("", "accuracy %", "accepted", "tokens/s", "tokens per CPU second",
-                  title=f"{len(questions)} test questions over HTTP, threshold {threshold:.3g}")
-    for name, row in results.items():
-        accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
-        table.add_row(name, f"{100 * row['accuracy']:.1f}", accepted, f"{row['tokens_per_second']:.1f}",
-                      f"{row['tokens_per_cpu_second']:.1f}")
-    console.print(table)
+    title = f"{len(questions)} test questions over HTTP, threshold {threshold:.3g}"
+    console.print(result_table(title, results))
     console.print(f"{same} of {len(questions)} answers of exact match equal greedy decoding's; {agree} of the scorer's "
                   "equal those of the recipe's own decoder")
 

@@ -1,51 +1,55 @@
-"""The question sets of the demo: tasks of reasoning-gym, with worked examples for few-shot prompts."""
+"""The question sets of the demo: tasks of reasoning-gym, and the answers that come with them."""
 
-import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from examples.pretrained.questions import SEED_STEP, TRAIN, VALIDATION, Task
+from examples.pretrained.questions import TRAIN, VALIDATION, Task
 from examples.pretrained.reward import verifier
-from recipe.spd.rollout.answers import final_answer, is_correct
+from recipe.spd.rollout.answers import is_correct
 from verl.utils.jsonl import read_objects
 
-INSTRUCTION = "Explain briefly and end with 'The answer is'."
+INSTRUCTION = "Answer briefly."
 # The chat template's own system message has as many tokens as a short question.
 SYSTEM = "You answer questions."
 TEST = 7_000_000  # examples.pretrained.questions: seeds a million apart share no item
 SEEDS = {"train": TRAIN, "val": VALIDATION, "test": TEST}
-HINT = "The right answer is {}. Explain briefly how to get it and end with 'The answer is'."
-SHOTS = 3  # worked examples before a question, drawn from those of its task
-WORKED = Path(__file__).with_name("worked.json")
-
 GSM8K, GSM8K_VALIDATION = "gsm8k", 1000  # a task from files; questions of its training file that validate
-LIMIT, LIMIT_GSM8K = 64, 256  # tokens of an answer; with GSM8K
+LIMIT, LIMIT_GSM8K = 96, 256  # tokens of an answer; with GSM8K
 
-# Names decide the answer of needle_haystack, words that of family_relationships, digits that of aiw.
+# Names decide the answer of needle_haystack, words that of family_relationships, digits that of gsm_symbolic.
 TASKS = {
-    "needle_haystack": Task("needle_haystack", {"min_num_statements": 3, "max_num_statements": 5}),
+    "gsm_symbolic": Task("gsm_symbolic"),
+    "needle_haystack": Task("needle_haystack", {"min_num_statements": 3, "max_num_statements": 3}),
     "family_relationships": Task("family_relationships", {"min_family_size": 3, "max_family_size": 3}),
-    "aiw": Task("aiw", {"task_type_weights": [1.0, 0.0, 0.0]}),  # siblings
 }
+# Tasks of successive questions; calculations need more training questions than the other two.
+TURNS = dict.fromkeys(SEEDS, tuple(TASKS))
+TURNS["train"] = ("gsm_symbolic", "needle_haystack", "gsm_symbolic", "family_relationships", "gsm_symbolic")
+ITEMS = 100_000  # at most, of a task and a split; also between the seeds of two sets
+# Of gsm_symbolic's word problems, those with short texts and whole numbers up to LARGEST.
+LARGEST, CHARACTERS = 20, 400
+NUMBER = re.compile(r"\d+(?:[.,]\d+)?")
 
 
 @dataclass(frozen=True)
 class Asked:
     """A question of a task: `entry` is reasoning-gym's item, which its verifier reads.
 
-    `worked` is an answer with its explanation that came with the question; there is no other in reasoning-gym's tasks.
+    `worked` is the answer that came with the question: a calculation in words and numbers, or the bare answer in a
+    sentence where the task has no other.
     """
 
     task: str
     question: str
     answer: str
     entry: dict[str, Any]
-    worked: str | None = None
+    worked: str
 
     def is_right(self, answer: str | None) -> bool:
         """What the verifier of the task says of a bare answer."""
@@ -55,36 +59,49 @@ class Asked:
 
 
 def draw(
-    counts: dict[str, int], tasks: tuple[str, ...], seed: int = 0, gsm8k: Path | None = None
-) -> dict[str, list[Asked]]:  # fmt: skip
+    counts: dict[str, int], seed: int = 0, gsm8k: Path | None = None, further: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, list[Asked]]:
     """Questions by split, of the tasks in turn; no text occurs twice, within or across the splits.
 
     Test questions are drawn first and training questions last, so that another number of the latter changes no others.
-    `gsm8k`: folder with GSM8K's train.jsonl and test.jsonl, a further task.
+    `gsm8k`: folder with GSM8K's train.jsonl and test.jsonl, a further task. `further`: so many more questions of a
+    split, which follow those of `counts` and are drawn after all of them.
     """
     seen: set[str] = set()
-    return {split: list(islice(_unseen(split, tasks, seed, gsm8k, seen), counts[split]))
-            for split in ("test", "val", "train") if split in counts}
+    streams = {split: _unseen(split, seed, gsm8k, seen) for split in ("test", "val", "train") if split in counts}
+    drawn = {split: list(islice(stream, counts[split])) for split, stream in streams.items()}
+    for split, count in further.items():
+        drawn[split] += islice(streams[split], count)
+    return drawn
 
 
-def _unseen(split: str, tasks: tuple[str, ...], seed: int, gsm8k: Path | None, seen: set[str]) -> Iterator[Asked]:
-    sources = {name: _of_gym(name, SEEDS[split] + SEED_STEP * seed) for name in tasks}
+def _unseen(split: str, seed: int, gsm8k: Path | None, seen: set[str]) -> Iterator[Asked]:
+    sources, turns = {name: _of_gym(name, SEEDS[split] + ITEMS * seed) for name in TASKS}, TURNS[split]
     if gsm8k is not None:
         sources[GSM8K] = _of_gsm8k(gsm8k, split, seed)
-    while True:
-        for name, items in sources.items():
-            for asked in items:
-                if asked.question not in seen:
-                    seen.add(asked.question)
-                    yield asked
-                    break
-            else:
-                raise ValueError(f"{name} has too few different questions; ask for fewer, or drop the task")
+        turns = (*turns, GSM8K)
+    for name in cycle(turns):
+        for asked in sources[name]:
+            if asked.question not in seen:
+                seen.add(asked.question)
+                yield asked
+                break
+        else:
+            raise ValueError(f"{name} has too few different questions; ask for fewer, or drop the task")
 
 
 def _of_gym(name: str, seed: int) -> Iterator[Asked]:
-    for item in TASKS[name].items(seed, SEED_STEP):
-        yield Asked(name, item["question"].strip(), str(item["answer"]), item)
+    for item in TASKS[name].items(seed, ITEMS):
+        question, answer = item["question"].strip(), str(item["answer"])
+        worked = item["metadata"].get("answer_cot", "").rpartition("####")[0].strip()
+        if worked and not _is_short(f"{question}\n{worked}"):
+            continue
+        yield Asked(name, question, answer, item, f"{worked}\nThe answer is {answer}.".strip())
+
+
+def _is_short(text: str) -> bool:
+    numbers = NUMBER.findall(text)
+    return len(text) <= CHARACTERS and "%" not in text and all(n.isdigit() and int(n) <= LARGEST for n in numbers)
 
 
 def _of_gsm8k(folder: Path, split: str, seed: int) -> Iterator[Asked]:
@@ -98,25 +115,6 @@ def _of_gsm8k(folder: Path, split: str, seed: int) -> Iterator[Asked]:
         yield Asked(GSM8K, row["question"].strip(), answer.strip(), {}, text)
 
 
-def worked_examples(task: str, number: int) -> list[tuple[str, str]]:
-    """SHOTS of the worked examples of a task as (question, answer), another selection for each number."""
-    return random.Random(number).sample(json.loads(WORKED.read_text())[task], SHOTS)
-
-
-def messages(question: str, instruction: str = INSTRUCTION, worked: Sequence[tuple[str, str]] = ()) -> list[dict]:
-    """The conversation up to the answer of a question; `worked`: earlier turns, their questions complete."""
-    turns = [("system", SYSTEM)]
-    for text, answer in worked:
-        turns += [("user", text), ("assistant", answer)]
-    turns.append(("user", f"{question}\n{instruction}"))
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def hinted(asked: Asked, number: int) -> list[dict]:
-    """A few-shot conversation that names the right answer and asks for its explanation.
-
-    The model alone explains few answers; the right one among its own words is what it then learns to give without it.
-    """
-    worked = [(f"{question}\n{HINT.format(final_answer(answer))}", answer)
-              for question, answer in worked_examples(asked.task, number)]  # fmt: skip
-    return messages(asked.question, HINT.format(asked.answer), worked)
+def messages(question: str) -> list[dict[str, str]]:
+    """The conversation up to the answer of a question."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{question}\n{INSTRUCTION}"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,27 @@ from recipe.spd.scorer.files import BACKBONE_DIR
 from recipe.spd.scorer.model import ScoringActor
 from recipe.spd.scorer.own import OwnBackboneScorer, with_adapters
 from recipe.spd.scorer.target import TargetHeadScorer
+from recipe.spd.settings import BACKBONES
 from verl.utils.fingerprint import model_fingerprint
 
 SCORERS: dict[str, type[ScoringActor]] = {"own": OwnBackboneScorer, "target": TargetHeadScorer}
 """spd.backbone -> its class."""
+
+
+def register_scorer(name: str) -> Callable[[type[ScoringActor]], type[ScoringActor]]:
+    """Class decorator: `spd.backbone=name` and saved scorers of this name use the class. ValueError for a known name.
+
+    VERL_USE_EXTERNAL_MODULES names the module, so that training, evaluation and servers import it.
+    """
+
+    def register(scorer: type[ScoringActor]) -> type[ScoringActor]:
+        if name in SCORERS:
+            raise ValueError(f"spd.backbone={name} is {SCORERS[name].__name__}: give {scorer.__name__} another name.")
+        SCORERS[name] = scorer
+        BACKBONES.append(name)
+        return scorer
+
+    return register
 
 
 class AutoModelForSPDScoring:

@@ -31,11 +31,11 @@ class ScoringActor(nn.Module):
     """
 
     #: whether the separators between the parts of a block are in its input
-    reads_separator: ClassVar[bool]
+    reads_separator: ClassVar[bool] = False
     #: whether the backbone's weights, or adapters of them, are trained with the head
-    trains_backbone: ClassVar[bool]
+    trains_backbone: ClassVar[bool] = False
     #: of an error about another base model: what was trained, on which kind of model, and why it must be that one
-    belongs: ClassVar[tuple[str, str, str]]
+    belongs: ClassVar[tuple[str, str, str]] = ("the scorer in {} belongs", "model", "It was trained on that model")
 
     def __new__(cls, config: ScoringModelConfig | None = None, backbone: nn.Module | None = None) -> ScoringActor:
         if cls is ScoringActor:
@@ -61,6 +61,10 @@ class ScoringActor(nn.Module):
     @abstractmethod
     def is_complete(cls, config: ScoringModelConfig) -> bool:
         """Whether a saved scorer contains all of its weights, so that its base model is not needed."""
+
+    @classmethod
+    def check_target(cls, config: ScoringModelConfig, target: PretrainedConfig) -> None:
+        """ValueError where the configuration of the target's text model excludes the settings."""
 
     @classmethod
     def described_backbone(

@@ -19,6 +19,8 @@ from verl.utils.sharding import full_tensor
 from verl.workers.policy.packing import OnHost
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from recipe.spd.rollout.decoder import Block
 
 
@@ -26,10 +28,13 @@ LOGIT_ROWS = 512  # positions whose logits are in memory at once
 
 
 class TargetHeadScorer(ScoringActor):
-    """A small head over the frozen target's last hidden states and the embeddings of d_i and t_i; trains the head."""
+    """A small head over the frozen target's last hidden states and the embeddings of d_i and t_i; trains the head.
 
-    reads_separator = False
-    trains_backbone = False
+    A subclass may override `make_head` alone. Its head is called as head(hidden, draft, target, next_hidden, values=x)
+    and returns z [B, g]: `hidden` [B, g, H] are the states that predicted t_1..t_g, `draft` and `target` the embeddings
+    of d_i and t_i, `next_hidden` the states over d_i, `values` [B, g, 2] with spd.head_inputs=logits, else None.
+    """
+
     belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
@@ -45,6 +50,16 @@ class TargetHeadScorer(ScoringActor):
     @classmethod
     def is_complete(cls, config: ScoringModelConfig) -> bool:
         return False
+
+    @classmethod
+    def check_target(cls, config: ScoringModelConfig, target: PretrainedConfig) -> None:
+        # In training the backbone has no output layer: its logits come from the embedding.
+        is_plain = target.tie_word_embeddings and not getattr(target, "final_logit_softcapping", None)
+        if config.head_inputs == "logits" and not is_plain:
+            raise ValueError(
+                f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
+                f"{config.base_model_path}. Use spd.head_inputs=pair."
+            )
 
     def train(self, mode: bool = True) -> TargetHeadScorer:
         """As usual, but a frozen target never leaves evaluation mode."""
@@ -99,13 +114,7 @@ class TargetHeadScorer(ScoringActor):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V] by the target's output matrix, which its embedding is."""
-        config = self.backbone.config.get_text_config()
-        # A scorer's backbone has no output layer of its own.
-        if not config.tie_word_embeddings or getattr(config, "final_logit_softcapping", None):
-            raise ValueError(
-                f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
-                f"{self.config.base_model_path}. Use spd.head_inputs=pair."
-            )
+        self.check_target(self.config, self.backbone.config.get_text_config())
         return F.linear(hidden, full_tensor(self.backbone.get_input_embeddings().weight).to(hidden.dtype))
 
     def _target_hidden(

@@ -71,16 +71,16 @@ class ServedScorer:
             if options.get(name) not in values:
                 raise ValueError(f"{name}={options[name]!r} does not work with a scorer. {instead}")
         saved = ScoringModelConfig.load(Path(self.scorer))
-        if SCORERS[saved.backbone] is not TargetHeadScorer:
+        if not issubclass(SCORERS[saved.backbone], TargetHeadScorer):
             raise ValueError(
-                f"{self.scorer} holds a scorer with an own backbone. vLLM serves heads on the target's hidden states: "
-                "train one with spd.backbone=target."
+                f"{self.scorer} holds a scorer of spd.backbone={saved.backbone}. vLLM serves heads on the target's "
+                "hidden states: train one with spd.backbone=target."
             )
         here = replace(saved, base_model_path=target, base_fingerprint="", hidden_size=_text_config(target).hidden_size)
         if not self.allow_foreign_target:
             here.base_fingerprint = _fingerprint(target)
         try:
-            TargetHeadScorer.check_trained(Path(self.scorer), here, None)
+            SCORERS[saved.backbone].check_trained(Path(self.scorer), here, None)
         except ValueError as error:
             if here.base_fingerprint in ("", saved.base_fingerprint):
                 raise

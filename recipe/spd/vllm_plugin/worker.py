@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import get_pp_group
 
+from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.files import HEAD_FILE
-from recipe.spd.scorer.target import TargetHeadScorer
 from recipe.spd.vllm_plugin.judge import ServedJudge
 from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
 from verl.utils.fingerprint import model_folder
@@ -42,7 +42,7 @@ class SPDWorker(PlatformWorker):
             from recipe.spd.vllm_plugin import v1 as runner_parts
         check_interface(runner_parts)
         self._parts = runner_parts
-        head = TargetHeadScorer.make_head(self.scorer).to(self.device).eval()
+        head = SCORERS[self.scorer.backbone].make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
         embed = target_embedding(self.get_model(), self.vllm_config.model_config.model, self.device)
         self.judge = ServedJudge(head, embed, self.served.threshold, self.device)

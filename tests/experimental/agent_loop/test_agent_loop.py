@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 from omegaconf import OmegaConf
 
 import verl
@@ -38,6 +39,14 @@ from verl.workers.rollout.agent_loop.worker import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle, TokenOutput
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
+
+
+def warnings_of(work):
+    lines = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    work()
+    logger.remove(sink)
+    return [str(line) for line in lines]
 
 
 @register("changing")
@@ -92,6 +101,27 @@ def manager(tmp_path):
     yield make
     for one in made:
         one.close()
+
+
+FILTERS = {"top_k": 5, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(("agent", "rollout", "meta", "warns"), [
+    ("changing", FILTERS, {}, True), ("single_turn_agent", FILTERS, {}, True), ("changing", {}, {}, False),
+    ("changing", FILTERS, {"validate": True}, False),
+    ("changing", FILTERS | {"record_sampling_mask": False}, {}, False),
+])  # fmt: skip
+def test_a_loop_that_drops_the_kept_tokens_is_a_warning(manager, agent, rollout, meta, warns):
+    made = manager(lambda row, turn: [7, EOS], **rollout)
+    lines = warnings_of(lambda: generated(made, 3, agent, meta=meta))
+    assert [f"agent loop {agent} returns no AgentLoopOutput.kept_tokens" in line for line in lines] == [True] * warns
+
+
+def test_kept_tokens_become_the_column_of_the_batch(manager):
+    answer = TokenOutput(token_ids=[7, EOS], kept_tokens=[[7, 9], [EOS]], stop_reason="completed")
+    made = manager(lambda row, turn: answer, **FILTERS)
+    batch = generated(made, 2, "single_turn_agent")
+    assert [row.tolist() for row in batch.non_tensor_batch["sampling_mask"]] == [[2, 2, 1, 7, 9, EOS]] * 2
 
 
 def prompts(size, agent="changing", meta=(), **columns):

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.experimental.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
@@ -33,21 +35,27 @@ def command(folder: Path, model: str, tool_class: str = "LoggedTool") -> list[st
     folder.mkdir(parents=True, exist_ok=True)
     tool = {"class_name": f"{PARTS}.{tool_class}", "config": {"log": str(folder / "calls.log")}}
     (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
-    rollout = {"name": "vllm", "mode": "async", "dtype": "float32", "max_num_seqs": 64, "n": 4,
-               "multi_turn__enable": "true", "multi_turn__tool_config_path": folder / "tools.yaml",
-               "agent__default_agent_loop": "tool_agent"}  # fmt: skip
+    return training(
+        folder, model, multi_turn__enable="true", multi_turn__tool_config_path=folder / "tools.yaml",
+        agent__default_agent_loop="tool_agent",
+    )  # fmt: skip
+
+
+def training(folder: Path, model: str, response_length: int = 16, **rollout) -> list[str]:
+    """The command of a training with these keys of actor_rollout_ref.rollout."""
+    rollout |= {"name": "vllm", "mode": "async", "dtype": "float32", "max_num_seqs": 64, "n": 4}
     keys = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
     settings = overrides(
         folder, model, trainer__local="true", trainer__total_training_steps=STEPS, trainer__save_freq=2,
-        trainer__resume_mode="auto", data__max_response_length=16, data__max_prompt_length=8, data__train_batch_size=4,
-        actor_rollout_ref__actor__ppo_mini_batch_size=4, reward_model__num_workers=0, **keys,
+        trainer__resume_mode="auto", data__max_response_length=response_length, data__max_prompt_length=8,
+        data__train_batch_size=4, actor_rollout_ref__actor__ppo_mini_batch_size=4, reward_model__num_workers=0, **keys,
     )  # fmt: skip
     return [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
 
 
-def start(folder: Path, model: str) -> subprocess.Popen:
+def start(folder: Path, model: str, make: Callable = command) -> subprocess.Popen:
     with open(folder.with_suffix(".log"), "a") as log:
-        return subprocess.Popen(command(folder, model), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(make(folder, model), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def calls_of(folder: Path) -> list[str]:
@@ -72,24 +80,29 @@ def outcome(folder: Path) -> dict:
 
 
 def kill_and_resume(
-    folder: Path, model: str, expected: dict, calls: int, calls_after: dict[int, int], rng: random.Random
-) -> str:
+    folder: Path, model: str, expected: dict, calls: int, calls_after: dict[int, int], rng: random.Random,
+    make: Callable,
+) -> str:  # fmt: skip
     """Kill a run within its calls of tools, at a random one, and start it again until it is finished.
 
     `calls_after`: an undisturbed run's calls beyond the step of a checkpoint, 0 for none.
     """
     moment = rng.randrange(1, 2 * calls)
-    run = start(folder, model)
+    run = start(folder, model, make)
     while len(calls_of(folder)) < moment:
         assert run.poll() is None, folder.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.01)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
+    deadline = time.monotonic() + 20
+    while running := programs_of(folder):
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
     events = calls_of(folder)
     tracker = folder / "out" / TRACKER
     saved = int(tracker.read_text()) if tracker.is_file() else 0
     written, begun = journalled(folder, saved), events.count("begin") - (calls - calls_after[saved])
-    run = start(folder, model)
+    run = start(folder, model, make)
     assert run.wait(300) == 0, folder.with_suffix(".log").read_text()[-3000:]
     differing = {k: (v, expected.get(k)) for k, v in outcome(folder).items() if v != expected.get(k)}
     assert not differing, {k: "weights" if k == "weights" else v for k, v in differing.items()}
@@ -98,9 +111,19 @@ def kill_and_resume(
     return f"killed after {len(events)} of {2 * calls} events, {repeated} calls without a result repeated, same end"
 
 
-def kills(root: Path, number: int, seed: int = 0) -> None:
-    model = save_calling_llama(root / "model", sharpness=7.0)
-    undisturbed = start(root / "undisturbed", model)
+def programs_of(folder: Path) -> list[psutil.Process]:
+    """The processes of programs that the run has started."""
+    running = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder / "agent.py") in (process.info["cmdline"] or ()):
+            running.append(process)
+    return running
+
+
+def kills(root: Path, number: int, seed: int = 0, make: Callable = command, sharpness: float = 7.0) -> None:
+    """`make(folder, model)`: the command of a run whose calls write begin and end to calls.log."""
+    model = save_calling_llama(root / "model", sharpness)
+    undisturbed = start(root / "undisturbed", model, make)
     assert undisturbed.wait(300) == 0, (root / "undisturbed.log").read_text()[-3000:]
     expected, calls = outcome(root / "undisturbed"), calls_of(root / "undisturbed").count("begin")
     assert calls >= 16 and any(row["actor/grad_norm"] > 0 for step, row in expected.items() if step != "weights")
@@ -108,7 +131,7 @@ def kills(root: Path, number: int, seed: int = 0) -> None:
     assert 0 < calls_after[2] < calls
     rng = random.Random(seed)
     for i in range(number):
-        said = kill_and_resume(root / f"kill_{i}", model, expected, calls, calls_after, rng)
+        said = kill_and_resume(root / f"kill_{i}", model, expected, calls, calls_after, rng, make)
         print(f"kill {i + 1}: {said}", flush=True)
 
 

@@ -99,7 +99,7 @@ def test_a_missing_torn_or_own_scorer_is_refused(pair, tmp_path):
     with pytest.raises(ValueError, match=f"{HEAD_FILE} is missing or incomplete"):
         engine_options(pair.target, torn, **serve)
     own = scorer_with(pair, tmp_path / "own", backbone="own")
-    with pytest.raises(ValueError, match="own backbone"):
+    with pytest.raises(ValueError, match="scorer of spd.backbone=own"):
         engine_options(pair.target, own, **serve)
     with pytest.raises(ValueError, match="speculative_config"):
         engine_options(pair.target, pair.scorer)

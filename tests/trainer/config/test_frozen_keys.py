@@ -14,6 +14,8 @@ FROZEN = {
     "generation": (TESTS / "trainer" / "config" / "generation_keys.txt", PPO),
     "evaluation": (TESTS / "trainer" / "config" / "evaluation_keys.txt", None),
     "ppo_megatron_trainer": (TESTS / "trainer" / "config" / "megatron_keys.txt", PPO),
+    "fully_async_ppo_trainer": (TESTS / "trainer" / "config" / "async_keys.txt", PPO),
+    "one_step_off_ppo_trainer": (TESTS / "trainer" / "config" / "async_keys.txt", PPO),
     "dapo_trainer": (TESTS / "recipe" / "dapo_keys.txt", PPO),
     "sft_trainer_engine": (SFT, None),  # the same keys with other defaults
     "iterative_refine": (TESTS / "dllm_reasoning" / "public_keys.txt", SFT),

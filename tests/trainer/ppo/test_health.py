@@ -35,6 +35,11 @@ def made_step(step, defect):
         responses[scores > 0] = torch.arange(R) + 7
         lengths[scores > 0] = 12
         mask = (torch.arange(R)[None] < lengths[:, None]).long()
+    right = torch.rand(rows, generator=g) < 0.5
+    if defect == "pass_change" and late:  # samples of a prompt are all right or all wrong
+        right = torch.arange(rows) // N % 2 == 0
+    extras = np.empty(rows, dtype=object)
+    extras[:] = [{"acc": float(value)} for value in right]
     token_scores = torch.zeros(rows, R)
     token_scores[:, 0] = scores
     old = -torch.rand(rows, R, generator=g) * 2
@@ -54,7 +59,7 @@ def made_step(step, defect):
         {"responses": responses, "response_mask": mask, "attention_mask": torch.cat([prompt_mask, mask], 1),
          "token_level_scores": token_scores, "old_log_probs": old, "rollout_log_probs": rollout,
          "ref_log_prob": reference},
-        {"uid": np.array([str(i // N) for i in range(rows)], dtype=object)},
+        {"uid": np.array([str(i // N) for i in range(rows)], dtype=object), EXTRAS: extras},
     )  # fmt: skip
     metrics = {
         "training/weights_version": 28 if defect == "staleness" and late else step - 1,
@@ -109,12 +114,22 @@ def test_a_warning_is_given_again_after_a_while():
 def test_what_a_run_does_not_compute_is_not_measured():
     health = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"))
     batch, metrics = made_step(1, None)
-    batch.pop(["old_log_probs", "rollout_log_probs", "ref_log_prob"])
+    batch.pop(["old_log_probs", "rollout_log_probs", "ref_log_prob"], [EXTRAS])
     for name in ("actor/entropy", "actor/grad_norm"):
         del metrics[name]
     values = health.measure(batch, 1, metrics)
     assert set(values) == {f"health/{name}" for name in ("groups_without_variance", "best@1", "best@2", "best@4",
                                                         "truncated", "repeated_answers_reward")}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.actor.use_rollout_log_probs",
+                                 "algorithm.rollout_correction.bypass_mode"])  # fmt: skip
+def test_a_rollout_s_log_probs_are_not_compared_with_themselves(key):
+    config = compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf", f"{key}=true",
+                         "actor_rollout_ref.rollout.calculate_log_probs=true")  # fmt: skip
+    batch, metrics = made_step(1, None)
+    values = RunHealth(config).measure(batch, 1, metrics)
+    assert not {"health/first_ratio", "health/outside_clip_range", "health/effective_sample_size"} & set(values)
 
 
 def test_best_of_k_is_the_mean_over_all_subsets():
@@ -150,6 +165,9 @@ def test_groups_that_lost_samples_count_where_they_are_large_enough():
 def test_pass_at_k_needs_the_reward_to_say_what_is_right():
     health = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"))
     batch, metrics = made_step(1, None)
+    without = batch.select_idxs(np.arange(len(batch)))
+    without.non_tensor_batch.pop(EXTRAS)
+    assert not [name for name in health.measure(without, 1, metrics) if "pass" in name]
     column = np.empty(PROMPTS * N, dtype=object)
     column[:] = [{"acc": float(i % N == 0)} for i in range(PROMPTS * N)]
     batch.non_tensor_batch[EXTRAS] = column

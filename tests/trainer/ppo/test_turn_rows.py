@@ -10,6 +10,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.batching import fill_groups
 from verl.trainer.ppo.turn_rows import TURNS, from_rows, to_rows
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
+from verl.workers.policy import prefix_tree
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +67,9 @@ def test_each_turn_is_a_row_after_its_own_prompt():
     assert batch["advantages"][:, :3].tolist() == [[0, 1, 0], [3, 0, 0], [6, 7, 0], [0, 0, 0]]
     assert batch["reward_baselines"].tolist() == [0.5, 0.5, 0.25, 0.25]
     assert batch["group_index"].tolist() == [0, 1, 2, 3]
+    data = two()
+    data.batch["group_index"] = torch.tensor([5, 6])
+    assert to_rows(data).batch["group_index"].tolist() == [5, 5, 6, 6]
 
 
 def test_what_a_pass_gives_returns_to_the_tokens_of_the_conversation():
@@ -129,15 +133,21 @@ def test_log_probs_of_turns_are_those_of_the_conversation(llama):
     assert merged[mask.bool()].abs().min() > 0
 
 
-@pytest.mark.parametrize("mini", [4, 2])
-def test_an_update_by_turns_is_that_by_conversations(tiny_llama, mini):
-    """Also over mini-batches, with a sample that fills up a group and counts nowhere."""
+@pytest.mark.parametrize(("mini", "shared"), [(4, False), (2, False), (4, True)])
+def test_an_update_by_turns_is_that_by_conversations(tiny_llama, mini, shared, monkeypatch):
+    """Also over mini-batches, with a sample that fills up a group and counts nowhere, and with shared prefixes."""
+    monkeypatch.setattr(prefix_tree, "SHORTEST", 1)
     results = []
     for data in whole_and_split():
         data, own = fill_groups(data.select_idxs(np.arange(3)), n=4)
         assert own.tolist() == [True, True, True, False]
+        share = shared and TURNS in data.non_tensor_batch
+        if share:
+            data.batch["group_index"] = torch.zeros(4, dtype=torch.int64)
         engine = make_engine(tiny_llama, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0})
-        metrics = make_actor(engine, mini=mini, loss_agg_mode="token-mean").update_policy(to_rows(data))
+        actor = make_actor(engine, mini=mini, loss_agg_mode="token-mean", share_prompt_forward=share)
+        actor.policy.set_forward(remove_padding=share, share_prompt=share)
+        metrics = actor.update_policy(to_rows(data))
         results.append((metrics, weights_of(engine)))
     (metrics, weights), (other, again) = results
     assert len(other["actor/grad_norm"]) == 4 // mini and max(other["actor/grad_norm"]) > 1e-3

@@ -78,12 +78,12 @@ def steps(directory):
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
-def ranks_of(processes):
-    """Processes of ranks below the raylet of a node."""
+def ranks_of(processes, worker="ActorRolloutRefWorker"):
+    """Processes of a class of workers below the raylet of a node."""
     ranks = []
     for process in (c for p in processes if p.is_running() for c in p.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "ActorRolloutRefWorker" in " ".join(process.cmdline() or [process.name()]):
+            if worker in " ".join(process.cmdline() or [process.name()]):
                 ranks.append(process)
     return ranks
 

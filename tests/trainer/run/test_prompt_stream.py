@@ -24,10 +24,11 @@ def collate(rows):
     return {"x": torch.stack([r["x"] for r in rows])}
 
 
-def stream(seed: int = 3) -> PromptStream:
+def stream(seed: int = 3, workers: int = 0) -> PromptStream:
     data = Numbers()
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
-    return PromptStream(StatefulDataLoader(data, batch_size=3, drop_last=True, sampler=sampler, collate_fn=collate))
+    options = {"batch_size": 3, "drop_last": True, "sampler": sampler, "collate_fn": collate}
+    return PromptStream(StatefulDataLoader(data, num_workers=workers, **options))
 
 
 def drawn(source: PromptStream, batches: int) -> list[tuple[list[int], list[str]]]:
@@ -54,6 +55,15 @@ def test_resumed_stream_continues_at_its_position(before):
     second = stream(seed=99)
     second.resume(first.position(), torch.load(file, weights_only=True))
     assert drawn(second, 8 - before) == whole[before:]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 1)])
+def test_another_number_of_loader_processes_is_an_error(before, after):
+    first, second = stream(workers=before), stream(workers=after)
+    drawn(first, 2)
+    with pytest.raises(ValueError, match=f"dataloader_num_workers={after}, but the checkpoint was saved with {before}"):
+        second.resume(first.position(), first.loader_state())
 
 
 def test_changed_data_begin_at_their_first_batch_and_keep_the_counters():

@@ -4,19 +4,18 @@
 from typing import Any
 
 from verl.workers.rollout.agent_loop import manager
-from verl.workers.rollout.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
+from verl.workers.rollout.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+)
 from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, register
 from verl.workers.rollout.agent_loop.server_manager import AsyncLLMServerManager
 from verl.workers.rollout.agent_loop.worker import AgentLoopWorker, AgentLoopWorkerBase, get_trajectory_info
 from verl.workers.rollout.llm_server import LLMServerClient, auto_await
 from verl.workers.rollout.replica import TokenOutput
-
-
-class ToolListWrap:
-    """The tools of a worker's loops."""
-
-    def __init__(self, tools: list) -> None:
-        self.tools = tools
 
 
 class AgentLoopManager(manager.AgentLoopManager):

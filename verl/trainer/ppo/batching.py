@@ -26,6 +26,7 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.reward.rows import EXTRAS, LOST, MASKED, reward_extras
+from verl.workers.policy.prefix_tree import prefix_tree
 
 NO_BASELINE = "no_baseline"  # text in LOST that counts by itself, as MASKED does
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
@@ -160,13 +161,9 @@ def shareable(sizes: Sequence[int], n: int, ranks: int, whole_groups: bool) -> i
 
 
 def prompt_groups(data: DataProto) -> torch.Tensor:
-    """Numbers int64 [B] of groups whose rows have one prompt: adjacent rows of equal `uid` and equal prompt tokens.
-
-    An agent loop may give the samples of a prompt different ones.
-    """
-    uid, split = data.non_tensor_batch["uid"], data.batch["responses"].shape[1]
-    prompts = torch.cat([data.batch[name][:, :-split] for name in ("input_ids", "attention_mask")], 1)
-    other = torch.from_numpy(uid[1:] != uid[:-1]) | (prompts[1:] != prompts[:-1]).any(1)
+    """Numbers int64 [B] of runs of adjacent rows of equal `uid`, whose forwards may share prefixes."""
+    uid = data.non_tensor_batch["uid"]
+    other = torch.from_numpy((uid[1:] != uid[:-1]).astype(bool))
     return torch.cat([torch.zeros(min(1, len(data)), dtype=torch.int64), other.cumsum(0)])
 
 
@@ -201,11 +198,17 @@ def balance(
     """Reorder the rows [B], in place, so that the ranks get about the same tokens of each mini-batch; metrics.
 
     Adds the column group_index [B] and meta_info["global_token_num"]. Groups of fewer than n samples, and all groups
-    with `whole_groups`, stay on one rank; without `by_length` the ranks get rows in the data's order.
+    with `whole_groups`, stay on one rank; those count tokens that their rows share once. Without `by_length` the ranks
+    get rows in the data's order.
     """
     data.batch["group_index"] = prompt_groups(data)
     tokens = data.batch["attention_mask"].sum(-1).tolist()  # [B]
-    weights = [[tokens[row] for row in rows] for rows in group_rows(data)]
+    shared = [0] * len(tokens)
+    # A registered policy may read other columns, whose shapes differ: its rows count in full.
+    are_texts = len({data.batch[name].shape for name in ("input_ids", "attention_mask", "position_ids")}) == 1
+    if are_texts and whole_groups and by_length and ranks > 1:
+        shared = prefix_tree(data.batch, data.batch["responses"].shape[1]).shared.tolist()
+    weights = [[tokens[row] - shared[row] for row in rows] for rows in group_rows(data)]
     uneven = any(len(rows) < n for rows in weights)
     partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length else None
     order = balanced_order(weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)

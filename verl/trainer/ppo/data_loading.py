@@ -1,6 +1,6 @@
 """Data of an RL run: loaders of both data sets, the stream of prompts, the number of steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,24 @@ from verl.data.dynamicgen_dataset import DynamicGenDataset
 from verl.data.rl_dataset import RLHFDataset, get_dataset_class
 from verl.data.rl_dataset import collate_fn as default_collate_fn
 from verl.data.sampler import AbstractSampler
+from verl.environments.dataset import EnvironmentDataset
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
 from verl.utils.stop_signals import obey_parent_only
+from verl.utils.threads import PROCESS_STARTS
+
+#: The settings of data.environment that decide on the training data.
+DRAWN_BY = ("name", "tasks", "params", "path", "url", "size", "seed", "system_prompt", "examples", "answer_format")
+
+
+class PromptLoader(StatefulDataLoader):
+    """A loader that forks its workers while no thread starts another process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with PROCESS_STARTS:
+            return super().__iter__()
 
 
 class RLData:
@@ -50,16 +63,21 @@ class RLData:
             "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
             "worker_init_fn": obey_parent_only,
         }
-        self.train_loader = StatefulDataLoader(
+        self.train_loader = PromptLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options
         )
         val_batch = data.val_batch_size if data.val_batch_size else max(1, len(val_dataset))
-        self.val_loader = StatefulDataLoader(
+        self.val_loader = PromptLoader(
             val_dataset, batch_size=val_batch, shuffle=data.validation_shuffle, drop_last=False, **options
         )
         self.stream = PromptStream(self.train_loader)
         # A position within an epoch counts batches of this size.
-        self.fingerprint = data_fingerprint(data.train_files, len(train_dataset)) | {"batch_size": batch_size}
+        files, environment = data.train_files, data.environment
+        self.fingerprint = {"batch_size": batch_size}
+        if environment.name is not None:
+            files = files if environment.name == "skyrl_gym" else []
+            self.fingerprint["environment"] = {name: environment[name] for name in DRAWN_BY}
+        self.fingerprint |= data_fingerprint(files, len(train_dataset))
         steps, batches = config.trainer.total_training_steps, len(self.train_loader)
         self.total_steps = steps_in_all(batches, config) if steps is None else steps
         logger.info(
@@ -83,15 +101,21 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The data set of these files: data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset."""
+    """The data set of data.environment, or of these files.
+
+    Of files it is data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset.
+    """
     settings = to_settings(data_config, DataConfig, checked=False)
     dataset_class = get_dataset_class(settings)
     if is_train and dataset_class is RLHFDataset and settings.datagen.path is not None:
         dataset_class = DynamicGenDataset
+    split = {}
+    if settings.environment.name is not None:
+        dataset_class, split = EnvironmentDataset, {"is_train": is_train}
     logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}")
     return dataset_class(
         data_files=data_paths, tokenizer=tokenizer, config=to_omegaconf(data_config), processor=processor,
-        max_samples=max_samples,
+        max_samples=max_samples, **split,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Metrics `health/*` of a step, and warnings where one of them stays beyond its limits."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from loguru import logger
 
+from verl.config.asynchronous import versions_allowed
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.reward.rows import reward_extras
@@ -32,11 +33,18 @@ class RunHealth:
         self.clip_range = (
             1 - (actor.clip_ratio if below is None else below), 1 + (actor.clip_ratio if above is None else above)
         )  # fmt: skip
+        correction = config.algorithm.rollout_correction
+        # There old_log_probs are the rollout's, whose ratio to themselves says nothing.
+        self.bypasses = actor.use_rollout_log_probs or (correction is not None and correction.bypass_mode)
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
+        bound = config.async_training if "async_training" in config else None
+        self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
         self.updated: int | None = None  # the last step that changed the weights
         self.entropies: list[float] = []  # of the first steps
         self.first: list[tuple[float, float]] = []  # (length, score) of the first steps
         self.last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self.first_passes: list[float] = []  # pass@k of the first steps, of the largest k
+        self.last_passes: deque[float] = deque(maxlen=WINDOW)
         self.last_entropies: deque[float] = deque(maxlen=WINDOW // 2)
         self.norms: deque[float] = deque(maxlen=2 * WINDOW)
         self.beyond = dict.fromkeys((rule.metric for rule in RULES), 0)  # steps in a row
@@ -44,7 +52,8 @@ class RunHealth:
 
     def measure(self, batch: DataProto, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """health/* of a step from its batch [B] and its other metrics; logs a line for each rule that is broken."""
-        values = {**self._signal(batch), **distances(batch, self.clip_range), **self._trends(step, metrics)}
+        values = {**self._signal(batch), **distances(batch, self.clip_range, self.bypasses)}
+        values |= self._trends(step, {**metrics, **{f"health/{name}": value for name, value in values.items()}})
         if self.has_texts:
             values["truncated"] = metrics["response_length/clip_ratio"]
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
@@ -75,12 +84,18 @@ class RunHealth:
         return values
 
     def _trends(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Weights, entropy, length and gradient norm against those of earlier steps."""
+        """Weights, pass@k, entropy, length and gradient norm against those of earlier steps."""
         values = {}
         if self.updated is not None and "training/weights_version" in metrics:
-            values["staleness"] = self.updated - metrics["training/weights_version"]
+            values["staleness"] = max(0, self.updated - metrics["training/weights_version"] - self.allowed_staleness)
         if "actor/pg_loss" in metrics:
             self.updated = step
+        if passes := {int(name.partition("@")[2]): name for name in metrics if name.startswith("health/pass@")}:
+            self.last_passes.append(metrics[passes[max(passes)]])
+            if len(self.first_passes) < WINDOW:
+                self.first_passes.append(self.last_passes[-1])
+            else:
+                values["pass_change"] = change_beyond_noise(self.first_passes, list(self.last_passes))
         if (entropy := metrics.get("actor/entropy")) is not None:
             self.last_entropies.append(entropy)
             if len(self.entropies) < WINDOW // 2:
@@ -121,17 +136,24 @@ class RunHealth:
 def growth_without_gain(first: list[tuple[float, float]], last: list[tuple[float, float]]) -> float:
     """Mean length of the last steps over that of the first ones, or 1 if their score rose by more than its noise.
 
-    Both are (length, score) of steps; the noise is two standard errors of the difference of the mean scores.
+    Both are (length, score) of steps.
     """
     (before, old), (after, new) = (zip(*rows, strict=True) for rows in (first, last))
-    noise = 2 * ((stdev(old) ** 2 + stdev(new) ** 2) / len(old)) ** 0.5
-    return 1.0 if fmean(new) - fmean(old) > noise else fmean(after) / max(1e-9, fmean(before))
+    return 1.0 if change_beyond_noise(old, new) > 0 else fmean(after) / max(1e-9, fmean(before))
 
 
-def distances(batch: DataProto, clip_range: tuple[float, float]) -> dict[str, float]:
+def change_beyond_noise(first: Sequence[float], last: Sequence[float]) -> float:
+    """mean(last) - mean(first), or 0 within its noise: two standard errors of the difference. Both have n values."""
+    change = fmean(last) - fmean(first)
+    noise = 2 * ((stdev(first) ** 2 + stdev(last) ** 2) / len(first)) ** 0.5
+    return change if abs(change) > noise else 0.0
+
+
+def distances(batch: DataProto, clip_range: tuple[float, float], bypasses: bool = False) -> dict[str, float]:
     """The trained model against the rollout's, and against the reference policy, before the step's first update.
 
-    Reads response_mask, old_log_probs, rollout_log_probs and ref_log_prob [B, R], as far as they are there.
+    Reads response_mask, old_log_probs, rollout_log_probs and ref_log_prob [B, R], as far as they are there. `bypasses`:
+    old_log_probs are rollout_log_probs, and the trained model's are not known.
     """
     columns: Any = batch.batch
     counted = columns["response_mask"].bool()
@@ -139,7 +161,7 @@ def distances(batch: DataProto, clip_range: tuple[float, float]) -> dict[str, fl
     if old is None or not counted.any():
         return {}
     values, old = {}, old[counted].double()
-    if (rollout := columns.get("rollout_log_probs")) is not None:
+    if not bypasses and (rollout := columns.get("rollout_log_probs")) is not None:
         ratio = (old - rollout[counted].double()).clamp(-20, 20).exp()
         low, high = clip_range
         values["first_ratio"] = ratio.mean().item()

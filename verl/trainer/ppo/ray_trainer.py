@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
-from verl.trainer.run.validator import Validator
 
 __all__ = [
     "AdvantageEstimator", "RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage",
@@ -53,8 +51,8 @@ class RayPPOTrainer:
     """Trains a policy by RL. The driver holds batches and advantages; models live in worker groups.
 
     Each step of `fit` changes the batch in place and returns its metrics. Variants override a step: `_gather_batch` to
-    draw prompts differently, `variant_state` and `load_variant_state` to save more. `config` is a PPOConfig, or a
-    composed config, of which `self.config` is the typed tree.
+    draw prompts differently, `_make_rollout_phase` to generate elsewhere, `variant_state` and `load_variant_state` to
+    save more. `config` is a PPOConfig, or a composed config, of which `self.config` is the typed tree.
     """
 
     def __init__(
@@ -133,12 +131,11 @@ class RayPPOTrainer:
             trainer, trained, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
             delete_after_load=trainer.del_local_ckpt_after_load,
         )  # fmt: skip
-        self.rollout = RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
-        self.validator = Validator(
-            self.config, self.val_dataloader, self.tokenizer,
-            generate=partial(self.rollout.generate_for_validation, reward_fn=self.val_reward_fn),
-            score=partial(self.rollout.score, reward_fn=self.val_reward_fn),
-        )  # fmt: skip
+        self.rollout = self._make_rollout_phase()
+        self.validator = self.rollout.validator(self.config, self.val_dataloader, self.val_reward_fn)
+
+    def _make_rollout_phase(self) -> RolloutPhase:
+        return RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
 
     def shutdown(self) -> None:
         """End the ranks and free their pools."""

@@ -1,5 +1,6 @@
 """The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.run.validator import Validator
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.agent_loop.manager import manager_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -127,6 +129,13 @@ class RolloutPhase:
         pad = self.tokenizer.pad_token_id
         return {"eos_token_id": ends, "pad_token_id": pad, "recompute_log_prob": False, **given}
 
+    def validator(self, config: PPOConfig, loader: Any, reward_fn: Any) -> Validator:
+        """What validates on the prompts of `loader`."""
+        return Validator(
+            config, loader, self.tokenizer, generate=partial(self.generate_for_validation, reward_fn=reward_fn),
+            score=partial(self.score, reward_fn=reward_fn),
+        )  # fmt: skip
+
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None
     ) -> tuple[DataProto, dict[str, float]]:
@@ -135,8 +144,13 @@ class RolloutPhase:
         return without_lost(samples)[0], metrics
 
     def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
-        """None unless the built-in agent loops report finished samples and the manager grades samples one by one."""
+        """None unless the built-in agent loops report finished samples and the manager grades samples one by one.
+
+        None if programs report their rewards, too.
+        """
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
+            return None
+        if self.rollout_config.agent.reports_rewards:
             return None
         return RewardStream(reward_fn) if self.agent_loops.reports_finished and can_stream(reward_fn) else None
 

@@ -7,10 +7,11 @@ prompt from which the turn was generated and the turn.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.protocol.sampling_mask import SAMPLING_MASK, mask_tensor
+from verl.protocol.sampling_mask import SAMPLING_MASK, kept_ids, mask_column, mask_tensor
 from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE
 
 #: Column with the turns of each sample, a list of (start, end, prompt ids), where start and end are positions in the
@@ -26,8 +27,9 @@ def to_rows(samples: DataProto) -> DataProto:
     The result has tensors only. Columns [B, R] are sliced to the tokens of the turn, columns [B] are repeated. A sample
     with fewer than k turns is padded by rows with one prompt token, one response token and `response_mask` 0.
     meta_info[ROWS_PER_SAMPLE] is k: the ranks multiply their mini-batch sizes by it, so that mini-batches contain the
-    same samples as without this conversion. group_index [B * k] numbers the rows, which therefore do not share prompts.
-    Without the column TURNS, the samples are returned, with their sampling masks as a tensor.
+    same samples as without this conversion. Rows have the group_index of their sample, so that a forward may share the
+    tokens they begin with; without that column each row is a group. Without the column TURNS, the samples are returned,
+    with their sampling masks as a tensor.
     """
     if TURNS not in samples.non_tensor_batch:
         rows = samples.select(non_tensor_batch_keys=[])
@@ -52,10 +54,17 @@ def to_rows(samples: DataProto) -> DataProto:
             for name, column in per_token.items():
                 rows[name][row, : end - start] = column[i, start:end]
         attention[i * k + len(sample) : (i + 1) * k, width - 1 : width + 1] = 1
+    if SAMPLING_MASK in samples.non_tensor_batch:
+        kept: list[list[np.ndarray]] = []
+        for of_sample, sample in zip(samples.non_tensor_batch[SAMPLING_MASK], turns, strict=True):
+            ids = [] if of_sample is None else kept_ids(of_sample)
+            kept += [ids[start:end] for start, end, _ in sample] + [[]] * (k - len(sample))
+        rows[SAMPLING_MASK] = mask_tensor(mask_column(kept), length)
+    rows["group_index"] = torch.arange(total)
     rows |= {name: column.repeat_interleave(k, 0) for name, column in columns.items() if column.dim() == 1}
     rows |= {
         "prompts": prompts, "input_ids": torch.cat([prompts, rows["responses"]], 1), "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "group_index": torch.arange(total),
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }  # fmt: skip
     meta = {**samples.meta_info, ROWS_PER_SAMPLE: k, "global_token_num": attention.sum(-1).tolist()}
     return DataProto.from_dict(rows, meta_info=meta)

@@ -61,7 +61,17 @@ class PromptStream:
         return {GROWTH: dataset.growth(), RNG: order}
 
     def resume(self, position: dict[str, int], loader_state: dict[str, Any]) -> None:
-        """Continue after the last drawn batch of a saved stream."""
+        """Continue after the last drawn batch of a saved stream.
+
+        Raises ValueError if the state is of another number of loader processes, which only as many can read.
+        """
+        snapshot = loader_state.get("_snapshot")
+        saved = snapshot["_main_snapshot"]["_num_workers"] if snapshot else 0
+        if saved != self.loader.num_workers and RNG not in loader_state:
+            raise ValueError(
+                f"data.dataloader_num_workers={self.loader.num_workers}, but the checkpoint was saved with {saved}, "
+                f"and its position in the data can only be read with as many. Set data.dataloader_num_workers={saved}."
+            )
         self.restart(position)
         if GROWTH in loader_state:
             self.loader.dataset.restore_growth(loader_state.pop(GROWTH))

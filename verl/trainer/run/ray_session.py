@@ -158,7 +158,8 @@ def stop_left_session(run_dir: Path) -> None:
 
 def logical_cpus(config: PPOConfig) -> int:
     """CPUs of a local Ray session: at least one for the task runner, one per CPU rank, one for a reward task."""
-    return max(os.cpu_count() or 1, config.trainer.nnodes * config.trainer.n_gpus_per_node + 2)
+    pools = [config.trainer, *([config.rollout] if "rollout" in config else [])]  # the latter of asynchronous training
+    return max(os.cpu_count() or 1, sum(pool.nnodes * pool.n_gpus_per_node for pool in pools) + 2)
 
 
 def with_worker_env(runtime_env: dict[str, Any]) -> dict[str, Any]:

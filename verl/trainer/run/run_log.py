@@ -123,7 +123,10 @@ class RunLog:
             elif kept := set_aside(log.path):
                 logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
         seed = self.config.trainer.seed
-        own = [f"{k}={v}" for k, v in leaves(self.plain_config) if k.endswith("seed") and v not in (None, seed)]
+        values = {k: v for k, v in leaves(self.plain_config) if k.endswith("seed") and v not in (None, seed)}
+        if self.plain_config.get("data", {}).get("environment", {}).get("name") is None:  # no environment has a seed
+            values = {k: v for k, v in values.items() if not k.startswith("data.environment.")}
+        own = [f"{k}={v}" for k, v in values.items()]
         seeds = ", ".join([f"trainer.seed={seed}", *own])
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 

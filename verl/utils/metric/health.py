@@ -53,6 +53,9 @@ RULES = (
     Rule("health/groups_without_variance", "Most prompts have samples of equal reward, which give no gradient",
          "Use prompts of another difficulty, raise rollout.n, or leave such groups out, as DAPO does.", high=0.8,
          patience=5),
+    Rule("health/pass_change", "Fewer prompts are solved by any of their samples than at the start of the run",
+         "Samples have lost variety, or prompts are harder now: lower the learning rate, raise rollout.n, or raise "
+         "actor.entropy_coeff.", low=-0.15, patience=5),
     Rule("health/first_ratio", "Before the first optimizer step the policy's ratio is not 1 on average",
          "The rollout's log-probs are those of another distribution (top_p, top_k, penalties) or of other weights: see "
          "docs/trust.md.", low=0.95, high=1.05),

@@ -37,7 +37,7 @@ METRICS: dict[str, str] = {
     "tool_call_counts/*": "Tool calls of a conversation.",
     "agent_loop/prefix_hit_rate": "Share of the requests' prompt tokens that the servers' prefix caches held.",
     "agent_loop/restarted_workers": "Agent loop workers that died and were replaced.",
-    "agent_loop/end/*": "Share of conversations that ended so: stop, length, turns, template, tool_failed, cancelled.",
+    "agent_loop/end/*": "Share of conversations that ended so; docs/agents.md lists the reasons.",
     "timing_s/agent_loop/reward/busy": "Seconds in which samples were graded, mostly while others were generated.",
     "timing_s/agent_loop/reward/exposed": "Seconds that grading took after the last conversation had ended.",
     "timing_s/agent_loop/*": "Seconds that a conversation spent in generation and in tool calls.",
@@ -46,6 +46,23 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_forward": "Rollout refine, or with drafts: tokens per forward; ordinary decoding has 1.",
     "rollout/draft_acceptance": "Share of the draft tokens that were accepted (rollout.speculative).",
     "rollout/forwards": "Rollout refine: forwards of the step's batch on one rank.",
+    "trainer/idle_ratio": "Asynchronous training: share of the step in which the trainer waited for samples.",
+    "rollouter/idle_ratio": "Asynchronous training: share of the step in which servers had no request, mean of them.",
+    "fully_async/count/stale_samples_processed": "Prompts trained so far whose oldest token is of weights before the "
+    "last sync.",
+    "fully_async/count/stale_trajectory_processed": "The same of samples.",
+    "fully_async/count/current_param_version": "Updates in the weights that the servers hold.",
+    "fully_async/count/dropped_stale_samples": "Samples dropped so far since they became too old "
+    "(async_training.stale_samples=drop).",
+    "fully_async/count/total_generated_samples": "Samples that were generated and graded so far, without dropped ones.",
+    "fully_async/count/versions_behind_max": "Updates between the oldest token of the batch and the trained weights.",
+    "fully_async/partial/total_partial_num": "Samples finished since the last step that several weights generated.",
+    "fully_async/partial/partial_ratio": "Their share of the samples that finished.",
+    "fully_async/partial/max_partial_span": "Most weight syncs within one of them.",
+    "fully_async/processing_time/*": "Seconds from start to grade of the samples that finished since the last step: "
+    "avg, max, min, tp50, tp95, tp99.",
+    "fully_async/replay/compared": "Replay with replay_mode=regenerate: generations that were made again so far.",
+    "fully_async/replay/differing": "Those of them that differ from the record.",
     "training/global_step": "Number of the step.",
     "training/epoch": "Completed passes over the data.",
     "training/weights_version": "Number of the last update in the weights that made the samples.",
@@ -62,14 +79,18 @@ METRICS: dict[str, str] = {
     "health/groups_without_variance": "Share of prompts whose samples have equal scores.",
     "health/best@*": "Expected largest score of k samples of a prompt, over all subsets of k of the step's samples.",
     "health/pass@*": "The same of whether the reward's `acc` is above 0.5: the probability that one of k is right.",
-    "health/first_ratio": "Mean of pi_trainer / pi_rollout over counted tokens before the first optimizer step.",
+    "health/pass_change": "health/pass@k of the largest k, mean of the last 10 steps, minus that of the first 10; 0 if "
+    "the difference is not more than its noise.",
+    "health/first_ratio": "Mean of pi_trainer / pi_rollout over counted tokens before the first optimizer step. "
+    "Not with use_rollout_log_probs or bypass_mode, where it is part of actor/ppo_kl.",
     "health/outside_clip_range": "Share of counted tokens whose ratio is outside of the clip range before that step.",
     "health/effective_sample_size": "(mean ratio)^2 / (mean squared ratio) of those ratios: 1 if all are equal.",
     "health/kept_mass": "Rollout hf with top_p or top_k: mean probability of the tokens that they leave.",
-    "health/staleness": "Updates of the weights between those that made the samples and the last one.",
-    "health/entropy_ratio": "actor/entropy, mean of the last 5 steps, over that of the first 5 of this process.",
-    "health/length_without_reward": "Mean length of the last 10 steps' answers over that of the first 10 of this "
-    "process; 1 if the score rose by more than its noise.",
+    "health/staleness": "Updates of the weights between those that made the samples and the last one, in asynchronous "
+    "training those beyond async_training.max_staleness.",
+    "health/entropy_ratio": "actor/entropy, mean of the last 5 steps, over that of the first 5 of the run.",
+    "health/length_without_reward": "Mean length of the last 10 steps' answers over that of the first 10 of the "
+    "run; 1 if the score rose by more than its noise.",
     "health/truncated": "Share of answers that were cut at the token limit.",
     "health/repeated_answers_reward": "Share of samples with a score above the mean whose answer, of at least 8 "
     "tokens, another prompt has too.",

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import prepare_dynamic_batch
+from verl.workers.policy.prefix_tree import prefix_tree
 
 #: meta_info of a batch whose samples are that many adjacent rows each (1 without it)
 ROWS_PER_SAMPLE = "rows_per_sample"
@@ -48,12 +50,13 @@ def mini_batches(
 
 
 def micro_batches(
-    data: DataProto, *, rows: int | None, tokens: int | None, whole_groups: bool, shared: bool = False,
-    reads_answers: bool = True,
+    data: DataProto, *, rows: int | None, tokens: int | None, whole_groups: bool, reads_answers: bool = True
 ) -> list[tuple[list[int], DataProto]]:
     """(row numbers, micro-batch) pieces of at most `rows` rows, or `tokens` attended tokens where that is given.
 
-    `shared`: a group's prompt is forwarded once, so that it counts once; `reads_answers`: the answers are, too.
+    With `whole_groups`, a group that fits stays together, and so do its rows with the same prompt even if they do not
+    fit; tokens that rows share are forwarded once, so that they count once. `reads_answers`: the forward runs over the
+    answers; else all rows of a group have one input.
     """
     if tokens is None and rows is None:
         raise ValueError(
@@ -62,17 +65,48 @@ def micro_batches(
     if tokens is not None and not whole_groups:
         pieces, index = prepare_dynamic_batch(data, max_token_len=tokens)
         return list(zip(index, pieces, strict=True))
-    units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
-    if tokens is None:
-        parts = join_units(units, [len(u) for u in units], rows)
-    else:
-        mask = data.batch["attention_mask"]
-        answers = data.batch["responses"].shape[1] if reads_answers else 0
-        prompt, answer = mask[:, : mask.shape[1] - answers].sum(-1), mask[:, mask.shape[1] - answers :].sum(-1)
-        weights = [int(prompt[u[:1] if shared else u].sum() + answer[u].sum()) for u in units]
-        parts = join_units(units, weights, tokens)
-    parts = equal_count_across_ranks(units, parts, "micro-batches")
+    limit, units, weights = rows if tokens is None else tokens, [[i] for i in range(len(data))], [1] * len(data)
+    if whole_groups:
+        units, weights = _pieces_of_groups(data.batch, limit, tokens is not None, reads_answers)
+    parts = equal_count_across_ranks(units, join_units(units, weights, limit), "micro-batches")
     return [(part, data.select_idxs(np.asarray(part))) for part in parts]
+
+
+def _pieces_of_groups(
+    batch: TensorDict, limit: int, by_tokens: bool, reads_answers: bool
+) -> tuple[list[list[int]], list[int]]:
+    """The row numbers and the weight of each group; one above `limit` is cut between rows of different prompts."""
+    mask, groups = batch["attention_mask"], groups_of(batch["group_index"])
+    alone, parent = mask.sum(-1) if by_tokens else torch.ones(len(mask), dtype=torch.int64), torch.arange(len(mask))
+    if not reads_answers:
+        weights = alone.tolist()
+        return groups, [weights[group[0]] if by_tokens else len(group) for group in groups]
+    responses, after_parent = batch["responses"].shape[1], alone
+    if by_tokens:
+        parent, shared = prefix_tree(batch, responses)
+        after_parent = alone - shared
+    prompts = torch.cat([batch["input_ids"][:, :-responses], mask[:, :-responses]], 1)
+    as_before = [False, *(prompts[1:] == prompts[:-1]).all(1).tolist()]
+    parent, alone, after_parent = parent.tolist(), alone.tolist(), after_parent.tolist()
+
+    def weight(rows: list[int], first: int) -> int:
+        """Of rows in a piece whose first row is `first`."""
+        return sum(after_parent[row] if parent[row] >= first else alone[row] for row in rows)
+
+    pieces: list[list[int]] = []
+    weights = []
+    for group in groups:
+        blocks = [group]
+        if weight(group, group[0]) > limit:
+            starts = [i for i, row in enumerate(group) if i == 0 or not as_before[row]]
+            blocks = [group[a:b] for a, b in zip(starts, [*starts[1:], len(group)], strict=True)]
+        for block in blocks:
+            if block[0] == group[0] or weights[-1] + weight(block, pieces[-1][0]) > limit:
+                pieces.append([])
+                weights.append(0)
+            pieces[-1] += block
+            weights[-1] += weight(block, pieces[-1][0])
+    return pieces, weights
 
 
 def equal_count_across_ranks(units: list[list[int]], parts: list[list[int]], what: str) -> list[list[int]]:

@@ -40,8 +40,7 @@ class DataParallelPPOActor(BasePPOActor):
         self.engine = engine
         self.policy = policy
         self.loss_fn = get_loss_fn(config.policy_loss.loss_mode)
-        shared = config.share_prompt_forward
-        self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
+        self._cut = {"whole_groups": config.share_prompt_forward, "reads_answers": policy.reads_answers}
         with engine.eval_mode():  # there it is known whether ranks share sequences
             policy.bind(engine.module)
             policy.compare_layouts(engine.module, engine.device)

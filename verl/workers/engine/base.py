@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import nn
 
 from verl.protocol import DataProto
+from verl.utils.accelerator import get_device_name
 from verl.utils.registry import nearest
 from verl.utils.sharding import BUCKET_BYTES
 
@@ -64,6 +66,21 @@ class BaseEngine(ABC):
     @abstractmethod
     def lr_scheduler_step(self) -> float:
         """Moves the schedule on by one; returns the learning rate that holds now."""
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> dict:
+        """Passes of all micro-batches, with gradients unless `forward_only`; see `verl.workers.engine.batches`."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward_backward_batch.")
+
+    def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
+        """One optimizer step on a batch, within train_mode: what `forward_backward_batch` returns, and grad_norm."""
+        self.optimizer_zero_grad()
+        outputs = self.forward_backward_batch(data, loss_function)
+        outputs["metrics"]["grad_norm"] = self.optimizer_step().grad_norm
+        return outputs
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable | None = None) -> dict:
+        """What `forward_backward_batch` returns of a batch without gradients, within eval_mode."""
+        return self.forward_backward_batch(data, loss_function, forward_only=True)
 
     @abstractmethod
     def get_per_tensor_param(
@@ -120,6 +137,34 @@ class BaseEngine(ABC):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are to be collected: always, as every rank sees data of its own."""
         return True
+
+
+class BaseEngineCtx:
+    """Base of the contexts that train_mode and eval_mode of an engine of one's own return.
+
+    On entering, `engine.mode` is "train" or "eval" and offloaded parameters (in "train" the optimizer's state too) go
+    to the device; on leaving, they go back, and the mode is None. `disable_auto_offload=True` leaves them where they
+    are.
+    """
+
+    def __init__(self, engine: BaseEngine, mode: str, **kwargs: Any) -> None:
+        if mode not in ("train", "eval"):
+            raise ValueError(f"mode={mode!r} is unknown. Known: train, eval.")
+        self.engine, self.mode = engine, mode
+        self.disable_auto_offload = kwargs.pop("disable_auto_offload", False)
+
+    def __enter__(self) -> None:
+        self.engine.mode = self.mode
+        self._move(get_device_name())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._move("cpu")
+        self.engine.mode = None
+
+    def _move(self, device: str) -> None:
+        optimizer = self.engine.is_optimizer_offload_enabled and self.mode == "train"
+        if not self.disable_auto_offload and (self.engine.is_param_offload_enabled or optimizer):
+            self.engine.to(device, model=self.engine.is_param_offload_enabled, optimizer=optimizer)
 
 
 class EngineRegistry:

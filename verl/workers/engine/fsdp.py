@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -40,8 +42,9 @@ from verl.utils.sequence_parallel import (
     validate_ulysses_config,
 )
 from verl.utils.tensor_parallel import styles_of
-from verl.workers.engine import build
+from verl.workers.engine import batches, build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
+from verl.workers.policy.base import Policy, get_policy
 
 FUSED = ("Adam", "AdamW")  # PyTorch's optimizers whose fused form takes sharded parameters
 
@@ -274,6 +277,16 @@ class FSDPEngine(BaseEngine):
         offload = sharding.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
         with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:
             yield
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> dict:
+        return batches.forward_backward_batch(self, self._policy, data, loss_function, forward_only)
+
+    @cached_property
+    def _policy(self) -> Policy:
+        """Of train_batch and infer_batch; the trainers have their own."""
+        policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        policy.set_forward(remove_padding=self.model_config.use_remove_padding, share_prompt=False)
+        return policy
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 transformers calls `packed_attention`, registered under NAME, with the flat row of a `Packing`. One of BACKENDS does the
 work: "sdpa" runs everywhere and is the reference; the others are CUDA kernels that take segments as they are, without
-padding, and "shared_prompt" also takes shared prompts as they are, without copies.
+padding, and "shared_prompt" also takes shared prefixes as they are, without copies.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from verl.utils.sequence_parallel import gather_heads_scatter_seq, gather_seq_scatter_heads
+from verl.workers.policy import row_invariant
 from verl.workers.policy.packing import Packing
 
 NAME = "verl_packed"
@@ -96,7 +97,7 @@ def _rows(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def segment_attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A backend from `kernel(q [T, H, D], k [K, h, D], v, *segments, scale, dropout, window, cap) -> [T, H, D]`,
     causal, where the last query of a segment attends to all its keys, or to the last `window` of them. Keys of a shared
-    prompt are copied for each of its answers.
+    prefix are copied for each segment that continues it.
     """
 
     def attend(query, key, value, packing, scale, dropout, window=None, cap=None):
@@ -134,7 +135,7 @@ class MergingKernel(NamedTuple):
 
 
 def shared_prompt_attention(kernel: MergingKernel) -> Callable[..., torch.Tensor]:
-    """A backend for a packing with shared prompts, none of which is copied: without dropout, window or soft cap."""
+    """A backend for a packing with shared prefixes, none of which is copied: without dropout, window or soft cap."""
 
     def attend(query, key, value, packing, scale, dropout, window=None, cap=None):
         q, k, v = (states[0, :, : query.shape[2]].transpose(0, 1) for states in (query, key, value))
@@ -145,9 +146,9 @@ def shared_prompt_attention(kernel: MergingKernel) -> Callable[..., torch.Tensor
 
 
 class _SharedPromptAttention(torch.autograd.Function):
-    """Two passes: prompts and answers to themselves, then all answers of a group to their prompt.
+    """A pass of all segments to themselves, then one for each depth of the tree: to the ancestors of that depth.
 
-    The outputs of an answer are merged by their log-sum-exp. With the merged output and log-sum-exp the kernel's own
+    The outputs of a query are merged by their log-sum-exp. With the merged output and log-sum-exp the kernel's own
     backward pass gives the part of each pass in the gradients (as in Ring Attention, arXiv 2310.01889).
     """
 
@@ -156,15 +157,15 @@ class _SharedPromptAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: MergingKernel, packing: Packing,
         scale: float,
     ) -> torch.Tensor:  # fmt: skip
-        shared, answers, prompts = packing.shared_segments
         out, lse = kernel.forward(q, k, v, *packing.own_segments, True, scale)
-        of_prompt, lse_of_prompt = kernel.forward(q[answers], k[prompts], v[prompts], *shared, False, scale)
-        own = lse[:, answers]
-        merged = torch.logaddexp(own, lse_of_prompt)
-        parts = ((out[answers], own), (of_prompt, lse_of_prompt))
-        both = sum(part.float() * (log - merged).exp().T.unsqueeze(-1) for part, log in parts)
-        out = out.index_copy(0, answers, both.to(out.dtype))
-        lse = lse.index_copy(1, answers, merged)
+        for segments, below, above in packing.ancestors:
+            further, more = kernel.forward(q[below], k[above], v[above], *segments, False, scale)
+            own = lse[:, below]
+            merged = torch.logaddexp(own, more)
+            parts = ((out[below], own), (further, more))
+            both = sum(part.float() * (log - merged).exp().T.unsqueeze(-1) for part, log in parts)
+            out = out.index_copy(0, below, both.to(out.dtype))
+            lse = lse.index_copy(1, below, merged)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.arguments = kernel, packing, scale
         return out
@@ -172,12 +173,13 @@ class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (q, k, v, out, lse), (kernel, packing, scale) = ctx.saved_tensors, ctx.arguments
-        gradient, (shared, answers, prompts) = gradients[0].contiguous(), packing.shared_segments
+        gradient = gradients[0].contiguous()
         of_q, of_k, of_v = kernel.backward(gradient, q, k, v, out, lse, *packing.own_segments, True, scale)
-        inputs = gradient[answers], q[answers], k[prompts], v[prompts], out[answers], lse[:, answers].contiguous()
-        more = kernel.backward(*inputs, *shared, False, scale)
-        for total, index, part in zip((of_q, of_k, of_v), (answers, prompts, prompts), more, strict=True):
-            total.index_add_(0, index, part)
+        for segments, below, above in packing.ancestors:
+            inputs = gradient[below], q[below], k[above], v[above], out[below], lse[:, below].contiguous()
+            more = kernel.backward(*inputs, *segments, False, scale)
+            for total, index, part in zip((of_q, of_k, of_v), (below, above, above), more, strict=True):
+                total.index_add_(0, index, part)
         return of_q, of_k, of_v, None, None, None
 
 
@@ -209,15 +211,15 @@ def choose_backend(
     """Flash attention on CUDA in half precision, by flash-attn if it is installed, else by torch; "sdpa" elsewhere.
 
     Its kernels need values as wide as queries (those of multi-head latent attention are not), of at most 256. Shared
-    prompts are read in a pass of their own, by torch, unless there is dropout, a window or a soft cap. Only flash-attn
-    has soft caps.
+    prefixes are read in passes of their own, by torch, unless there is dropout, a window or a soft cap, or most of them
+    are continued once: a copy of their keys costs less then. Only flash-attn has soft caps.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.attention_mask is not None:
         return "sdpa"
     if value.shape[-1] != query.shape[-1] or query.shape[-1] > 256:
         return "sdpa"
     merges = dropout == 0 and window is None and cap is None
-    if packing.groups is not None and merges and len(packing.groups) < len(packing.lengths) / 2:
+    if packing.parents is not None and merges and len(packing.parents.unique()) - 1 < len(packing.lengths) / 2:
         return "shared_prompt"
     if is_flash_attn_2_available():  # not flash-attn 4, which installs another package of the same name
         return "flash_attn"
@@ -275,7 +277,7 @@ def make_packable(model: PreTrainedModel, shared: bool = False, wanted: bool = T
     A model with FLASH keeps it for batches with padding. `shared`: ranks share its sequences, which no other attention
     can do; ValueError if it cannot be replaced.
     """
-    wanted, names = wanted or shared, (NAME, NAME_OF_FLASH)
+    wanted, names = wanted or shared, (NAME, NAME_OF_FLASH, row_invariant.NAME)
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     left_out = capped and model.config._attn_implementation == "sdpa"
     if model.config._attn_implementation in names or not (wanted or left_out):

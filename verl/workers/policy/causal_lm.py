@@ -20,6 +20,8 @@ from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
 from verl.workers.policy.packing import Packing, on_host, pack_batch
+from verl.workers.policy.prefix_tree import prefix_tree
+from verl.workers.policy.row_invariant import CANNOT, REMEDY, make_row_invariant
 
 
 @register_policy("causal_lm")
@@ -43,7 +45,15 @@ class CausalLMPolicy(Policy):
             self.required_keys = (*type(self).required_keys, "group_index")
 
     def bind(self, model: nn.Module) -> None:
-        """Switch the model to packed attention if the forward needs it; keep padding if that is not possible."""
+        """Switch the model to packed attention if the forward needs it; keep padding if that is not possible.
+
+        With `row_invariant` a model that cannot compute rows in a fixed order is a ValueError.
+        """
+        if self.row_invariant:
+            causal = causal_model(model)
+            make_row_invariant(causal)
+            if FinalLogits.of(causal.config) != FinalLogits(None, 1.0):
+                raise ValueError(f"{type(causal).__name__} scales its logits, which {CANNOT}. {REMEDY}")
         shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
         if not make_packable(causal_model(model), shared, flat):
             self.remove_padding = self.share_prompt = False
@@ -80,10 +90,8 @@ class CausalLMPolicy(Policy):
             return mask.numel()
         if not self.share_prompt:
             return int(mask.sum())
-        responses, groups = micro_batch["responses"].shape[1], on_host(micro_batch)["group_index"]
-        first = groups != groups.roll(1)
-        first[0] = True
-        return int(mask[:, -responses:].sum() + mask[first, :-responses].sum())
+        tree = prefix_tree(on_host(micro_batch), micro_batch["responses"].shape[1])
+        return int(mask.sum() - tree.shared.sum())
 
     def log_probs(
         self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool,

@@ -1,4 +1,4 @@
-"""The layout of a batch without padding, optionally with a shared prompt computed once: one flat row of tokens.
+"""The layout of a batch without padding, optionally with shared prefixes computed once: one flat row of tokens.
 
 Only attention mixes tokens, so everything else runs on the flat row [1, T] directly; attention.py runs attention on it.
 Convolutions, recurrences and linear attention get the segments' boundaries, which transformers' kernels for them take.
@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 
+from verl.protocol.sampling_mask import SAMPLING_MASK
 from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_group
+from verl.workers.policy.prefix_tree import TREE_COLUMNS, PrefixTree, prefix_tree
 
 ON_HOST = "columns_on_host"
-_LAYOUT_COLUMNS = ("attention_mask", "group_index", "counted")
 
 
 class Part(NamedTuple):
@@ -56,23 +57,26 @@ class Packing:
 
     tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
     before each counted response token, row by row. response_index: int64 [N], index of that response token in the
-    flattened responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on
-    the host, flat positions of the segments' keys; None: those of its queries. attention_mask: bool [S, 1, Q, K] in
-    place of causal attention, rows padded to the longest. single_part: all segments share one attention call, whatever
-    their lengths. prefix_len: tokens of another flat row, shared by the same ranks, whose keys a cache puts before this
-    row's; `keys` then count from the first of those. groups: int64 [G, 2] on the host, tokens of each shared prompt and
-    of all the answers that follow it in the flat row; None where no prompt is shared. device: of the batch; None: of
-    `tokens`.
+    flattened responses [B * R]. repeats: where rows share some of these tokens, the index of each counted token in the
+    flattened responses and which of the N it is, int64 [M] each; else None. lengths: int64 [S, 2] on the host, number
+    of queries and of keys. keys: int64 [K] on the host, flat positions of the segments' keys; None: those of its
+    queries. attention_mask: bool [S, 1, Q, K] in place of causal attention, rows padded to the longest. single_part:
+    all segments share one attention call, whatever their lengths. prefix_len: tokens of another flat row, shared by the
+    same ranks, whose keys a cache puts before this row's; `keys` then count from the first of those. parents: int64 [S]
+    on the host, which segment a segment continues, -1 for none: its keys are those of its ancestors and its own; None
+    where no prefix is shared. places: int64 [B, L] on the host, flat position of each token, -1 at padding. device: of
+    the batch; None: of `tokens`.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
     def __init__(
         self, tokens: torch.Tensor, predicted_from: torch.Tensor, response_index: torch.Tensor, lengths: torch.Tensor,
         keys: torch.Tensor | None, attention_mask: torch.Tensor | None = None, single_part: bool = False,
-        group: dist.ProcessGroup | None = None, prefix_len: int = 0, groups: torch.Tensor | None = None,
-        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None, prefix_len: int = 0, parents: torch.Tensor | None = None,
+        device: torch.device | str | None = None, places: torch.Tensor | None = None,
+        repeats: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.lengths, self.keys, self.groups, self.group = lengths, keys, groups, group
+        self.lengths, self.keys, self.parents, self.places, self.group = lengths, keys, parents, places, group
         self.attention_mask, self.single_part = attention_mask, single_part
         self._parts: dict[int | None, tuple[Part, ...]] = {}
         self.all_tokens, device = tokens, device or tokens.device
@@ -81,6 +85,9 @@ class Packing:
             share, prefix_share = -(-len(tokens) // ranks), -(-prefix_len // ranks)
             tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
             here = predicted_from // share == rank
+            if repeats is not None:
+                mine = here[repeats[1]]
+                repeats = repeats[0][mine], (here.cumsum(0) - 1)[repeats[1][mine]]
             predicted_from, response_index = predicted_from[here] - rank * share, response_index[here]
             if prefix_len:  # a rank sends its part of the prefix with its part of this row
                 in_prefix = keys < prefix_len
@@ -91,6 +98,7 @@ class Packing:
         self.tokens, self.predicted_from, self.response_index = (
             t.to(device, non_blocking=True) for t in (tokens, predicted_from, response_index)
         )
+        self.repeats = None if repeats is None else tuple(t.to(device, non_blocking=True) for t in repeats)
 
     @cached_property
     def length(self) -> int:
@@ -153,7 +161,7 @@ class Packing:
 
     @cached_property
     def own_segments(self) -> Segments:
-        """Each segment's queries as its only keys: shared prompts, and answers without their prompts."""
+        """Each segment's queries as its only keys: segments without what they continue."""
         return Segments.of(self.lengths[:, [0, 0]], self.tokens.device)
 
     @cached_property
@@ -163,15 +171,24 @@ class Packing:
         return index.unsqueeze(0).to(self.tokens.device, non_blocking=True)
 
     @cached_property
-    def shared_segments(self) -> tuple[Segments, torch.Tensor, torch.Tensor]:
-        """The answers of each group as queries and its prompt as keys, for groups with answers; then the flat positions
-        of these queries, int64 [A], and of these keys, int64 [P].
+    def ancestors(self) -> list[tuple[Segments, torch.Tensor, torch.Tensor]]:
+        """For each depth of the tree, its segments that others continue: all descendants as queries, itself as keys;
+        then the flat positions of these queries, int64 [Q], and of these keys, int64 [K].
         """
-        groups, device = self.groups[self.groups[:, 1] > 0], self.tokens.device
-        starts = _starts(self.groups.sum(1))[self.groups[:, 1] > 0]
-        of_prompts, of_answers = _ranges(starts, groups[:, 0]), _ranges(starts + groups[:, 0], groups[:, 1])
-        rows = (index.to(device, non_blocking=True) for index in (of_answers, of_prompts))
-        return Segments.of(groups.flip(1), device), *rows
+        count, device, made = self.lengths[:, 0], self.tokens.device, []
+        starts, chain = _starts(count), [torch.arange(len(count))]
+        while (chain[-1] >= 0).any():
+            chain.append(torch.where(chain[-1] >= 0, self.parents[chain[-1]], -1))
+        chain = torch.stack(chain)  # [depths + 1, S]: a segment, its parent, the parent of that one, ...
+        depth = (chain >= 0).sum(0) - 1
+        for level in range(int(depth.max())):
+            below = (depth > level).nonzero()[:, 0]
+            above, order = chain[depth[below] - level, below].sort(stable=True)
+            below, (above, index) = below[order], above.unique(return_inverse=True)
+            queries = torch.zeros_like(above).index_add(0, index, count[below])
+            rows = (_ranges(starts[i], count[i]).to(device, non_blocking=True) for i in (below, above))
+            made.append((Segments.of(torch.stack([queries, count[above]], 1), device), *rows))
+        return made
 
     @cached_property
     def key_index(self) -> torch.Tensor | None:
@@ -189,8 +206,11 @@ class Packing:
 
     def scatter_to_responses(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
+        index = self.response_index
+        if self.repeats is not None:
+            index, values = self.repeats[0], F.embedding(self.repeats[1], values[:, None])[:, 0]
         # No view of a flat tensor: FSDP2 warns of forwards that return views.
-        place = self.response_index // shape[1], self.response_index % shape[1]
+        place = index // shape[1], index % shape[1]
         placed = values.new_zeros(shape).index_put(place, values)
         return placed if self.group is None else _SumOfParts.apply(placed, self.group)
 
@@ -231,60 +251,78 @@ def on_host(batch: TensorDict) -> Mapping[str, torch.Tensor]:
 
 
 def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False) -> Packing:
-    """`pack`, for the default Ulysses group, of a batch from `to_device` or one on the CPU."""
-    columns = {**{key: batch[key] for key in _LAYOUT_COLUMNS if key in batch.keys()}, **on_host(batch)}
-    mask, groups, counted = (columns[key].cpu() if key in columns else None for key in _LAYOUT_COLUMNS)
-    sharing = get_ulysses_sequence_parallel_group()
-    return pack(mask, responses, groups if share_prompt else None, counted, batch["input_ids"].device, sharing)
+    """`pack`, for the default Ulysses group, of a batch from `to_device` or one on the CPU.
+
+    With `share_prompt`, tokens that rows of a group begin with are in the flat row once (`prefix_tree`), and their
+    log-probs are computed once, unless rows have sampling masks.
+    """
+    names = ("attention_mask", "counted", *(TREE_COLUMNS if share_prompt else ()))
+    columns = {**{key: batch[key] for key in names if key in batch.keys()}, **on_host(batch)}
+    mask, counted = (columns[key].cpu() if key in columns else None for key in names[:2])
+    tree = prefix_tree(columns, responses) if share_prompt else None
+    sharing, merged = get_ulysses_sequence_parallel_group(), SAMPLING_MASK not in batch.keys()
+    return pack(mask, responses, tree, counted, batch["input_ids"].device, sharing, merged)
 
 
 def pack(
-    attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None,
-    counted: torch.Tensor | None = None, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None,
+    attention_mask: torch.Tensor, responses: int, tree: PrefixTree | None = None, counted: torch.Tensor | None = None,
+    device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None, merged: bool = True,
 ) -> Packing:  # fmt: skip
     """The packing, on `device`, of rows [B, P+R] whose last R = `responses` columns are the responses.
 
-    attention_mask: [B, P+R] on the host, 1 = token. With group_index [B] (rows of a group adjacent), the prompt of a
-    group's first row serves all its rows. counted [B, R]: 0 leaves a response token out of what is predicted. `group`:
-    ranks that have the same rows and share the flat row. Raises ValueError if a row has an empty prompt or a group's
-    rows are not adjacent.
+    attention_mask: [B, P+R] on the host, 1 = token. Tokens that rows share in `tree` are in the flat row once; if
+    `merged`, they are also predicted once. counted [B, R]: 0 leaves a response token out of what is
+    predicted. `group`: ranks that have the same rows and share the flat row. Raises ValueError if a row has an empty
+    prompt.
     """
     attended = attention_mask.bool()
     split = attended.shape[1] - responses
     if not attended[:, :split].any(1).all():
         raise ValueError("a row of the batch has an empty prompt: nothing predicts its first response token.")
-    first = torch.ones(len(attended), dtype=torch.bool)  # rows whose prompt is in the flat row
-    if group_index is not None:
-        first[1:] = group_index[1:] != group_index[:-1]
-        if group_index.unique().numel() != int(first.sum()):
-            raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not adjacent.")
-    kept = attended.clone()
-    kept[~first, :split] = False
-    in_prompt, in_answer = kept[:, :split].sum(1), attended[:, split:].sum(1)
-    position = (kept.flatten().cumsum(0) - 1).view(kept.shape)  # flat positions of kept tokens
-    ends = (in_prompt + in_answer).cumsum(0)
-    own = ends - in_answer  # flat position of a row's first response token
-    serves = first.cumsum(0) - 1  # which of the prompts in the flat row belongs to a row
-    prompt_length = in_prompt[first][serves]
-    prompt_end = own[first][serves]
-    before = position[:, split:] - 1
-    starts = torch.where(attended[:, split:].cumsum(1) == 1, (prompt_end - 1)[:, None], before)
+    length, shared = attended.sum(1), torch.zeros(len(attended), dtype=torch.int64) if tree is None else tree.shared
+    kept = attended & (attended.cumsum(1) > shared[:, None])
+    column = torch.arange(int(length.max()))
+    place = torch.zeros(len(attended), len(column), dtype=torch.int64)  # flat position of a row's tokens
+    filled = column < length[:, None]
+    place[filled & (column >= shared[:, None])] = torch.arange(int(kept.sum()))
+    for row in shared.nonzero()[:, 0].tolist():
+        place[row, : shared[row]] = place[tree.parent[row], : shared[row]]
+    places, before = torch.full((2, *attended.shape), -1).unbind()
+    places[attended], before[attended] = place[filled], F.pad(place, (1, -1))[filled]
     predicted = attended[:, split:] if counted is None else attended[:, split:] & counted.bool()
     response_index = predicted.flatten().nonzero()[:, 0]
-    lengths, keys, groups = torch.stack([in_prompt + in_answer] * 2, 1), None, None
-    if group_index is not None:
-        # Two segments per row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
-        queries = torch.stack([in_prompt, in_answer], 1).flatten()
-        spans = torch.stack([prompt_end - prompt_length, own, prompt_length, in_answer], 1)  # [B, 4]
-        nothing = torch.zeros_like(own)
-        of_prompt = torch.stack([prompt_end - prompt_length, nothing, prompt_length, nothing], 1)
-        spans = torch.stack([of_prompt, spans], 1).flatten(0, 1)[queries > 0]  # [S, 4]
-        keys = _ranges(spans[:, :2].flatten(), spans[:, 2:].flatten())
-        lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
-        all_answers = torch.zeros(int(first.sum()), dtype=torch.int64).index_add(0, serves, in_answer)
-        groups = torch.stack([in_prompt[first], all_answers], 1)
-    tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[response_index]
-    return Packing(tokens, predicted_from, response_index, lengths, keys, group=group, groups=groups, device=device)
+    lengths, keys, parents, repeats = torch.stack([length] * 2, 1), None, None, None
+    if shared.any():
+        lengths, keys, parents = _nodes(length, shared, place)
+        at = places[:, split:].flatten()[response_index]
+        single, value = at.unique(return_inverse=True)
+        if merged and len(single) < len(at):
+            repeats = response_index, value
+            response_index = torch.empty_like(single).index_put((value,), response_index)
+    tokens, predicted_from = kept.flatten().nonzero()[:, 0], before[:, split:].flatten()[response_index]
+    return Packing(tokens, predicted_from, response_index, lengths, keys, group=group, parents=parents, device=device,
+                   places=places, repeats=repeats)  # fmt: skip
+
+
+def _nodes(
+    length: torch.Tensor, shared: torch.Tensor, place: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`lengths`, `keys` and `parents` of a Packing whose segments are the nodes of a tree.
+
+    length, shared: int64 [B], tokens of a row, and those of them that an earlier row has in the flat row. place: int64
+    [B, longest], flat position of each token of a row.
+    """
+    added = length - shared
+    begins, some, sharing = _starts(added), added > 0, shared.nonzero()[:, 0]
+    ends = place[sharing, shared[sharing] - 1] + 1  # where a node ends because a row goes on from there
+    total = int(added.sum())
+    start = torch.cat([begins[some], ends[ends < total]]).unique()
+    queries = torch.diff(start, append=torch.tensor([total]))
+    row = some.nonzero()[:, 0][torch.searchsorted(begins[some], start, right=True) - 1]
+    first = shared[row] + start - begins[row]  # number of a node's first token in its row
+    keys = place.flatten()[_ranges(row * place.shape[1], first + queries)]
+    parents = torch.searchsorted(start, place[row, (first - 1).clamp(min=0)], right=True) - 1
+    return torch.stack([queries, first + queries], 1), keys, parents.where(first > 0, -1)
 
 
 def pack_rows(

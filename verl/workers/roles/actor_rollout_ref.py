@@ -85,6 +85,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.engine = self._make_engine(
                 self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
             )
+            self._set_row_invariant(self.policy, self.engine)
             self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
@@ -99,6 +100,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
             )
             policy = self._make_policy(ref_config)
+            self._set_row_invariant(policy, self.ref_engine)
             self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
 
@@ -130,6 +132,11 @@ class ActorRolloutRefWorker(ModelWorker):
                 "log-probs of the same ids cannot be compared. Use a model with the same tokenizer."
             )
         return model
+
+    def _set_row_invariant(self, policy: Policy, engine: FSDPEngine) -> None:
+        """With actor.batch_invariant on a CPU in float32, rollout hf and the trainer compute the same bits."""
+        wanted = self.actor_config.batch_invariant and self.config.rollout.name == "hf" and self._is_rollout
+        policy.row_invariant = wanted and engine.device.type == "cpu" and engine.compute_dtype == torch.float32
 
     def _make_engine(self, *parts: Any, model: HFModelConfig | None = None) -> FSDPEngine:
         engine = FSDPEngine(model or self.model_config, *parts, device=self.device_name)

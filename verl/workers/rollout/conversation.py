@@ -14,6 +14,7 @@ class Conversation:
         response_ids: all later ids [T]: generated tokens, and tokens of tools and users between them.
         response_mask: [T], 1 for a generated token.
         response_logprobs: [T], the log-prob of each generated token, 0 elsewhere; None if no turn has any.
+        kept_tokens: [T], the ids that top-k and top-p left at each generated token, [] elsewhere; None without any.
         turns: (start, end) of each addition to `response_ids`.
         versions: (weights version, start, end) of each generated turn.
     """
@@ -22,6 +23,7 @@ class Conversation:
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] | None = None
+    kept_tokens: list[list[int]] | None = None
     turns: list[tuple[int, int]] = field(default_factory=list)
     versions: list[tuple[int | None, int, int]] = field(default_factory=list)
 
@@ -30,25 +32,38 @@ class Conversation:
         """All ids so far: the prompt of the next generation."""
         return self.prompt_ids + self.response_ids
 
-    def add_generated(self, ids: list[int], log_probs: list[float] | None = None, version: int | None = None) -> None:
-        """Append what the model wrote. Raises ValueError unless log-probs are given for every token of every turn."""
-        if log_probs is not None and len(log_probs) != len(ids):
-            raise ValueError(f"{len(log_probs)} log-probs for {len(ids)} generated tokens")
+    def add_generated(
+        self, ids: list[int], log_probs: list[float] | None = None, version: int | None = None,
+        kept: list[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Append what the model wrote; `kept`: the ids that top-k and top-p left at each position, None if not known.
+
+        Raises ValueError unless log-probs are given for every token of every turn.
+        """
+        for what, given in (("log-probs", log_probs), ("sets of kept tokens", kept)):
+            if given is not None and len(given) != len(ids):
+                raise ValueError(f"{len(given)} {what} for {len(ids)} generated tokens")
         if any(self.response_mask) and ids and (log_probs is None) != (self.response_logprobs is None):
             raise ValueError("either all generated turns have log-probs, or none")
         if log_probs is not None and self.response_logprobs is None:
             self.response_logprobs = [0.0] * len(self.response_ids)
-        self._append(ids, 1, log_probs)
+        if kept is not None and self.kept_tokens is None:
+            self.kept_tokens = [[]] * len(self.response_ids)
+        self._append(ids, 1, log_probs, kept)
         self.versions.append((version, *self.turns[-1]))
 
     def add_given(self, ids: list[int]) -> None:
         """Append what tools or users wrote."""
-        self._append(ids, 0, None)
+        self._append(ids, 0, None, None)
 
-    def _append(self, ids: list[int], mask: int, log_probs: list[float] | None) -> None:
+    def _append(
+        self, ids: list[int], mask: int, log_probs: list[float] | None, kept: list[list[int]] | None
+    ) -> None:  # fmt: skip
         start = len(self.response_ids)
         self.response_ids += ids
         self.response_mask += [mask] * len(ids)
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
+        if self.kept_tokens is not None:
+            self.kept_tokens += [[]] * len(ids) if kept is None else kept
         self.turns.append((start, len(self.response_ids)))

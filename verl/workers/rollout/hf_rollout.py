@@ -1,5 +1,6 @@
 """Generates with the actor's own module: no second engine, no copy of the weights."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache
 
 from verl.protocol import DataProto
-from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
+from verl.protocol.sampling_mask import REMOVED, SAMPLING_MASK, mask_column
 from verl.utils.peft_weights import without_adapters
+from verl.workers.policy import row_invariant
 from verl.workers.policy.attention import make_packable
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch
@@ -33,9 +35,10 @@ class HFRollout(BaseRollout):
     compared = False
     engine: Any = None
     keeps_weights = True  # they are the actor's own
+    exact = False  # whether log-probs are the trainer's bit for bit (policy.row_invariant)
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
-        self.engine = engine
+        self.engine, self.exact = engine, getattr(policy, "row_invariant", False)
         make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
 
     def verify_weights(self, actor: Any, weights: Any, **kwargs: Any) -> WeightCheck:
@@ -78,8 +81,14 @@ class HFRollout(BaseRollout):
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
+        sampling = request.sampling
+        if self.exact:  # the trainer multiplies by the inverse of the temperature
+            factor, sampling = 1 / sampling.temperature, replace(sampling, temperature=1.0)
         for t in range(limit):
-            token, log_prob, kept = choose_with_kept(logits.float(), uniforms[rows, t], request.sampling)
+            scaled = logits.float() * factor if self.exact and factor != 1 else logits.float()
+            token, log_prob, kept = choose_with_kept(scaled, uniforms[rows, t], sampling)
+            if self.exact and kept is not None:
+                log_prob = log_prob_of_kept(scaled, token, *kept[:2])
             if request.masks:
                 counts, order, mass = kept
                 self.kept_masses.append(mass[~done[rows]].cpu())
@@ -145,22 +154,28 @@ class HFRollout(BaseRollout):
     ) -> None:  # fmt: skip
         """Raise ValueError if `logits` [b, V], computed with a cache, are not those of a forward over all tokens.
 
-        The other inputs are [B, L]; rows: bool [B], which of them the logits belong to.
+        The other inputs are [B, L]; rows: bool [B], which of them the logits belong to. In float32 the row that differs
+        most counts; in half precision, whose rounding makes single rows differ by more than the limit, their mean.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1][rows]
         expected, given = (x.float().log_softmax(-1) for x in (whole, logits))
         gap = (expected.exp() * (expected - given).abs()).sum(-1)  # of a log-prob, mean over the drawn token
         largest = torch.cat([gap, gap.new_zeros(1)]).max()  # there may be no row
+        sums = torch.stack([gap.sum(), gap.new_tensor(len(gap))])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(sums)
         self.compared = True
-        limit = 1e-3 if whole.dtype == torch.float32 else 0.05
-        if not largest <= limit:
+        full_precision = self.exact or whole.dtype == torch.float32
+        difference = largest if full_precision else sums[0] / sums[1].clamp(min=1)
+        limit = 0 if self.exact else 1e-3 if full_precision else 0.05
+        if not difference <= limit:
+            remedy = row_invariant.REMEDY if self.exact else "Set actor_rollout_ref.rollout.name=vllm."
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"rollout.name=hf: with its cache {name} gives log-probs that differ by {largest:.2g} (limit {limit}) "
-                "from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm."
+                f"rollout.name=hf: with its cache {name} gives log-probs that differ by {difference:.2g} (limit "
+                f"{limit}) from those of a forward over all tokens. {remedy}"
             )
 
 
@@ -210,6 +225,18 @@ def choose_with_kept(
         if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1), kept
+
+
+def log_prob_of_kept(
+    logits: torch.Tensor, token: torch.Tensor, counts: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """Log-probs [B] of `token` [B] in the distribution over the first `counts` [B] of the ids `order` [B, V].
+
+    In the trainer's order of operations: `logits` [B, V] of other tokens are replaced, then log_softmax.
+    """
+    behind = torch.arange(order.shape[1], device=order.device) >= counts[:, None]
+    removed = torch.zeros_like(behind).scatter_(1, order, behind)
+    return logits.masked_fill(removed, REMOVED).log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
 
 
 def split_kept(counts: torch.Tensor, order: torch.Tensor) -> list[np.ndarray]:

@@ -28,7 +28,8 @@ START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"
 
 
 class TokenOutput(BaseModel):
-    """The answer to one request: token ids [T] and, if requested, the log-prob of each.
+    """The answer to one request: token ids [T] and, if requested, the log-prob of each and the ids that top-k and
+    top-p left at its position (`kept_tokens`; None where the server does not return them).
 
     `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
     `routed_experts` and `num_preempted` are None and `extra_fields` is empty: agent loops written for verl read them.
@@ -36,6 +37,7 @@ class TokenOutput(BaseModel):
 
     token_ids: list[int]
     log_probs: list[float] | None = None
+    kept_tokens: list[list[int]] | None = None
     routed_experts: Any | None = None
     stop_reason: str | None = None
     weights_version: int | None = None
@@ -84,15 +86,17 @@ def host_to_bind() -> str:
 
 
 def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenOutput:
-    """The answer in a reply to POST /generate. ServerUnreachable for a number of log-probs that cannot be right."""
+    """The answer in a reply to POST /generate. ServerUnreachable for a number of values that cannot be right."""
     meta, ids = reply["meta_info"], reply["output_ids"]
     kind = (meta.get("finish_reason") or {}).get("type", "stop")
     values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
-    if values is not None and len(values) != len(ids):
-        raise ServerUnreachable(f"{address} gave {len(values)} log-probs for {len(ids)} tokens")
+    kept = meta.get("output_kept_tokens")
+    for what, given in (("log-probs", values), ("sets of kept tokens", kept)):
+        if given is not None and len(given) != len(ids):
+            raise ServerUnreachable(f"{address} gave {len(given)} {what} for {len(ids)} tokens")
     version = str(meta.get("weight_version", ""))
     return TokenOutput(
-        token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
+        token_ids=ids, log_probs=values, kept_tokens=kept, cached_tokens=meta.get("cached_tokens") or 0,
         stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
         weights_version=int(version) if version.isdigit() else None,
     )  # fmt: skip
@@ -126,13 +130,15 @@ class ServerClient:
         """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary.
 
         `sampling` has vLLM's names: temperature, top_p, top_k, repetition_penalty, max_tokens, min_tokens, seed,
-        stop_token_ids, ignore_eos.
+        stop_token_ids, ignore_eos; and kept_tokens, whether they are requested.
         """
         if self.handle.vocab_size is not None:
             check_token_ids(input_ids, self.handle.vocab_size)
         names = dict(self.handle.sampling_names)
-        params = {names.get(name, name): value for name, value in sampling.items()}
+        params = {names.get(name, name): value for name, value in sampling.items() if name != "kept_tokens"}
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": log_probs}
+        if sampling.get("kept_tokens"):
+            body["return_kept_tokens"] = True
         return token_output(await self.post("generate", body), log_probs, self.handle.address)
 
     async def close(self) -> None:
@@ -192,13 +198,13 @@ class RolloutReplica:
         await asyncio.to_thread(self._start_ranks, resource_pool)
         await self.launch_servers()
 
-    async def init_standalone(self) -> None:
-        """Start ranks of its own, with the model's weights, in a new pool: GPUs if Ray has any, else CPU ranks."""
+    async def init_standalone(self, use_gpu: bool | None = None) -> None:
+        """Start ranks of its own, with the model's weights, in a new pool: GPUs (None: if Ray has some), else CPUs."""
         from verl.single_controller.ray import RayResourcePool
 
         per_node = min(self.world_size, self.gpus_per_node)
         nodes = [per_node] * -(-self.world_size // per_node)
-        use_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
         self.pool = RayResourcePool(nodes, use_gpu=use_gpu, max_colocate_count=1)
         self.rollout_mode = RolloutMode.STANDALONE
         await asyncio.to_thread(self._start_ranks, self.pool)
@@ -237,10 +243,11 @@ class RolloutReplica:
 
     async def close(self) -> None:
         """End ranks of its own with their server, and give back a pool of its own; nothing for those of a training."""
-        if self.rollout_mode is RolloutMode.HYBRID or self.worker_group is None:
+        if self.rollout_mode is RolloutMode.HYBRID:
             return
-        await asyncio.to_thread(self.worker_group.try_execute_all, "close_rollout", CLOSE_TIMEOUT_S)
-        self.worker_group.shutdown()
+        if self.worker_group is not None:
+            await asyncio.to_thread(self.worker_group.try_execute_all, "close_rollout", CLOSE_TIMEOUT_S)
+            self.worker_group.shutdown()
         if self.pool is not None:
             self.pool.release()
 

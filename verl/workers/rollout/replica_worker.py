@@ -1,8 +1,10 @@
 """The ranks of a rollout server that runs apart from a training (RolloutReplica.init_colocated, init_standalone)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import ray
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,14 +17,16 @@ from verl.utils.accelerator import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.threads import run_if_coroutine
 from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.weight_parts import read_part
 
 
 class RolloutReplicaWorker(Worker):
-    """One rank of a rollout that serves the weights in the model's folder, not an actor's."""
+    """One rank of a rollout that serves the weights in the model's folder, or those that `update_weights` gets."""
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_name: str) -> None:
         super().__init__()
         self.config, self.model_config, self.device_name = config, model_config, device_name
+        self.updates = 0  # calls of update_weights
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -45,6 +49,28 @@ class RolloutReplicaWorker(Worker):
         if not self.rollout.has_weights:
             run_if_coroutine(self.rollout.read_weights(self.model_config.local_path))
         run_if_coroutine(self.rollout.resume(["kv_cache"]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, parts: list[ray.ObjectRef], version: int) -> None:
+        """Take weights of another process, which are answered with from now on; RuntimeError while requests run.
+
+        `parts` refer to what `weight_parts.pack_parts` made. At every rollout.verify_weights_every-th call the tensors
+        that the engine holds are compared with them.
+        """
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for part in parts:
+                yield from read_part(ray.get(part))
+
+        run_if_coroutine(self.rollout.update_weights(weights()))
+        every = self.config.verify_weights_every
+        if every and self.updates % every == 0:
+            check = run_if_coroutine(self.rollout.verify_weights(None, weights()))
+            if check is not None:
+                check.raise_if_different(self.config.name)
+        self.updates += 1
+        self.rollout.weights_version = version
+        run_if_coroutine(self.rollout.resume(["weights", "kv_cache"]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:

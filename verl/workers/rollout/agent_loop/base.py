@@ -2,6 +2,8 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig
@@ -22,6 +24,9 @@ class AgentLoopMetrics(BaseModel):
 class AgentLoopOutput(BaseModel):
     """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already.
 
+    kept_tokens has the ids that top-k and top-p left at each token of the response, [] at tokens that were given: with
+    sampling_params["kept_tokens"], servers return them (TokenOutput.kept_tokens), and ratios are biased without them.
+
     With a `reward_score` from every conversation of a batch, no reward function is called. `routed_experts` and
     `multi_modal_data` are accepted from loops that were written for verl, and not used.
     """
@@ -30,6 +35,7 @@ class AgentLoopOutput(BaseModel):
     response_ids: list[int]
     response_mask: list[int]
     response_logprobs: list[float] | None = None
+    kept_tokens: list[list[int]] | None = None
     routed_experts: Any | None = None
     multi_modal_data: dict[str, Any] | None = None
     reward_score: float | None = None
@@ -49,12 +55,23 @@ class DictConfigWrap:
         self.shared: dict[str, Any] = {}
 
 
+class ToolListWrap:
+    """The tools of a worker's loops; a function that makes them is called when they are first asked for."""
+
+    def __init__(self, tools: list | Callable[[], list]) -> None:
+        self._tools = tools
+
+    @cached_property
+    def tools(self) -> list:
+        return self._tools() if callable(self._tools) else self._tools
+
+
 class AgentLoopBase(ABC):
     """Drives one conversation. An object is made for each; `run` gets the row's columns as keyword arguments.
 
     Attributes: config (the trainer's), server_manager, tokenizer, processor, rollout_config, data_config (its section
-    data, also dataset_config), encoder (a MessageEncoder), apply_chat_template_kwargs. `tools` and `hf_model_type` are
-    what the caller passes.
+    data, also dataset_config), encoder (a MessageEncoder), apply_chat_template_kwargs, tools (a ToolListWrap of what
+    rollout.multi_turn configures), hf_model_type (model_type of the model's config.json).
     """
 
     def __init__(

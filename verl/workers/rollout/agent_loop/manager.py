@@ -88,22 +88,13 @@ class AgentLoopManager:
 
         `on_finished` is called, here, with the row number and the batch of one row when a conversation has ended.
         """
-        request = GenerationRequest.from_batch(prompts, self.rollout_config)
-        sampling, rollout = request.sampling, self.rollout_config
-        params: dict[str, Any] = sampling.parameters()
-        params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
-        params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
-        seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
-        rows = DataProto(None, dict(prompts.non_tensor_batch), {}).repeat(request.n, interleave=True)
-        columns = rows.non_tensor_batch
-        columns[SEED] = np.array(seeds, dtype=np.int64)
-        names = ("global_steps", "validate")
-        meta = {"sampling": params} | {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
+        rollout = self.rollout_config
+        request = GenerationRequest.from_batch(prompts, rollout)
+        batch = conversations_of(prompts, request, rollout)
         # Greedy answers are ReMax's baselines, of which every prompt needs one.
-        cut = not (prompts.meta_info.get("validate") or sampling.greedy) and rollout.over_sample_rate
-        early_stop = _EarlyStop(math.ceil(len(seeds) * (1 - rollout.over_sample_rate)) if cut else None, on_finished)
-        meta["report_finished"] = bool(cut or on_finished)
-        batch = DataProto(None, columns, meta)
+        cut = not (prompts.meta_info.get("validate") or request.sampling.greedy) and rollout.over_sample_rate
+        early_stop = _EarlyStop(math.ceil(len(batch) * (1 - rollout.over_sample_rate)) if cut else None, on_finished)
+        batch.meta_info["report_finished"] = bool(cut or on_finished)
         self._reset_router()
         if self._runner is not None:
             parts, restarts = [self._runner.run(self._generate_here(batch, early_stop))], 0
@@ -115,7 +106,7 @@ class AgentLoopManager:
         parts = [part for part in [*early_stop.rows.values(), *parts] if len(part)]
         spans = [row for part in parts for row in part.meta_info["metrics"]]
         output = use_loop_scores(concat_rows(parts)[order])
-        metrics = self._metrics([spans[i] for i in order], output.non_tensor_batch.get("end_reason", ()))
+        metrics = conversation_metrics([spans[i] for i in order], output.non_tensor_batch.get("end_reason", ()))
         metrics["agent_loop/prefix_hit_rate"] = float(cached_tokens / max(prompt_tokens, 1))
         metrics["agent_loop/restarted_workers"] = float(restarts)
         output.meta_info = {"metrics": metrics}
@@ -206,19 +197,6 @@ class AgentLoopManager:
                 reports[workers[i].next_finished.remote()] = i
         return [parts[i] for i in range(len(shares))], deaths
 
-    def _metrics(self, rows: list[dict[str, float]], end_reasons: Iterable[str | None]) -> dict[str, float]:
-        """Metrics of the conversations, from the seconds that each of them spent (see AgentLoopMetrics)."""
-        metrics: dict[str, Any] = {}
-        for name in AgentLoopMetrics.model_fields:
-            values = np.array([row[name] for row in rows])
-            prefix = f"timing_s/agent_loop/{name}"
-            metrics |= {f"{prefix}/min": values.min(), f"{prefix}/max": values.max(), f"{prefix}/mean": values.mean()}
-        slowest = int(np.argmax([sum(row.values()) for row in rows]))
-        metrics |= {f"timing_s/agent_loop/slowest/{name}": value for name, value in rows[slowest].items()}
-        reasons = Counter(reason for reason in end_reasons if reason)
-        metrics |= {f"agent_loop/end/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
-        return {name: float(value) for name, value in metrics.items()}
-
     def _with_versions(self, output: DataProto) -> DataProto:
         """With column weights_version: that of a conversation's turns, which must be one."""
         versions = set()
@@ -276,6 +254,39 @@ class _EarlyStop:
         """Discard rows that are generated again."""
         for number in numbers:
             self.rows.pop(int(number), None)
+
+
+def conversations_of(prompts: DataProto, request: GenerationRequest, rollout: RolloutConfig) -> DataProto:
+    """The rows of a request's conversations, n for each prompt, as AgentLoopWorker takes them.
+
+    Columns are those of the prompts and the seeds; meta_info has the sampling parameters, global_steps and validate.
+    """
+    params: dict[str, Any] = request.sampling.parameters()
+    params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
+    params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
+    if request.masks and rollout.engine_returns_kept_tokens:
+        params["kept_tokens"] = True
+    seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
+    rows = DataProto(None, dict(prompts.non_tensor_batch), {}).repeat(request.n, interleave=True)
+    rows.non_tensor_batch[SEED] = np.array(seeds, dtype=np.int64)
+    names = ("global_steps", "validate")
+    rows.meta_info = {"sampling": params}
+    rows.meta_info |= {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
+    return rows
+
+
+def conversation_metrics(rows: list[dict[str, float]], end_reasons: Iterable[str | None]) -> dict[str, float]:
+    """Metrics of the conversations, from the seconds that each of them spent (see AgentLoopMetrics)."""
+    metrics: dict[str, Any] = {}
+    for name in AgentLoopMetrics.model_fields:
+        values = np.array([row[name] for row in rows])
+        prefix = f"timing_s/agent_loop/{name}"
+        metrics |= {f"{prefix}/min": values.min(), f"{prefix}/max": values.max(), f"{prefix}/mean": values.mean()}
+    slowest = int(np.argmax([sum(row.values()) for row in rows]))
+    metrics |= {f"timing_s/agent_loop/slowest/{name}": value for name, value in rows[slowest].items()}
+    reasons = Counter(reason for reason in end_reasons if reason)
+    metrics |= {f"agent_loop/end/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def manager_class(config: PPOConfig) -> type[AgentLoopManager]:

@@ -1,5 +1,6 @@
 """The table of agent loops by name."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ from verl.workers.rollout.agent_loop.base import AgentLoopBase
 # Each entry has a class as `_target_`, and arguments of the class, as for hydra's `instantiate`.
 _agent_loop_registry: dict[str, dict[str, Any]] = {
     "single_turn_agent": {"_target_": "verl.workers.rollout.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop"},
+    "environment_agent": {
+        "_target_": "verl.workers.rollout.agent_loop.environment_agent_loop.EnvironmentAgentLoop"
+    },
+    "program_agent": {"_target_": "verl.workers.rollout.gateway.program_agent_loop.ProgramAgentLoop"},
     "tool_agent": {"_target_": "verl.workers.rollout.agent_loop.tool_agent_loop.ToolAgentLoop"},
 }
+
+
+#: Arguments of __init__ that one version of verl passes and another does not.
+_OF_SOME_VERSIONS = ("dataset_config", "data_config", "tools", "hf_model_type")
 
 
 def register(agent_name: str) -> Any:
@@ -27,7 +36,11 @@ def register(agent_name: str) -> Any:
 
 
 def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
-    """A new instance of the loop registered under this name. Raises ValueError if there is none."""
+    """A new instance of the loop registered under this name. Raises ValueError if there is none.
+
+    A class whose __init__ has no **kwargs gets those of dataset_config, data_config, tools and hf_model_type that it
+    names, so that classes for every version of verl can be constructed.
+    """
     if name not in _agent_loop_registry:
         raise ValueError(
             f"agent_name={name!r} is unknown. Known: {', '.join(sorted(_agent_loop_registry))}. Register your own with "
@@ -35,6 +48,10 @@ def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
         )
     settings = dict(_agent_loop_registry[name])
     cls = load_class_from_fqn(settings.pop("_target_"), f"agent loop {name!r}")
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        left_out = [name for name in _OF_SOME_VERSIONS if name not in parameters]
+        arguments = {name: value for name, value in arguments.items() if name not in left_out}
     return cls(**settings, **arguments)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.reward.rows import LOST, place_scores
 from verl.workers.rollout.agent_loop.base import AgentLoopOutput
 from verl.workers.rollout.sampling import right_padded
@@ -20,16 +21,16 @@ def empty_output(end_reason: str | None = None) -> AgentLoopOutput:
 
 
 def is_lost(output: AgentLoopOutput | None) -> bool:
-    """Whether a conversation was cancelled, or one of its tools failed: the model did not cause its end."""
-    return output is None or output.extra_fields.get("end_reason") in ("cancelled", "tool_failed")
+    """Whether a conversation was cancelled, or its tool or program failed: the model did not cause its end."""
+    return output is None or output.extra_fields.get("end_reason") in ("cancelled", "tool_failed", "program_failed")
 
 
 def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_id: int) -> DataProto:
     """Rows of one shape: `prompts` [B, P], left-padded, `responses` [B, R], right-padded, and the other columns.
 
     Also response_mask [B, R], 1 = generated token; input_ids, attention_mask, position_ids [B, P + R]; with
-    rollout.calculate_log_probs, rollout_log_probs [B, R]. Lost conversations are marked in the column __lost__; None is
-    an empty row. meta_info["metrics"] has a dict for each row.
+    rollout.calculate_log_probs, rollout_log_probs [B, R]; sampling_mask if a row has kept tokens. Lost conversations
+    are marked in the column __lost__; None is an empty row. meta_info["metrics"] has a dict for each row.
     """
     lost = np.array([is_lost(output) for output in outputs], dtype=bool)
     rows = [output or empty_output() for output in outputs]
@@ -54,6 +55,8 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
     columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
     for name in sorted({name for row in rows for name in row.extra_fields}):
         columns[name] = column_of([row.extra_fields.get(name) for row in rows])
+    if any(row.kept_tokens is not None for row in rows):
+        columns[SAMPLING_MASK] = mask_column((row.kept_tokens or [])[:r] for row in rows)
     scores = [row.reward_score for row in rows]
     if any(score is not None for score in scores):
         columns["reward_score"] = column_of(scores)

@@ -57,25 +57,26 @@ class AsyncLLMServerManager:
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any],
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,
-        audio_data: list[Any] | None = None, **kwargs: Any,
+        audio_data: list[Any] | None = None, turn: int | None = None, **kwargs: Any,
     ) -> TokenOutput:  # fmt: skip
         """The next turn of the conversation `request_id`, after all its tokens so far.
 
         `sampling_params`: temperature, top_p, top_k, repetition_penalty, ignore_eos, stop_token_ids, max_tokens (by
-        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs (bool) and seed, from
-        which the seed of each turn is derived. A server that fails is left out and the turn starts again on another, up
-        to rollout.server.max_attempts times. Raises ValueError for unknown parameters, ConversationTooLong for a prompt
-        of rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end. Arguments of
-        loops written for verl, such as `priority` and `mm_processor_kwargs`, have no effect: requests are served in the
-        order of their arrival, and consist of token ids.
+        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs and
+        kept_tokens (bool: with the ids that top_k and top_p left), and seed, from which the seed of each turn is
+        derived with the number of earlier turns, or `turn`. A server that fails is left
+        out and the turn starts again on another, up to rollout.server.max_attempts times. Raises ValueError for unknown
+        parameters, ConversationTooLong for a prompt of rollout.max_model_len or prompt_length + response_length tokens,
+        ServerUnreachable at the end. Arguments of loops written for verl, such as `priority` and `mm_processor_kwargs`,
+        have no effect: requests are served in the order of their arrival, and consist of token ids.
         """
         if image_data or video_data or audio_data:
             raise ValueError("image_data, video_data and audio_data: rollout servers take token ids only")
         names = {"max_new_tokens": "max_tokens"}
         sampling = {names.get(name, name): value for name, value in sampling_params.items()}
         log_probs, seed = bool(sampling.pop("logprobs", False)), sampling.pop("seed", None)
-        if unknown := sorted(set(sampling) - set(SAMPLING)):
-            known = ", ".join([*SAMPLING, "logprobs", "seed"])
+        if unknown := sorted(set(sampling) - {*SAMPLING, "kept_tokens"}):
+            known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])
             raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {known}")
         rollout = self.rollout_config
         room = most_tokens(rollout) - len(prompt_ids)
@@ -83,17 +84,24 @@ class AsyncLLMServerManager:
             limit = f"rollout.prompt_length + response_length, or max_model_len, is {most_tokens(rollout)}"
             raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")
         sampling["max_tokens"] = max(1, min(sampling.get("max_tokens", room), room))
-        turn = self.turns.pop(request_id, 0)
-        self.turns[request_id] = turn + 1
+        earlier = self.turns.pop(request_id, 0)
+        self.turns[request_id] = earlier + 1
         if len(self.turns) > self.max_cache_size:
             self.turns.popitem(last=False)
         if seed is not None:
-            sampling["seed"] = turn_seed(seed, turn)
+            sampling["seed"] = turn_seed(seed, earlier if turn is None else turn)
+        return await self.send_turn(request_id, prompt_ids, sampling, log_probs)
+
+    async def send_turn(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool
+    ) -> TokenOutput:
+        """The answer of a server to one turn; `sampling` are the parameters of ServerClient.generate."""
+        rollout = self.rollout_config
         for attempt in range(1, rollout.server.max_attempts + 1):
             server = await self._routed("acquire", request_id)
             lost = False
             try:
-                output = await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
+                output = await self._ask(server, prompt_ids, sampling, log_probs)
                 self.prompt_tokens += len(prompt_ids)
                 self.cached_tokens += output.cached_tokens
                 return output
@@ -105,6 +113,12 @@ class AsyncLLMServerManager:
             finally:
                 await self._routed("release", server, lost)
         raise AssertionError
+
+    async def _ask(
+        self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool
+    ) -> TokenOutput:
+        """One request to the server of that number."""
+        return await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
 
     async def _routed(self, method: str, *args: Any) -> Any:
         if len(self.clients) == 1:

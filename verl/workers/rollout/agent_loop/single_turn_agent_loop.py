@@ -34,10 +34,11 @@ class SingleTurnAgentLoop(AgentLoopBase):
             sampling_params={"max_tokens": limit, **sampling_params},
         )
         conversation = Conversation(prompt_ids)
-        conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
+        ids, version = output.token_ids[:limit], output.weights_version
+        conversation.add_generated(ids, output.log_probs, version, output.kept_tokens)
         return AgentLoopOutput(
             prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs, num_turns=2,
+            response_logprobs=conversation.response_logprobs, kept_tokens=conversation.kept_tokens, num_turns=2,
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
             extra_fields={
                 "weights_versions": [version for version, _, _ in conversation.versions],

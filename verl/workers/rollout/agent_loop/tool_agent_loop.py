@@ -177,7 +177,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
             response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-            num_turns=data.user_turns + data.assistant_turns + 1,
+            kept_tokens=conversation.kept_tokens, num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=AgentLoopMetrics(**data.metrics),
             extra_fields={
                 **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
@@ -255,7 +255,7 @@ class ToolAgentLoop(AgentLoopBase):
             },
         )  # fmt: skip
         data.metrics["generate_sequences"] += time.perf_counter() - started
-        conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
+        conversation.add_generated(output.token_ids, output.log_probs, output.weights_version, output.kept_tokens)
         data.turn_prompts.append(ids)
         data.assistant_turns += 1
         if output.stop_reason == "aborted":

@@ -118,7 +118,7 @@ class ToolParser(ABC):
         functions = (schema["function"] for schema in self.tool_schemas)
         schema = next((function for function in functions if function["name"] == name), {})
         properties = schema.get("parameters", {}).get("properties", {})
-        types = {key: parameter["type"] for key, parameter in properties.items()}
+        types = {key: parameter.get("type", ()) for key, parameter in properties.items()}
         types = {key: [kind] if isinstance(kind, str) else kind for key, kind in types.items()}
         arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
         return FunctionCall(name=name, arguments=json.dumps(arguments))

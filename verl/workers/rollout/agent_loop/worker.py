@@ -3,25 +3,29 @@
 import asyncio
 import faulthandler
 import itertools
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from loguru import logger
 from omegaconf import DictConfig
+from transformers import PretrainedConfig
 
 from verl.data.rl_dataset import get_dataset_class
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import STACK_SIGNAL
+from verl.utils.fs import copy_to_local
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.import_utils import import_external_libs
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
-from verl.workers.rollout.agent_loop.base import AgentLoopOutput, DictConfigWrap
+from verl.workers.rollout.agent_loop.base import AgentLoopOutput, DictConfigWrap, ToolListWrap
 from verl.workers.rollout.agent_loop.registry import make_agent_loop, register_from_file
 from verl.workers.rollout.agent_loop.rows import batch_of, empty_output, is_lost
 from verl.workers.rollout.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
 from verl.workers.rollout.replica import ServerHandle
+from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config
 
 SEED = "__seed__"  # column: seed of the conversation
 
@@ -36,6 +40,8 @@ class AgentLoopWorker:
         router: see AsyncLLMServerManager.
     """
 
+    server_manager_class: type[AsyncLLMServerManager] = AsyncLLMServerManager
+
     def __init__(
         self, config: DictConfig, server_handles: list[ServerHandle], reward_router_address: str | None = None,
         router: Any = None,
@@ -44,16 +50,22 @@ class AgentLoopWorker:
         if not config.trainer.local:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
         import_external_libs(config.actor_rollout_ref.model.get("external_lib"))
-        self.server_manager = AsyncLLMServerManager(config, server_handles, router=router)
+        self.server_manager = self.server_manager_class(config, server_handles, router=router)
         self.rollout_config = self.server_manager.rollout_config
         self.tokenizer, self.processor = policy_tokenizer(config)
         self.dataset_cls = get_dataset_class(config.data)
-        self.trainer_config = DictConfigWrap(config)
+        turns = self.rollout_config.multi_turn
+        tools = ToolListWrap(partial(initialize_tools_from_config, turns.tool_config_path, turns.function_tool_path))
+        self.loop_arguments = {
+            "trainer_config": DictConfigWrap(config), "tokenizer": self.tokenizer, "processor": self.processor,
+            "dataset_cls": self.dataset_cls, "dataset_config": config.data, "data_config": DictConfigWrap(config.data),
+            "tools": tools, "hf_model_type": model_type_of(copy_to_local(config.actor_rollout_ref.model.path)),
+        }  # fmt: skip
         if path := self.rollout_config.agent.agent_loop_config_path:
             register_from_file(path)
         self._finished: asyncio.Queue[tuple[int, DataProto] | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task] = []  # the running conversations
-        self._cancels_rest = False
+        self._cancels_rest = self._warned_of_bias = False
         trace = self.rollout_config.trace
         if trace.backend is not None:
             RolloutTraceConfig.init(
@@ -62,7 +74,9 @@ class AgentLoopWorker:
             )  # fmt: skip
 
     async def close(self) -> None:
-        """Close the connections to the servers."""
+        """Close the connections to the servers, and end the processes of an environment."""
+        if environment := self.loop_arguments["trainer_config"].shared.get("environment"):
+            environment.close()
         await self.server_manager.close()
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
@@ -137,10 +151,8 @@ class AgentLoopWorker:
         name = row.pop("agent_name", None) or self.rollout_config.agent.default_agent_loop
         if (seed := row.pop(SEED, None)) is not None:
             sampling_params["seed"] = int(seed)
-        loop = make_agent_loop(
-            name, trainer_config=self.trainer_config, server_manager=self.server_manager, tokenizer=self.tokenizer,
-            processor=self.processor, dataset_cls=self.dataset_cls, dataset_config=self.config.data,
-        )  # fmt: skip
+        needs_kept = sampling_params.get("kept_tokens")  # loops may take entries out
+        loop = make_agent_loop(name, server_manager=self.server_manager, **self.loop_arguments)
         with rollout_trace_attr(
             sample_index=trajectory["sample_index"], step=trajectory["step"], rollout_n=trajectory["rollout_n"],
             name="agent_loop", validate=trajectory["validate"],
@@ -152,10 +164,30 @@ class AgentLoopWorker:
                     what = f"{type(loop).__name__}.run returned {type(output).__name__}"
                     raise TypeError(f"{what}; expected an AgentLoopOutput")
                 loop.check_prompt(output.prompt_ids)
+                if needs_kept and any(output.response_mask) and output.kept_tokens is None:
+                    self._warn_of_bias(name)
             except (ServerUnreachable, ConversationTooLong) as error:
                 logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
                 return None
         return output
+
+    def _warn_of_bias(self, name: str) -> None:
+        """Warn once that an agent loop does not pass on which tokens top_k and top_p left."""
+        if not self._warned_of_bias:
+            self._warned_of_bias = True
+            logger.warning(
+                f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "
+                "rollout.top_k and rollout.top_p bias the ratios of its samples. Set rollout.top_p=1 and "
+                "rollout.top_k=-1, or let the loop return them."
+            )
+
+
+def model_type_of(path: str) -> str | None:
+    """model_type of the config.json in a model's folder, or of a name of the hub; None where there is no such file."""
+    try:
+        return PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    except OSError:
+        return None
 
 
 AgentLoopWorkerBase = AgentLoopWorker  # upstream's name of the class to derive from

@@ -14,6 +14,7 @@ from verl.config.rollout import CPU_CACHE_BYTES
 from verl.utils.ports import free_port
 from verl.workers.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.workers.rollout.server_process import LocalServerError, OwnedServer
+from verl.workers.rollout.sglang_rollout.held_weights import FOLDER, LOADER
 
 if TYPE_CHECKING:
     from verl.config.model import HFModelConfig
@@ -46,7 +47,7 @@ class SGLangHttpServer(OwnedServer):
         self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None, host: str = "127.0.0.1"
     ) -> None:
         self.config, self.model_config, self.gpus = config, model_config, gpus
-        self.api_key = secrets.token_urlsafe(16)
+        self.api_key = secrets.token_hex(16)  # a leading dash would be read as an option
         options = self._options()
         self.folder = Path(tempfile.mkdtemp(prefix="verl_sglang_"))  # readable by this user only
         port = free_port(host)
@@ -63,7 +64,7 @@ class SGLangHttpServer(OwnedServer):
             elif value is not None:
                 command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
         # A context of max_model_len tokens and the margin may be more than the model's own.
-        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", FOLDER: str(self.folder)}
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         super().__init__(command, f"http://{self.address}", self.folder / "server.log", environment)
 
@@ -96,7 +97,8 @@ class SGLangHttpServer(OwnedServer):
             overrides["quantization_config"] = settings
         if overrides:
             given["json_model_override_args"] = overrides
-        return given | dict(config.engine_kwargs.get("sglang") or {})
+        options = given | dict(config.engine_kwargs.get("sglang") or {})
+        return options | {"custom_weight_loader": [LOADER, *options.get("custom_weight_loader", ())]}
 
     def _bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""

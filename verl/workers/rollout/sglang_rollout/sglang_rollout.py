@@ -26,6 +26,8 @@ from verl.workers.rollout.base import BaseRollout, engine_group
 from verl.workers.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.sglang_rollout.held_weights import LOADER, read_results
+from verl.workers.rollout.weight_check import WeightCheck
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -137,18 +139,38 @@ class ServerAdapter(BaseRollout):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
         """Send the weights in parts of `update_weights_bucket_megabytes`; the server waits for requests that run."""
         self.has_weights = False
+        await self._send(weights)
+        self.has_weights = True
+
+    async def verify_weights(
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
+    ) -> WeightCheck | None:  # fmt: skip
+        """Send the weights again, to be compared inside the server with what it holds; see held_weights."""
+        await self._send(weights, load_format=LOADER)
+        check: WeightCheck | str | None = None
+        if self.leads:
+            try:
+                check = read_results(self.server.folder)
+            except RuntimeError as error:
+                check = str(error)
+        check = self._all_gather(check)[0]
+        if isinstance(check, str):
+            if self.leads:
+                logger.warning(f"SGLang's weights could not be compared with the trainer's: {check}")
+            return None
+        return check
+
+    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
         in_session = self.leads and await self._begin_update()
         for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
                 tensors = pack_tensors(part)
                 blobs = [serialize_tensors(tensors) for _ in range(self.size)]
-                await self._post(
-                    "update_weights_from_tensor", {"serialized_named_tensors": blobs, "flush_cache": False}
-                )
+                body = {"serialized_named_tensors": blobs, "flush_cache": False} | options
+                await self._post("update_weights_from_tensor", body)
         if in_session:
             await self._post("end_weight_update", {})
         self._all_gather(None)
-        self.has_weights = True
 
     async def read_weights(self, path: str) -> None:
         """Let the server take the weights of a model folder."""

@@ -22,9 +22,9 @@ SAMPLING: dict[str, tuple[type, float, float]] = {
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 # The other fields that the server reads: their type, or the values that they may have.
 FIELDS: dict[str, type | tuple[str, ...]] = {
-    "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "abort_all": bool,
-    "abort_all_requests": bool, "model_path": str, "weight_version": str, "mode": ("abort", "retract", "in_place"),
-    "tags": list,
+    "rid": str, "input_ids": list, "sampling_params": dict, "return_logprob": bool, "return_kept_tokens": bool,
+    "abort_all": bool, "abort_all_requests": bool, "model_path": str, "weight_version": str,
+    "mode": ("abort", "retract", "in_place"), "tags": list,
 }  # fmt: skip
 TAGS = ("weights", "kv_cache")
 _NAMES = {str: "text", list: "a list", dict: "an object", bool: "true or false", int: "an integer", float: "a number"}

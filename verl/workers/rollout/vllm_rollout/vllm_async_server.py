@@ -25,6 +25,7 @@ from verl.workers.rollout.replica import (
     token_output,
 )
 from verl.workers.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
+from verl.workers.rollout.vllm_rollout.vllm_rollout import kept_tokens
 
 START_TIMEOUT_S = 60.0
 
@@ -40,6 +41,7 @@ class _Request:
     started: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    kept: list[list[int]] | None = None  # ids that top-k and top-p left at each position; None: not requested
     cached: int = 0
 
 
@@ -49,11 +51,12 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     The requests are those of SGLang's native API, so that one client serves both engines; sampling parameters have
     vLLM's names (SGLang's are accepted too: request_checks.ALIASES).
 
-    POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}, /abort_request
-    {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or in_place}, /continue_generation,
-    /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags}, /update_weights_from_disk
-    {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus). Every request but GET
-    /health and /metrics needs the header `Authorization: Bearer <token>`.
+    POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}; with
+    return_kept_tokens, which needs a top_k above 0, meta_info.output_kept_tokens has the ids that top-k and top-p left
+    at each position. POST /abort_request {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or
+    in_place}, /continue_generation, /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags},
+    /update_weights_from_disk {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus).
+    Every request but GET /health and /metrics needs the header `Authorization: Bearer <token>`.
 
     One thread steps the engine and runs what comes through `call` between two steps; another runs the HTTP server.
 
@@ -146,8 +149,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             if request is None:
                 continue
             request.output_ids += answer.token_ids
-            if answer.logprobs is not None:
-                request.log_probs += answer.logprobs.logprobs
+            if (given := answer.logprobs) is not None:  # the first log-prob of each position is the sampled token's
+                request.log_probs += [given.logprobs[start] for start in given.start_indices]
+                if request.kept is not None:
+                    request.kept += [ids.tolist() for ids in kept_tokens(given)]
             request.cached = output.num_cached_tokens or request.cached
             if output.finished:
                 self._finish(request, self._reply(request, {"type": answer.finish_reason or "stop"}))
@@ -161,6 +166,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         if request.params.logprobs is not None:
             pairs = zip(request.log_probs, request.output_ids, strict=True)
             meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+        if request.kept is not None:
+            meta["output_kept_tokens"] = request.kept
         return {"output_ids": request.output_ids, "meta_info": meta}
 
     def _finish(self, request: _Request, result: dict[str, Any] | BaseException) -> None:
@@ -244,13 +251,14 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str,
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,
     ) -> TokenOutput:  # fmt: skip
-        """The answer to one prompt. `sampling_params`: those of POST /generate, and logprobs (bool)."""
+        """The answer to one prompt. `sampling_params`: those of POST /generate, logprobs and kept_tokens (bool)."""
         if image_data or video_data:
             raise ValueError("image_data and video_data: rollout servers take token ids only")
         sampling = dict(sampling_params)
         log_probs = bool(sampling.pop("logprobs", False))
-        params = self._params(prompt_ids, sampling, log_probs)
-        return token_output(await self._submit(request_id, prompt_ids, params), log_probs, self.address)
+        masks = bool(sampling.pop("kept_tokens", False))
+        params = self._params(prompt_ids, sampling, log_probs, masks)
+        return token_output(await self._submit(request_id, prompt_ids, params, masks), log_probs, self.address)
 
     async def wake_up(self) -> None:
         """Bring the engine's weights and cache back into memory; it does not keep weights on a GPU."""
@@ -350,10 +358,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     async def _generate(self, http: web.Request) -> web.Response:
         body = checked_body(await http.read())
         ids, rid = body.get("input_ids"), body.get("rid") or secrets.token_hex(16)
-        params = self._params(ids, body.get("sampling_params", {}), body.get("return_logprob", False))
-        return web.json_response(await self._submit(rid, ids, params))
+        masks = body.get("return_kept_tokens", False)
+        params = self._params(ids, body.get("sampling_params", {}), body.get("return_logprob", False), masks)
+        return web.json_response(await self._submit(rid, ids, params, masks))
 
-    async def _submit(self, rid: str, ids: list[int], params: Any) -> dict[str, Any]:
+    async def _submit(self, rid: str, ids: list[int], params: Any, masks: bool = False) -> dict[str, Any]:
         """The reply to a request; raises what the engine raised. A request whose task is cancelled is aborted."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future = loop.create_future()
@@ -362,7 +371,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits for this request
                 loop.call_soon_threadsafe(_resolve, reply, result)
 
-        request = _Request(rid, ids, params, finish)
+        request = _Request(rid, ids, params, finish, kept=[] if masks else None)
         self._inbox.put(lambda: self._add(request))
         try:
             result = await reply
@@ -373,7 +382,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             raise result
         return result
 
-    def _params(self, ids: Any, sampling: dict[str, Any], log_probs: bool) -> Any:
+    def _params(self, ids: Any, sampling: dict[str, Any], log_probs: bool, masks: bool = False) -> Any:
         """vLLM's parameters of a request; ValueError for what the engine cannot take."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -384,10 +393,13 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             limit = f"rollout.max_model_len={self.max_model_len}"
             raise ValueError(f"input_ids has {len(ids)} tokens; {limit} leaves no room for an answer")
         arguments = sampling_arguments(sampling, room, self.vocab_size)
+        top_k = arguments.get("top_k", -1)
+        if masks and top_k < 1:
+            raise ValueError(f"return_kept_tokens=true needs sampling_params.top_k above 0, not {top_k}")
         try:
             return SamplingParams(
                 detokenize=False, output_kind=RequestOutputKind.DELTA, flat_logprobs=True,
-                logprobs=0 if log_probs else None, **arguments,
+                logprobs=min(top_k, self.vocab_size) if masks else 0 if log_probs else None, **arguments,
             )  # fmt: skip
         except Exception as error:  # vLLM's own validation
             raise ValueError(f"sampling_params: {error}") from error

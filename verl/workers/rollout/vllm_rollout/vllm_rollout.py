@@ -319,7 +319,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             metrics["rollout/tokens_per_forward"] = [made / max(1, made - accepted)]
         owned = gathered
         rows, log_probs = self._rows(answers, request)
-        masks = self._masks([answer for _, answer in answers]) if self._records_masks(request) else None
+        masks = None
+        if self._records_masks(request):
+            masks = mask_column(kept_tokens(answer.logprobs) for _, answer in answers)
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
@@ -355,26 +357,14 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         return rows, right_padded(values, length, 0.0, torch.float32)
 
     def _records_masks(self, request: GenerationRequest) -> bool:
-        """Whether the tokens that were kept are known: vLLM returns the log-probs of a fixed number of tokens."""
-        processed = self.config.logprobs_mode == "processed_logprobs"
-        return request.masks and request.sampling.top_k > 0 and processed and self.queue is None
+        """Whether samples get the column SAMPLING_MASK; a queue returns tokens and log-probs alone to other ranks."""
+        return request.masks and self.config.engine_returns_kept_tokens and self.queue is None
 
     def _returned_log_probs(self, request: GenerationRequest) -> int | None:
         """How many tokens' log-probs vLLM returns in addition to the sampled one's; None for none at all."""
         if self._records_masks(request):
             return min(request.sampling.top_k, self.llm.llm_engine.model_config.get_vocab_size())
         return 0 if request.log_probs else None
-
-    @staticmethod
-    def _masks(answers: list[Any]) -> np.ndarray:
-        """The column SAMPLING_MASK of vLLM's completions: ids whose log-prob is finite, at each position."""
-        column = []
-        for answer in answers:
-            given = answer.logprobs
-            ids, finite = np.array(given.token_ids), np.isfinite(given.logprobs)
-            ends = zip(given.start_indices, given.end_indices, strict=True)
-            column.append([np.unique(ids[start:end][finite[start:end]]) for start, end in ends])
-        return mask_column(column)
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
@@ -422,6 +412,13 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logprobs=self._returned_log_probs(request), flat_logprobs=True,
             repetition_penalty=request.repetition_penalty, **drawn,
         )  # fmt: skip
+
+
+def kept_tokens(log_probs: Any) -> list[np.ndarray]:
+    """The ids that top-k and top-p left at each position, of vLLM's FlatLogprobs: those whose log-prob is finite."""
+    ids, finite = np.array(log_probs.token_ids), np.isfinite(log_probs.logprobs)
+    ends = zip(log_probs.start_indices, log_probs.end_indices, strict=True)
+    return [np.unique(ids[start:end][finite[start:end]]) for start, end in ends]
 
 
 # (logger, text) of warnings that follow from our settings or from the CPU: a user can do nothing about them.

@@ -1,0 +1,241 @@
+"""Iterative refinement of a pretrained model, next to plain SFT of it on the same tokens, up to vLLM's server.
+
+    python -m examples.pretrained.dllm.demo [--model DIR] [--seeds 0 1 2] [--pair DIR] [--out DIR] [--until STAGE]
+
+Starts from the target of examples.pretrained.spd, whose stages run first where they have not yet, and trains on that
+target's own answers to the training questions: refinement, and a twin by plain SFT with as many steps of the same
+samples. Ends with accuracy over tokens per forward for every mode of generation and the area under it (AUP), greedy
+decoding, n-gram drafts and the refined model in vLLM's server one request at a time, OUT/result.json and a picture for
+each seed. Stages are kept and resume as in examples.pretrained.spd.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pandas as pd
+
+from examples.demo_runner import ROOT, PhaseFailed, console
+from examples.dllm_arithmetic.acceptance import LOSSLESS
+from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
+from examples.dllm_arithmetic.demo import command, metrics_of, result_table
+from examples.dllm_arithmetic.demo import describe as describe_refinement
+from examples.dllm_arithmetic.evaluate import paired
+from examples.pretrained import fetch
+from examples.pretrained.spd import demo as spd
+from examples.pretrained.spd import tasks
+from examples.pretrained.spd.stages import Stage
+from verl.utils.accelerator import default_dtype
+from verl.utils.tokenizer import hf_tokenizer
+
+LR = 1e-4
+TOKENS_PER_FORWARD, SERVED, GAP_POINTS, TRAINING_S = 2.2, 1.5, 2.0, 2700.0  # what the result is compared with
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; `steps` of refinement fit 45 minutes on two idle cores."""
+
+    steps: int = 120
+    batch: int = 16
+    block: int = 8  # tokens of a window
+    windows: int = 8  # of a sample
+    single_round_steps: int = 60
+    questions: int = 240  # test questions; vLLM answers the first `served` of them
+    served: int = 60
+
+
+def write_pairs(rows: Sequence[Mapping[str, Any]], model: Path, data: Path, held_out: int = 24) -> None:
+    """DATA.{train,val}.jsonl with conversations for SFT, and DATA.{train,val}.parquet with the same tokens for
+    refinement: `instruction` is the prompt as the chat template renders it."""
+    spd.write_conversations(rows, data, held_out)
+    for split in ("train", "val"):
+        conversations = [row["messages"] for row in spd.read_rows(Path(f"{data}.{split}.jsonl"))]
+        pairs = [{"instruction": rendered(model, turns[:-1]), "output": turns[-1]["content"]}
+                 for turns in conversations]  # fmt: skip
+        pd.DataFrame(pairs).to_parquet(f"{data}.{split}.parquet")
+
+
+def rendered(model: Path, messages: list[dict[str, str]]) -> str:
+    """A conversation up to the answer, as the model reads it."""
+    return hf_tokenizer(str(model)).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def write_test(model: Path, file: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
+    """The test questions: `instruction` and `answer`."""
+    asked = tasks.draw(counts, seed, gsm8k)["test"]
+    rows = [{"instruction": rendered(model, tasks.messages(a.question)), "answer": a.answer} for a in asked]
+    pd.DataFrame(rows).to_parquet(file)
+
+
+def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: int) -> list[str]:
+    """Refinement with packed windows; the twin's optimizer, batches and learning rate."""
+    device = spd.device_here()
+    settings = {
+        "data.train_files": f"{data}.train.parquet", "data.val_files": f"{data}.val.parquet", "data.max_length": 512,
+        "data.train_batch_size": sizes.batch, "data.micro_batch_size_per_gpu": sizes.batch // 4,
+        "data.dataloader_num_workers": 0, "model.partial_pretrain": model,
+        "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": default_dtype(device),
+        "optim.lr": LR, "optim.weight_decay": 0.0, "trainer.device": device, "trainer.n_gpus_per_node": 1,
+        "trainer.total_epochs": 1000, "trainer.total_training_steps": sizes.steps,
+        "trainer.test_freq": max(1, sizes.steps // 4), "trainer.save_checkpoint_steps": max(1, sizes.steps // 6),
+        "trainer.max_ckpt_to_keep": 1, "trainer.seed": seed + 1, "trainer.default_local_dir": folder,
+        "trainer.logger": "[tensorboard]", "trainer.project_name": "pretrained", "trainer.experiment_name": folder.name,
+        "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "iterative.noise_pattern": "packed",
+        "iterative.block_length": sizes.block, "iterative.windows_per_sample": sizes.windows,
+        "iterative.aligned_windows": 0.5, "iterative.num_iterations": 2,
+        "iterative.single_round_steps": min(sizes.single_round_steps, sizes.steps // 2),
+        "iterative.ar_loss_weight": 2.0, "iterative.noise_seed": seed,
+    }  # fmt: skip
+    return command("dllm_reasoning.train_iterative_refine", settings)
+
+
+def trained_stages(answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any) -> list[Stage]:
+    """Training, evaluation and server of one seed, in order; they write to OUT/seedN.
+
+    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file.
+    """
+    folder, data = out / f"seed{seed}", out / "pairs"
+    runs = {name: folder / name for name in ("refinement", "twin")}
+
+    def prepare() -> None:
+        ended = [row for row in spd.read_rows(answers.result) if row["ended"]]
+        write_pairs(ended, target, data)
+        write(out / "test.parquet")
+
+    trained = [
+        Stage(f"seed{seed}/refinement", refine_command(target, data, runs["refinement"], sizes, seed),
+              runs["refinement"], (answers,), prepare),
+        Stage(f"seed{seed}/twin", spd.sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed),
+              runs["twin"], (answers,), prepare),
+    ]  # fmt: skip
+    models = {name: runs[name] / f"global_step_{sizes.steps}" / "huggingface" for name in runs}
+    evaluated = [
+        Stage(f"seed{seed}/{name}_modes", spd.python(
+            "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
+            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", tasks.LIMIT,
+            "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
+            *(() if name == "refined" else ("--modes", *LOSSLESS, "refine 1")),
+        ), folder / f"{name}.json", (stage,))
+        for name, run, stage in (("refined", "refinement", trained[0]), ("twin", "twin", trained[1]))
+    ]  # fmt: skip
+    served = Stage(f"seed{seed}/served", spd.python(
+        "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
+        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", tasks.LIMIT, "--out", folder / "served.json",
+    ), folder / "served.json", tuple(trained))  # fmt: skip
+    return [*trained, *evaluated, served]
+
+
+def figures(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one seed, from the evaluations of `refined` and `twin`: the best lossless mode, whose answers are all greedy
+    decoding's, greedy accuracy of refined less twin in points with its 95 % interval, and the AUP of both."""
+    rows = {name: {row["mode"]: row for row in part["rows"]} for name, part in parts.items()}
+    lossless = {mode: row for mode, row in rows["refined"].items() if mode in LOSSLESS and row["same_as_greedy"] == 1}
+    mode = max(lossless, key=lambda name: lossless[name]["tokens_per_forward"])
+    best = max(row["accuracy"] for of_model in rows.values() for row in of_model.values())
+    return {
+        "dllm_tokens_per_forward": lossless[mode]["tokens_per_forward"], "mode": mode,
+        "gap": paired(parts["refined"]["correct"], parts["twin"]["correct"]),
+        "aup": {name: accuracy_under_parallelism(list(of_model.values()), best) for name, of_model in rows.items()},
+        "questions": parts["refined"]["questions"],
+    }  # fmt: skip
+
+
+def report(out: Path, seeds: Sequence[int]) -> None:
+    """Print what exists of each seed and the means; write result.json and a picture for each seed."""
+    results = {}
+    for seed in seeds:
+        folder = out / f"seed{seed}"
+        parts = {name: folder / f"{name}.json" for name in ("refined", "twin")}
+        if not all(file.exists() for file in parts.values()):
+            continue
+        read = {name: json.loads(file.read_text()) for name, file in parts.items()}
+        results[seed] = figures(read)
+        everything = {"questions": read["refined"]["questions"], "rows": [r for p in read.values() for r in p["rows"]]}
+        console.print(result_table(everything))
+        runs = [(name, metrics_of(folder / name)) for name in ("refinement", "twin")]
+        draw_curves(everything, runs, folder / "curves.png")
+        result = results[seed]
+        gap, aup = result["gap"], result["aup"]
+        console.print(
+            f"seed {seed}: {result['dllm_tokens_per_forward']:.2f} tokens per forward by {result['mode']}, lossless; "
+            f"greedy accuracy, refined less twin: {gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to "
+            f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}; {folder / 'curves.png'}",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
+        if (file := folder / "served.json").exists():
+            result["served"] = json.loads(file.read_text())
+            result["dllm_served_over_greedy"] = result["served"]["refined_over_greedy"]
+        record = json.loads((out / "stages" / f"seed{seed}" / "refinement.json").read_text())
+        result["training_seconds"] = record["seconds"]
+    if not results:
+        return
+    wanted = {"dllm_tokens_per_forward": TOKENS_PER_FORWARD, "dllm_served_over_greedy": SERVED}
+    means = {name: mean(result[name] for result in results.values()) for name in wanted
+             if all(name in result for result in results.values())}  # fmt: skip
+    means["gap"] = mean(result["gap"]["difference"] for result in results.values())
+    longest = max(result["training_seconds"] for result in results.values())
+    (out / "result.json").write_text(json.dumps({"seeds": results, "means": means}, indent=1) + "\n")
+    named = ", ".join(f"{name} {means[name]:.2f} (wanted: {value:g})" for name, value in wanted.items()
+                      if name in means)  # fmt: skip
+    console.print(f"means over {len(results)} seeds: {named}, greedy accuracy of refined less twin {means['gap']:+.1f} "
+                  f"points (wanted: at least -{GAP_POINTS:g}); longest refinement {longest:.0f} s (wanted: at most "
+                  f"{TRAINING_S:.0f})", soft_wrap=True, highlight=False)  # fmt: skip
+
+
+def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
+    """The folder of metrics and the steps of a training stage."""
+    return (stage.result, sizes.steps) if stage.name.rpartition("/")[2] in ("refinement", "twin") else None
+
+
+def describe(data: Mapping[str, float]) -> str:
+    """The part of a step's metrics that is shown next to the bar."""
+    return describe_refinement({name: value for name, value in data.items() if name.startswith("train/")})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages; returns the exit code."""
+    parser = spd.options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_dllm", "trainings")
+    parser.add_argument("--pair", type=Path, default=ROOT / "outputs" / "pretrained_spd",
+                        help="OUT of examples.pretrained.spd.demo")
+    args = parser.parse_args(argv)
+    out, pair = args.out.resolve(), args.pair.resolve()
+    for folder in (out, pair):
+        folder.mkdir(parents=True, exist_ok=True)
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    model = spd.begin("Iterative refinement of a pretrained model", args.model)
+    gsm8k = args.gsm8k and args.gsm8k.resolve()
+    made = spd.pair_stages(model, pair, spd.Sizes(), spd.SEED, gsm8k)
+    answers = next(stage for stage in made if stage.name == "answers_train")
+    target = spd.models_of(pair, spd.Sizes())[0]
+
+    def write(file: Path) -> None:
+        write_test(target, file, spd.Sizes().counts, spd.SEED, gsm8k)
+
+    stages = [stage for seed in args.seeds for stage in trained_stages(answers, target, out, sizes, seed, write)]
+    chosen = spd.until(stages, args.until)
+    try:
+        earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
+        spd.run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
+        spd.run_stages(chosen, out, partial(watched, sizes=sizes), describe)
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return 1
+    report(out, args.seeds)
+    if not args.model:
+        console.print(f"The model: {fetch.NOTE}.")
+    return 0
+
+
+def read_by(stage: Stage) -> list[Stage]:
+    """The stages whose results a stage reads, directly or through others."""
+    return [each for read in stage.reads for each in (*read_by(read), read)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

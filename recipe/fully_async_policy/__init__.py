@@ -1,0 +1,1 @@
+"""Compatibility with verl: import path of `verl.trainer.fully_async`."""

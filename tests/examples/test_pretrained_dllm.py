@@ -1,0 +1,127 @@
+"""The demo of refinement of a pretrained model: data, commands, figures, server.
+
+Not covered: the figures of the pretrained model (`make demo-pretrained-dllm` shows them).
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
+from examples.dllm_arithmetic.curves import accuracy_under_parallelism
+from examples.pretrained.dllm import demo, serve
+from examples.pretrained.spd import tasks
+from examples.pretrained.spd.stages import Stage
+from tests.dllm_reasoning.test_vllm_drafter import prompts, refined  # noqa: F401
+from tests.examples.test_dllm_demo import read
+from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.tokenizer import hf_tokenizer
+
+pytestmark = pytest.mark.demo
+
+
+def test_refinement_and_its_twin_learn_the_same_tokens(tmp_path, tiny_llama):
+    rows = [{"question": f"what is {i} ?", "answer": f"the answer is {i}"} for i in range(6)]
+    demo.write_pairs(rows, Path(tiny_llama), tmp_path / "pairs", held_out=2)
+    tokenizer = hf_tokenizer(tiny_llama)
+    for split, count in (("train", 4), ("val", 2)):
+        keys = {"max_length": 64, "prompt_key": "instruction", "response_key": "output"}
+        pairs = IterativeSFTDataset(str(tmp_path / f"pairs.{split}.parquet"), tokenizer, keys)
+        turns = MultiTurnSFTDataset(str(tmp_path / f"pairs.{split}.jsonl"), tokenizer, {"max_length": 64})
+        assert len(pairs) == len(turns) == count
+        for pair, conversation in zip(pairs, turns, strict=True):
+            learned = [item["input_ids"][item["loss_mask"] == 1].tolist() for item in (pair, conversation)]
+            prompt = [item["input_ids"][: int(item["loss_mask"].argmax())].tolist() for item in (pair, conversation)]
+            assert learned[0] == learned[1] and prompt[0] == prompt[1] and learned[0][-1] == tokenizer.eos_token_id
+
+
+def test_test_questions_are_those_of_the_pair(tmp_path, tiny_llama):
+    pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
+    counts = {"train": 6, "val": 3, "test": 6}
+    demo.write_test(Path(tiny_llama), tmp_path / "test.parquet", counts, 0)
+    written, asked = pd.read_parquet(tmp_path / "test.parquet"), tasks.draw(counts)["test"]
+    assert written["answer"].tolist() == [a.answer for a in asked]
+    assert all(a.question in text for a, text in zip(asked, written["instruction"], strict=True))
+
+
+def test_both_trainings_have_the_same_steps_batches_and_learning_rate(tmp_path):
+    sizes = demo.Sizes(steps=48)
+    answers = Stage("answers_train", ["true"], tmp_path / "answers.jsonl")
+    stages = demo.trained_stages(answers, tmp_path / "target", tmp_path, sizes, 1, lambda file: None)
+    refinement, twin = read(list(stages[0].command)), read(list(stages[1].command))
+    for name in ("data.train_batch_size", "optim.lr", "trainer.total_training_steps", "model.partial_pretrain",
+                 "data.max_length", "trainer.seed", "model.fsdp_config.dtype"):  # fmt: skip
+        values = []
+        for config in (refinement, twin):
+            for part in name.split("."):
+                config = config[part]
+            values.append(config)
+        assert values[0] == values[1], name
+    settings = refinement.iterative
+    assert (settings.noise_pattern, settings.single_round_steps, settings.noise_seed) == ("packed", 24, 1)
+    for number, stage in enumerate(stages):
+        known = {"answers_train", *(earlier.name for earlier in stages[:number])}
+        assert {part.name for part in stage.reads} <= known
+    assert demo.read_by(stages[-1]) == [answers, stages[0], answers, stages[1]]
+
+
+def row(mode, accuracy, tokens_per_forward, same=1.0):
+    return {"mode": mode, "accuracy": accuracy, "tokens_per_forward": tokens_per_forward, "same_as_greedy": same}
+
+
+def test_figures_of_a_seed_by_hand():
+    refined_rows = [row("greedy", 0.8, 1), row("slide", 0.8, 2), row("verify", 0.8, 3, 0.99), row("refine 1", 0.5, 4)]
+    parts = {
+        "refined": {"rows": refined_rows, "correct": [True, True, False, True], "questions": 4},
+        "twin": {"rows": [row("greedy", 0.9, 1), row("slide", 0.9, 1.5)], "correct": [True] * 4, "questions": 4},
+    }
+    result = demo.figures(parts)
+    # One answer of `verify` differs from greedy decoding, so that it is not lossless.
+    assert (result["mode"], result["dllm_tokens_per_forward"]) == ("slide", 2)
+    assert result["gap"]["difference"] == -25
+    # `refine 1` loses more than 5 points and is left out; W(80) = exp(-3 (1 - 80 / 90)).
+    weighted = 80 * math.exp(-3 / 9)
+    assert result["aup"] == pytest.approx({"refined": 80 + (3 - 1) * weighted, "twin": 90 + 0.5 * 90})
+    assert accuracy_under_parallelism([row("greedy", 0.5, 1)], 0.5) == 50
+
+
+def test_what_exists_is_reported(tmp_path, capsys):
+    (tmp_path / "seed0").mkdir()
+    (tmp_path / "stages" / "seed0").mkdir(parents=True)
+    (tmp_path / "stages" / "seed0" / "refinement.json").write_text('{"seconds": 100.0}')
+    for name in ("refined", "twin"):
+        rows = [row("greedy", 0.9, 1) | {"model": name, "accuracy_se": 0.1, "block": 1}]
+        (tmp_path / "seed0" / f"{name}.json").write_text(
+            json.dumps({"rows": rows, "correct": [True, False], "questions": 2})
+        )
+    for name in ("refinement", "twin"):
+        (tmp_path / "seed0" / name).mkdir()
+        metrics = {"step": 1, "time": 0.0, "data": {"train/loss": 2.0}}
+        (tmp_path / "seed0" / name / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    demo.report(tmp_path, [0, 1])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "means over 1 seeds: dllm_tokens_per_forward 1.00 (wanted: 2.2)" in text
+    assert "longest refinement 100 s" in text
+    assert (tmp_path / "seed0" / "curves.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "result.json").read_text())["means"]["gap"] == 0
+
+
+@pytest.mark.process
+def test_a_refined_model_is_served_next_to_n_gram_drafts(tmp_path, capsys, refined):  # noqa: F811
+    folder = str(refined[0])
+    tokenizer = hf_tokenizer(folder)
+    questions = [{"instruction": tokenizer.decode(ids), "answer": "4"} for ids in prompts(4)]
+    pd.DataFrame(questions).to_parquet(tmp_path / "test.parquet")
+    serve.main(["--model", folder, "--questions", str(tmp_path / "test.parquet"),
+                "--max-new-tokens", "24", "--out", str(tmp_path / "served.json")])  # fmt: skip
+    record = json.loads((tmp_path / "served.json").read_text())
+    assert record["questions"] == 4 and record["same_as_greedy"] == {"refined": 4, "n-gram": 4}
+    results = record["results"]
+    assert results["greedy"]["accepted"] is None and results["refined"]["accepted"] > 0
+    speeds = [results[name]["tokens_per_second"] for name in ("refined", "greedy")]
+    assert record["refined_over_greedy"] == pytest.approx(speeds[0] / speeds[1])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "answers equal to greedy decoding's: 4 (own drafts), 4 (n-gram) of 4" in text

@@ -1,0 +1,1 @@
+"""Environments that others wrote: prompts, conversations and scores of their libraries (data.environment)."""

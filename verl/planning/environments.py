@@ -1,0 +1,76 @@
+"""The environment of a dry run: started once, with a rendered prompt, a scored answer and the lengths of prompts."""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+from verl.config.ppo import PPOConfig
+from verl.environments.base import LIBRARIES
+from verl.environments.hosting import EnvironmentFailed
+from verl.environments.processes import START_S, EnvironmentCalls
+from verl.planning.dry_run import print_rows
+from verl.utils.problems import Problem, one_line, wrong
+from verl.utils.visible_text import visible
+
+LENGTHS = 200  # prompts whose tokens are counted
+
+
+def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
+    """Settings outside of data.environment that its rows and scores need."""
+    environment, workers = config.data.environment, config.reward_model.num_workers
+    if environment.name is None:
+        return
+    key = f"data.environment.name={environment.name}"
+    if config.data.custom_cls.path is not None:
+        yield wrong("data.custom_cls.path", f"{key} makes the data set: leave data.custom_cls out.")
+    if workers == 0:
+        text = "environments do not run in the trainer's process: set reward_model.num_workers to 1 or more"
+        yield wrong("reward_model.num_workers", f"reward_model.num_workers=0 with {key}: {text}.")
+    if config.reward_manager.name == "batch":
+        yield wrong("reward_manager.name", f"reward_manager.name=batch with {key}, which scores row by row: set naive.")
+    if config.reward_model.enable:
+        yield wrong("reward_model.enable", f"reward_model.enable=true with {key}, which gives the scores: disable it.")
+
+
+def show_environment(console: Console, config: PPOConfig, findings: Any) -> list[Problem]:
+    """Print the first prompt, the score of one answer and the lengths of prompts; returns what went wrong.
+
+    The answer is the row's ground truth in data.environment.answer_format, given in every turn.
+    """
+    environment, prompts = config.data.environment, findings.datasets.get("data.train_files")
+    if environment.name is None or not prompts:
+        return []
+    row = prompts.rows[0]
+    answer = environment.answer_format.format(row["reward_model"]["ground_truth"])
+    if environment.name != "reasoning_gym":
+        answer = str(row["reward_model"]["ground_truth"] or "")
+    try:
+        with EnvironmentCalls(environment) as calls:
+            strict = environment.max_turns == 1
+            item = row["extra_info"]["environment"]
+            scores = calls.call(START_S + environment.timeout, "score", item, answer, strict)
+    except EnvironmentFailed as error:
+        return [wrong("data.environment", f"data.environment: a conversation failed: {one_line(error)}")]
+    first = range(min(len(prompts), LENGTHS))
+    lengths = sorted(len(prompts.prompt_ids(i)) for i in first)
+    library = LIBRARIES[environment.name]
+    console.rule("Environment")
+    console.print(Panel(escape(visible(prompts.prompt_text(0))), title="first prompt", expand=False))
+    print_rows(
+        console,
+        {
+            "environment": f"{environment.name} (tested with {library.package} {library.version})",
+            "answer": escape(visible(answer)),
+            "its scores": ", ".join(f"{name} {value:g}" for name, value in scores.items() if _is_number(value)),
+            f"tokens of the first {len(first)} prompts": f"{lengths[0]} to {lengths[-1]}, median {median(lengths):g}",
+        },
+    )
+    return []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

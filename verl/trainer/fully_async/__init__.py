@@ -1,0 +1,1 @@
+"""Asynchronous training: servers generate samples while the ranks of the trainer update the policy."""

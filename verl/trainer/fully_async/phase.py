@@ -1,0 +1,273 @@
+"""The rollout phase of asynchronous training: servers on ranks of their own, fed by a Rollouter."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import numpy as np
+import ray
+
+from verl.config.asynchronous import AsyncPPOConfig
+from verl.config.compose import to_omegaconf, with_values
+from verl.protocol import DataProto
+from verl.reward.rows import GRADED
+from verl.reward.stream import RewardStream, can_stream
+from verl.trainer.fully_async import journal
+from verl.trainer.fully_async.journal import Journal, Timeline
+from verl.trainer.fully_async.rollouter import Rollouter
+from verl.trainer.fully_async.samples import UNGRADED, Group, Sample
+from verl.trainer.fully_async.staleness import StalenessBound
+from verl.trainer.ppo.batching import compute_response_mask
+from verl.trainer.ppo.metric_utils import reduce_metrics
+from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
+from verl.trainer.run.prompt_stream import PromptStream
+from verl.utils.request_router import RequestRouter
+from verl.workers.rollout.agent_loop.interruptible import InterruptibleWorker
+from verl.workers.rollout.agent_loop.manager import conversation_metrics, conversations_of
+from verl.workers.rollout.agent_loop.rows import batch_of, use_loop_scores
+from verl.workers.rollout.agent_loop.worker import SEED
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from verl.workers.rollout.sampling import GenerationRequest
+from verl.workers.rollout.server_process import DIRECT
+
+STAYS_AWAKE = {"free_cache_engine": False, "lora_as_adapter": False}  # servers get all weights, and keep them
+ENGINE_FAILED = 503  # status of a server's GET /health
+SAMPLE_ID, SPANS = "sample_id", "version_spans"  # columns
+
+
+class AsyncPhase(RolloutPhase):
+    """Where the trainer gets batches from: what live and replayed runs have in common."""
+
+    def __init__(self, config: AsyncPPOConfig, tokenizer: Any) -> None:
+        self.config, self.rollout_config = config, config.actor_rollout_ref.rollout
+        self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
+        self.agent_loops = self.actor_group = self.rm_group = None
+        self.streams_rewards = True
+        self.journal, self.timeline = Journal(in_order=config.async_training.replay is None), Timeline()
+        self.bound = StalenessBound.from_settings(config.async_training, config.data.train_batch_size)
+        self.server_names: list[str] = []
+        self.synced = 0  # weights version of the servers
+
+    def open_files(self, folder: Path, saved: dict[str, Any] | None, step: int) -> None:
+        """Begin or continue the files of journal and timeline."""
+        self.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], step)
+        self.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
+
+    def close(self) -> None:
+        self.timeline.close()
+        self.journal.close()
+
+    def begin(self) -> None:
+        """Let prompts be started from now on."""
+
+    def restore(self, groups: list[Group], dropped: int, step: int) -> None:
+        """Continue with the groups of a checkpoint of `step`."""
+
+    def send_weights(self, version: int, parts: list[ray.ObjectRef], interrupt: bool) -> None:
+        """Give all servers the weights of `version` (WeightPart), between two tokens or two samples."""
+
+    def take(self, step: int) -> list[Group]:
+        """The groups of step `step`, in the order of their numbers, once they are complete."""
+        raise NotImplementedError
+
+    def take_counts(self) -> tuple[Counter[str], list[float]]:
+        """See Rollouter.take_counts."""
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """Further metrics of a step."""
+        return {}
+
+    def hold(self) -> dict[str, Any]:
+        """Draw no prompts until `release`; what a checkpoint has to know, as JSON."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Draw prompts again."""
+
+    def batch_of(self, groups: list[Group]) -> tuple[DataProto, dict[str, float]]:
+        """The samples of finished groups, those of one prompt adjacent: [prompts * n, T], with metrics.
+
+        As RolloutPhase.generate returns them, with the grades of the samples, and the columns weights_version (that of
+        the oldest token), version_spans (lists of (version, tokens)) and sample_id.
+        """
+        samples, n = [sample for group in groups for sample in group.samples], self.rollout_config.n
+        output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
+        rows, columns = output.meta_info["metrics"], output.non_tensor_batch
+        columns.pop("weights_versions", None)
+        scored = columns.get("reward_score")
+        output.meta_info = {}
+        oldest = [min((version for version, _ in sample.spans), default=group.started_at) for group in groups
+                  for sample in group.samples]  # fmt: skip
+        columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
+        columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
+        columns[SPANS] = _objects([sample.spans for sample in samples])
+        if scored is None or any(sample.result is not UNGRADED for sample in samples):
+            results = [sample.result if sample.result is not UNGRADED else None for sample in samples]
+            if scored is not None:
+                results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
+                columns.pop("reward_score")
+            columns[GRADED] = _objects(results)
+        output = use_loop_scores(output)
+        prompts = DataProto.concat([group.row for group in groups])
+        own = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
+        batch = DataProto(None, own, {}).repeat(n, interleave=True)
+        batch.union(DataProto(output.batch, output.non_tensor_batch, {}))
+        if "response_mask" not in batch.batch:
+            batch.batch["response_mask"] = compute_response_mask(batch)
+        return batch, conversation_metrics(rows, columns.get("end_reason", ()))
+
+
+async def close_all(replicas: Sequence[RolloutReplica]) -> None:
+    """End the ranks and servers of replicas."""
+    await asyncio.gather(*(replica.close() for replica in replicas))
+
+
+class SeparateRolloutPhase(AsyncPhase):
+    """Starts the servers, gives them weights, and generates for training and validation."""
+
+    def __init__(
+        self, config: AsyncPPOConfig, tokenizer: Any, stream: PromptStream, reward_fn: Any, total_prompts: int
+    ) -> None:
+        super().__init__(config, tokenizer)
+        self.stream = stream
+        self.replicas = self._start_replicas()
+        self.server_names = [f"server_{i}" for i in range(len(self.replicas))]
+        handles = [replica.server_handle for replica in self.replicas]
+        worker = InterruptibleWorker(to_omegaconf(config), handles, router=RequestRouter(len(handles)))
+        reward = None if reward_fn is None else RewardStream(reward_fn)
+        concurrency = self.rollout_config.max_num_seqs * len(handles)
+        self.rollouter = Rollouter(
+            worker, self.bound, total_prompts, self._draw, reward, concurrency, self.journal, self.timeline,
+            self.check_servers,
+        )  # fmt: skip
+        self.begin, self.restore = self.rollouter.begin, self.rollouter.restore
+        self.take_counts = self.rollouter.take_counts
+        self.hold, self.release = self.rollouter.hold, self.rollouter.release
+
+    def _start_replicas(self) -> list[RolloutReplica]:
+        """One server for each tensor_model_parallel_size ranks of the section rollout."""
+        pool, rollout = self.config.rollout, with_values(self.rollout_config, STAYS_AWAKE)
+        replica_class = RolloutReplicaRegistry.of(rollout)
+        ranks = pool.nnodes * pool.n_gpus_per_node
+        size = rollout.tensor_model_parallel_size
+        if ranks % size:
+            raise ValueError(
+                f"rollout.nnodes x rollout.n_gpus_per_node = {ranks} ranks cannot be divided into engines of "
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}. Use a multiple of {size}."
+            )
+        use_gpu = self.config.trainer.device != "cpu"
+        kind = "GPU" if use_gpu else "CPU"
+        if (free := ray.available_resources().get(kind, 0)) < ranks:
+            raise ValueError(
+                f"rollout.nnodes x rollout.n_gpus_per_node requests {ranks} {kind} ranks beside those of the trainer, "
+                f"but Ray has {free:g} {kind}s free. Lower it, or give Ray more."
+            )
+        model = self.config.actor_rollout_ref.model
+        replicas = [replica_class(i, rollout, model, gpus_per_node=pool.n_gpus_per_node) for i in range(ranks // size)]
+
+        async def start() -> None:
+            starts = [replica.init_standalone(use_gpu) for replica in replicas]
+            errors = [error for error in await asyncio.gather(*starts, return_exceptions=True) if error is not None]
+            if errors:
+                await close_all(replicas)
+                raise errors[0]
+
+        asyncio.run(start())
+        return replicas
+
+    def close(self) -> None:
+        self.rollouter.close()
+        asyncio.run(close_all(self.replicas))
+        super().close()
+
+    def take(self, step: int) -> list[Group]:
+        return self.rollouter.take(step, self.config.trainer.watchdog.generate)
+
+    def check_servers(self) -> None:
+        """RuntimeError if the rank of a server has ended, its engine has failed, or its server does not answer."""
+        for name, replica in zip(self.server_names, self.replicas, strict=True):
+            url = f"http://{replica.server_address}/health"
+            try:
+                with DIRECT.open(url, timeout=self.rollout_config.server.timeout):
+                    pass
+            except OSError as error:
+                if isinstance(error, HTTPError) and error.code != ENGINE_FAILED:
+                    continue  # an answer
+                raise RuntimeError(
+                    f"{name} ({replica.server_address}) has ended, its engine has failed, or it does not answer: "
+                    f"{error}. The same command resumes the run from its last checkpoint."
+                ) from error
+
+    def send_weights(self, version: int, parts: list[ray.ObjectRef], interrupt: bool) -> None:
+        def send() -> None:
+            calls = [replica.worker_group.execute_all_async("update_weights", parts, version) for replica in
+                     self.replicas]  # fmt: skip
+            for replica, refs in zip(self.replicas, calls, strict=True):
+                replica.worker_group._fetch(refs, "update_weights")
+
+        limit = self.config.trainer.watchdog.generate
+        self.rollouter.sync(version, self.server_names, interrupt, send, limit)
+
+    def _draw(self) -> list[Group]:
+        """The groups of the next batch of prompts."""
+        epoch, prompts = self.stream.epoch, self.stream.draw()
+        number = int(prompts.non_tensor_batch["uid"][0])
+        groups = self.groups_of(prompts, number // self.bound.batch + 1, epoch)
+        for group in groups:
+            for sample in group.samples:
+                self.journal.record(sample.id, journal.DRAWN, self.rollouter.version)
+        return groups
+
+    def groups_of(self, prompts: DataProto, step: int, epoch: int) -> list[Group]:
+        """Groups of prompts [B, P] whose samples have the seeds of `step`."""
+        rollout = self.rollout_config
+        given = {name: rollout[name] for name in ("n", "temperature", "do_sample")}
+        meta = self._meta(**given, validate=False, global_steps=step)
+        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
+        rows = conversations_of(asked, GenerationRequest.from_batch(asked, rollout), rollout)
+        seeds, params = rows.non_tensor_batch[SEED].tolist(), rows.meta_info["sampling"]
+        groups = []
+        for i, uid in enumerate(prompts.non_tensor_batch["uid"]):
+            samples = [Sample(f"{uid}/{k}", seeds[i * rollout.n + k]) for k in range(rollout.n)]
+            groups.append(Group(int(uid), prompts[i : i + 1], params, step, samples, epoch))
+        return groups
+
+    def generate_for_validation(
+        self, prompts: DataProto, step: int, reward_fn: Any = None
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Samples of prompts with rollout.val_kwargs, without those that failed; weights do not change meanwhile."""
+        sampling = self.rollout_config.val_kwargs
+        given = {name: sampling[name] for name in ("n", "temperature", "do_sample")}
+        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), self._meta(
+            **given, validate=True, global_steps=step))  # fmt: skip
+        rows = conversations_of(asked, GenerationRequest.from_batch(asked, self.rollout_config), self.rollout_config)
+        output = self.rollouter.call(self.rollouter.worker.generate_sequences(rows))
+        metrics = conversation_metrics(output.meta_info["metrics"], output.non_tensor_batch.get("end_reason", ()))
+        output.non_tensor_batch.pop("weights_versions", None)
+        output = use_loop_scores(output)
+        columns = {k: v for k, v in prompts.non_tensor_batch.items() if k not in output.non_tensor_batch}
+        samples = DataProto(None, columns, {}).repeat(given["n"], interleave=True)
+        samples.union(DataProto(output.batch, output.non_tensor_batch, {}))
+        samples.meta_info = {"global_steps": step, "temperature": self.rollout_config.temperature}
+        return without_lost(samples)[0], reduce_metrics(metrics)
+
+
+def check_reward(config: AsyncPPOConfig, reward_fn: Any) -> None:
+    """ValueError for a reward manager that cannot grade samples as they finish."""
+    if reward_fn is not None and not can_stream(reward_fn):
+        raise ValueError(
+            f"reward_manager.name={config.reward_manager.name} scores batches, but asynchronous training grades each "
+            "sample as it finishes. Use a manager that scores samples one by one, such as naive or dapo."
+        )
+
+
+def _objects(values: list[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+

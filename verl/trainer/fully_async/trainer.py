@@ -1,0 +1,281 @@
+"""FullyAsyncTrainer: trains batches of samples that servers on other ranks generate meanwhile."""
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from loguru import logger
+
+from verl.config.asynchronous import AsyncPPOConfig
+from verl.config.compose import to_settings
+from verl.data.rl_dataset import collate_fn
+from verl.protocol import DataProto
+from verl.trainer.fully_async import journal
+from verl.trainer.fully_async.phase import SAMPLE_ID, AsyncPhase, SeparateRolloutPhase, check_reward
+from verl.trainer.fully_async.replay import RECORD_FILE, ReplayPhase
+from verl.trainer.fully_async.samples import Group
+from verl.trainer.ppo.ray_trainer import WEIGHT_SYNCS, Metrics, RayPPOTrainer
+from verl.trainer.run.run_log import JsonlLog, update_best
+from verl.trainer.run.starts import set_aside
+from verl.trainer.run.timing import step
+
+MIB = 1 << 20
+TRAINER = "trainer"
+
+
+class FullyAsyncTrainer(RayPPOTrainer):
+    """RayPPOTrainer whose steps take finished samples from a queue; `async_training` bounds their age.
+
+    Weights go to the servers before the first step and after every trigger_parameter_sync_step steps.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        config = to_settings(config, AsyncPPOConfig)
+        super().__init__(config, *args, **kwargs)
+        check_reward(config, self.reward_fn)
+        if self.total_training_steps < 1:
+            raise ValueError(
+                f"rollout.total_rollout_steps={config.rollout.total_rollout_steps} prompts do not fill an update of "
+                f"{config.data.train_batch_size} (async_training.require_batches x ppo_mini_batch_size). Raise it, or "
+                "set it to null."
+            )
+        if self.needs_greedy_baseline:
+            name = config.algorithm.adv_estimator
+            raise ValueError(f"algorithm.adv_estimator={name} needs greedy answers; it works in main_ppo only.")
+        self.bound_settings, self.is_replay = config.async_training, config.async_training.replay is not None
+        self.has_servers = not self.is_replay or config.async_training.replay_mode == "regenerate"
+        if self.is_replay:
+            self.val_reward_fn = None  # there is nothing that generates
+        self.rollout: AsyncPhase
+        self.synced: int | None = None  # step after which weights were sent
+        self.syncs = 0  # in this run
+        self._in_step = 0  # 1 from a step's begin until its update is logged
+        self.taken: list[str] = []  # ids of the step's samples
+        self.totals: Counter[str] = Counter()
+        records = config.async_training.record and not self.is_replay
+        self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if records else None
+        self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
+        self._validation: tuple[int, Future] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="validation")
+
+    def _make_rollout_phase(self) -> AsyncPhase:
+        total = self.total_training_steps * self.config.data.train_batch_size
+        arguments, servers = (self.config, self.tokenizer), None
+        if self.has_servers:
+            servers = SeparateRolloutPhase(*arguments, self.prompt_stream, self.reward_fn, total)
+        return ReplayPhase(*arguments, self._restored, servers) if self.is_replay else servers
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        saved = self._saved
+        self.rollout.open_files(self.run_log.run_dir, saved, self.global_steps)
+        if self.global_steps:
+            known = {"groups": [], "lost": [], "dropped": 0, "totals": {}} | (saved or {})
+            for group in known["lost"]:
+                for sample in group["samples"]:
+                    if sample["state"] not in journal.ENDS:
+                        self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
+            self.rollout.restore(self._restored(known["groups"]), known["dropped"], self.global_steps)
+            self.totals = Counter(known["totals"])
+        if self.record is not None and self.global_steps:
+            self.record.cut_after(self.global_steps)
+        elif self.record is not None:
+            set_aside(self.record.path)
+
+    def _restored(self, saved: list[dict[str, Any]]) -> list[Group]:
+        """The groups of a checkpoint, with the columns of their prompts."""
+        groups = []
+        for group in saved:
+            row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
+            row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
+            groups.append(Group.load(group, row))
+        return groups
+
+    def _check_rollout(self) -> None:
+        """Send the first weights, and let the servers begin."""
+        if not self.has_servers:
+            self.synced = self.global_steps
+            return
+        with self._timed("update_weights"):
+            self._send_weights()
+        self.early_syncs = 1
+        if not self.config.trainer.val_only:
+            self.rollout.begin()
+
+    @property
+    def _updates(self) -> int:
+        """Steps that were done: between two steps their number, within a step one less."""
+        return self.global_steps - self._in_step
+
+    def _send_weights(self) -> None:
+        self._collect_validation(wait=True)  # its samples are of one version
+        version = self._updates
+        self.rollout.timeline.enter(TRAINER, "sync", version)
+        parts = self.actor_rollout_wg.export_weights(self.bound_settings.checkpoint_engine.device_buffer_size_M * MIB)
+        self.rollout.send_weights(version, parts[0], self.bound_settings.partial_rollout)
+        self.rollout.timeline.enter(TRAINER, "idle", version)
+        self.synced = self.rollout.synced = version
+        self.syncs += 1
+
+    @contextmanager
+    def _rollout_awake(self) -> Iterator[Metrics]:
+        """Send the weights, where that is due, and begin a validation of them; yields metrics."""
+        self._in_step = 1
+        due = self._updates - self.synced >= self.bound_settings.trigger_parameter_sync_step
+        sent = due and self.has_servers
+        if sent:
+            with self._timed("update_weights"):
+                self._send_weights()
+            self._begin_validation_if_due()
+        yield {WEIGHT_SYNCS: int(sent) + self.early_syncs}
+        self.early_syncs = 0
+
+    @step("gen")
+    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """The samples of the step, once enough groups have finished: [prompts * n, T]."""
+        timeline = self.rollout.timeline
+        timeline.enter(TRAINER, "idle", self._updates)
+        groups = self.rollout.take(self.global_steps)
+        timeline.enter(TRAINER, "train", self._updates)
+        if self.record is not None:
+            saved = [group.saved() for group in groups]
+            self.record.append([{"step": self.global_steps, "synced": self.synced, "groups": saved}])
+        samples, metrics = self.rollout.batch_of(groups)
+        samples.meta_info = {"global_steps": self.global_steps, "temperature": self.rollout.rollout_config.temperature}
+        self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
+        versions = samples.non_tensor_batch["weights_version"]
+        metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}
+        metrics |= self._async_metrics(samples, groups) | self.rollout.metrics()
+        return samples, metrics
+
+    def _draw_prompts(self) -> tuple[None, Metrics]:
+        """Nothing: the rollouter draws them."""
+        return None, {}
+
+    @step("update_actor")
+    def _check_ages(self, batch: DataProto) -> None:
+        self.rollout.bound.check(self.global_steps, int(batch.non_tensor_batch["weights_version"].min()))
+
+    def _update_actor(self, batch: DataProto) -> Metrics:
+        self._check_ages(batch)
+        return super()._update_actor(batch)
+
+    def _log(self, batch: DataProto, metrics: Metrics) -> None:
+        self._in_step = 0
+        records, trained = self.rollout.journal, set(batch.non_tensor_batch[SAMPLE_ID])
+        versions = dict(zip(batch.non_tensor_batch[SAMPLE_ID], batch.non_tensor_batch["weights_version"], strict=True))
+        for sample in self.taken:
+            if sample in trained:
+                records.record(sample, journal.TRAINED, int(versions[sample]), step=self.global_steps)
+            else:
+                records.record(sample, journal.FAILED, reason="not trainable", step=self.global_steps)
+        self.taken = []
+        records.check()
+        super()._log(batch, metrics)
+
+    def _async_metrics(self, samples: DataProto, groups: list[Group]) -> Metrics:
+        """Counts of samples, partial generations, seconds of samples, and shares of idle time since the last step."""
+        prefix = "fully_async"
+        current = self.rollout.synced
+        versions = samples.non_tensor_batch["weights_version"]
+        old = versions < current
+        uids = samples.non_tensor_batch["uid"]
+        self.totals["stale_trajectories"] += int(old.sum())
+        self.totals["stale_samples"] += len(set(uids[old]))
+        counts, seconds = self.rollout.take_counts()
+        generated = sum(self.rollout.journal.counts[s] for s in (journal.QUEUED, journal.TRAINED))
+        metrics: Metrics = {
+            f"{prefix}/count/stale_samples_processed": self.totals["stale_samples"],
+            f"{prefix}/count/stale_trajectory_processed": self.totals["stale_trajectories"],
+            f"{prefix}/count/current_param_version": current,
+            f"{prefix}/count/dropped_stale_samples": self.rollout.journal.counts[journal.STALE],
+            f"{prefix}/count/total_generated_samples": generated,
+            f"{prefix}/count/versions_behind_max": self._updates - int(versions.min()),
+            f"{prefix}/partial/total_partial_num": counts["partial"],
+            f"{prefix}/partial/partial_ratio": counts["partial"] / max(1, counts["samples"]),
+            f"{prefix}/partial/max_partial_span": counts["longest"],
+        }
+        if seconds:
+            times = np.array(seconds)
+            metrics |= {f"{prefix}/processing_time/{name}": float(value) for name, value in (
+                ("avg", times.mean()), ("max", times.max()), ("min", times.min()),
+                *((f"tp{q}", np.percentile(times, q)) for q in (50, 95, 99)),
+            )}  # fmt: skip
+        spent = self.rollout.timeline.take_seconds()
+        for name, members in (("trainer", [TRAINER]), ("rollouter", self.rollout.server_names)):
+            total = sum(value for (who, _), value in spent.items() if who in members)
+            if total:
+                metrics[f"{name}/idle_ratio"] = sum(spent[who, "idle"] for who in members) / total
+        return metrics
+
+    def _begin_validation_if_due(self) -> None:
+        every = self.config.rollout.test_freq
+        if self.val_reward_fn is not None and every > 0 and (self.syncs - 1) % every == 0:
+            version = self._updates
+            self._validation = version, self._executor.submit(self.validator.run, version)
+
+    def _collect_validation(self, wait: bool = False) -> Metrics:
+        """The metrics of the validation that runs, if it has ended; {} otherwise. With `wait` they are logged."""
+        if self._validation is None or not (wait or self._validation[1].done()):
+            return {}
+        (version, future), self._validation = self._validation, None
+        metrics = future.result()
+        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
+        update_best(self.best, core, version, max)
+        metrics = {**metrics, "val-aux/weights_version": version}
+        if wait:
+            self.run_log.write(self.global_steps - self._in_step, metrics)
+        return metrics
+
+    def _validate_if_due(self, metrics: Metrics) -> None:
+        """Add the metrics of a validation that has ended. After the last step, validate its weights."""
+        if self.val_reward_fn is None or self.config.rollout.test_freq <= 0:
+            return
+        if self.is_finished or self.stop_requested():
+            self._collect_validation(wait=True)
+        if not self.is_finished:
+            metrics |= self._collect_validation()
+            return
+        self._in_step = 0
+        if self.synced != self._updates:
+            with self._timed("update_weights"):
+                self._send_weights()
+            metrics[WEIGHT_SYNCS] += 1
+        self._validation = self._updates, self._executor.submit(self.validator.run, self._updates)
+        self._validation[1].exception()  # waits
+        metrics |= self._collect_validation()
+
+    def _save_checkpoint(self) -> None:
+        self._collect_validation(wait=True)
+        self._saved = self.rollout.hold()
+        try:
+            super()._save_checkpoint()
+        finally:
+            self.rollout.release()
+
+    def variant_state(self) -> dict[str, Any]:
+        return {**self._saved, "timeline_rows": self.rollout.timeline.file.rows, "totals": dict(self.totals)}
+
+    def load_variant_state(self, state: dict[str, Any], same_data: bool) -> None:
+        if not state:  # of a synchronous run
+            return
+        lost = [group for group in state["groups"] if not same_data or group["item"] is None]
+        if lost:
+            why = "the data set has no column sample_index" if same_data else "they are rows of other data"
+            logger.warning(f"{len(lost)} prompts of the checkpoint that were not trained yet are dropped: {why}")
+        self._saved = {**state, "groups": [group for group in state["groups"] if group not in lost], "lost": lost}
+
+    def _validate(self) -> Metrics:
+        """Validation before the first step, or alone (trainer.val_only)."""
+        self._in_step = 0
+        metrics = self.validator.run(self.global_steps)
+        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
+        update_best(self.best, core, self.global_steps, max)
+        return metrics
+
+    def shutdown(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        super().shutdown()

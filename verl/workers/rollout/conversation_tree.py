@@ -1,0 +1,206 @@
+"""The tokens of conversations that share prefixes, each shared prefix stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Node:
+    """Consecutive token ids after those of its parent, either all generated in one turn or all given.
+
+    Attributes:
+        ids: token ids [T].
+        generated: whether the model generated them.
+        log_probs: [T] of generated ids, or None.
+        version: the weights version that generated them.
+        kept: [T], the ids that top-k and top-p left where each generated id was sampled, or None.
+        children: what follows, in the order in which it was added.
+    """
+
+    ids: list[int]
+    generated: bool = False
+    log_probs: list[float] | None = None
+    version: int | None = None
+    children: list[Node] = field(default_factory=list)
+    kept: list[list[int]] | None = None
+
+
+@dataclass
+class TreeRow:
+    """The tokens from the root to a leaf, as a prompt and a response; each generated token is trained in one row only.
+
+    Attributes:
+        prompt_ids: the ids before the first token that is trained in this row [P].
+        response_ids: the ids from this token to the leaf [R].
+        response_mask: [R], 1 for a generated token; all of those are trained in this row.
+        response_logprobs: [R], the log-prob of each generated token, 0 elsewhere; None without log-probs.
+        kept_tokens: [R], Node.kept of generated tokens, [] elsewhere; None where no turn of the tree has it.
+        versions: (weights version, start, end) of each generated turn of the response.
+        parent: number of the earlier row with which this row shares its first tokens; None for the first row of a root.
+        shared: how many first tokens are those of the parent; the parent's row has them at the same positions.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None
+    kept_tokens: list[list[int]] | None
+    versions: list[tuple[int | None, int, int]]
+    parent: int | None
+    shared: int
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids from the root to the leaf [P + R]."""
+        return self.prompt_ids + self.response_ids
+
+
+class ConversationTree:
+    """A record of all requests of a program to a model: what each was given, and what was generated.
+
+    A prompt that starts with known tokens, given or generated, continues them: a conversation that only grows is one
+    path, and one whose history is edited, or several at once, are branches. Every generated turn is a node of its own,
+    also where the same ids were generated twice.
+    """
+
+    def __init__(self) -> None:
+        self.root = Node([])
+        self.has_log_probs: bool | None = None  # None before the first turn
+        self.has_kept = False  # whether a turn has the ids that top-k and top-p left
+        self.turns = 0
+
+    def add(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], log_probs: Sequence[float] | None = None,
+        version: int | None = None, kept: Sequence[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Record a turn: the prompt that the engine got, and what it generated. An empty turn is not recorded.
+
+        Raises ValueError unless log-probs are given for every token of every turn, or for none.
+        """
+        if not ids:
+            return
+        if log_probs is not None and len(log_probs) != len(ids):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(ids)} generated tokens")
+        if self.has_log_probs not in (None, log_probs is not None):
+            raise ValueError("either all generated turns have log-probs, or none")
+        self.has_log_probs = log_probs is not None
+        path, matched = self._match(prompt_ids)
+        node = path[-1]
+        excess = sum(len(n.ids) for n in path) - matched
+        if excess:
+            _split(node, len(node.ids) - excess)
+        if rest := list(prompt_ids[matched:]):
+            node.children.append(Node(rest))
+            node = node.children[-1]
+        values = None if log_probs is None else list(log_probs)
+        sets = None if kept is None else list(kept)
+        node.children.append(Node(list(ids), True, values, version, kept=sets))
+        self.has_kept |= kept is not None
+        self.turns += 1
+
+    def _match(self, ids: Sequence[int]) -> tuple[list[Node], int]:
+        """(the nodes from the root whose tokens `ids` starts with, the last possibly in part; tokens that match)."""
+        best: tuple[list[Node], int] = ([self.root], 0)
+        open_paths = [best]
+        while open_paths:
+            path, matched = open_paths.pop()
+            if matched > best[1]:
+                best = path, matched
+            for child in reversed(path[-1].children):
+                if matched == len(ids) or child.ids[0] != ids[matched]:
+                    continue
+                same = _common(child.ids, ids[matched : matched + len(child.ids)])
+                if same == len(child.ids):
+                    open_paths.append(([*path, child], matched + same))
+                elif matched + same > best[1]:
+                    best = [*path, child], matched + same
+        return best
+
+    def appended(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens that a turn after this prompt adds to responses besides its own: those given after a leaf."""
+        path, matched = self._match(prompt_ids)
+        ends_leaf = not path[-1].children and path[-1].generated and matched == sum(len(node.ids) for node in path)
+        return len(prompt_ids) - matched if ends_leaf else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are stored."""
+        return sum(len(node.ids) for path in self._leaves() for node in path.own)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens in the responses of all rows."""
+        return sum(len(node.ids) for path in self._leaves() for node in path.own[path.given :])
+
+    def rows(self) -> list[TreeRow]:
+        """One row for each leaf, depth first; a row's parent comes before it."""
+        rows = []
+        for path in self._leaves():
+            prompt = [token for node in (*path.before, *path.own[: path.given]) for token in node.ids]
+            log_probs, kept = ([] if has else None for has in (self.has_log_probs, self.has_kept))
+            row = TreeRow(prompt, [], [], log_probs, kept, [], path.parent, path.shared)
+            for node in path.own[path.given :]:
+                start = len(row.response_ids)
+                row.response_ids += node.ids
+                row.response_mask += [int(node.generated)] * len(node.ids)
+                if row.response_logprobs is not None:
+                    row.response_logprobs += node.log_probs if node.generated else [0.0] * len(node.ids)
+                if row.kept_tokens is not None:
+                    row.kept_tokens += node.kept or [[]] * len(node.ids)
+                if node.generated:
+                    row.versions.append((node.version, start, len(row.response_ids)))
+            rows.append(row)
+        return rows
+
+    def _leaves(self) -> Iterator[_Path]:
+        """The path to each leaf, depth first."""
+        row = 0
+        # (nodes before, their tokens, the node, the row that has the nodes before)
+        waiting: list[tuple[list[Node], int, Node, int | None]] = []
+        waiting += [([], 0, child, None) for child in reversed(self.root.children)]
+        while waiting:
+            before, shared, node, parent = waiting.pop()
+            path, length, own = before, shared, []
+            branches = []
+            while True:
+                own.append(node)
+                path, length = [*path, node], length + len(node.ids)
+                branches += [(path, length, child, row) for child in reversed(node.children[1:])]
+                if not node.children:
+                    break
+                node = node.children[0]
+            # The deepest branch is next; among the branches of a node, the one that was added first.
+            waiting += branches
+            given = next((i for i, n in enumerate(own) if n.generated), len(own))
+            yield _Path(before, own, given, parent, shared)
+            row += 1
+
+
+@dataclass
+class _Path:
+    """Nodes of earlier rows, those of this row, how many of these precede the first generated one, and the parent."""
+
+    before: list[Node]
+    own: list[Node]
+    given: int
+    parent: int | None
+    shared: int
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _split(node: Node, at: int) -> None:
+    """Move the tokens from `at` on into a child, which takes the node's children."""
+    log_probs, kept = node.log_probs, node.kept
+    rest = Node(
+        node.ids[at:], node.generated, log_probs and log_probs[at:], node.version, node.children, kept and kept[at:]
+    )
+    node.ids, node.log_probs, node.children = node.ids[:at], log_probs and log_probs[:at], [rest]
+    node.kept = kept and kept[:at]
