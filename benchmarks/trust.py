@@ -154,7 +154,7 @@ def micro_batches() -> list[Row]:
         for title, actor, layouts in (("", plain, (False, True)), ("_invariant", invariant, (True,))):
             results = []
             for packed in layouts:
-                actor.policy.set_forward(remove_padding=packed, share_prompt=False)
+                actor.policy.remove_padding = packed  # the actor has compared the layouts
                 results += [computed(actor, cut)[mask] for cut in CUTS]
             with tempfile.TemporaryDirectory() as folder:
                 samples.save_to_disk(file := f"{folder}/samples")
@@ -169,7 +169,7 @@ def micro_batches() -> list[Row]:
             if not title:
                 rows.append(row(f"microbatch_ratio_outside{suffix}", [outside], "share of tokens outside 0.99-1.01"))
         if not suffix:
-            plain.policy.set_forward(remove_padding=True, share_prompt=False)
+            plain.policy.remove_padding = True
             works = {"alone": partial(computed, invariant, CUTS[0]), "packed": partial(computed, plain, CUTS[2])}
             seconds = alternate(works, REPETITIONS)
             costs = ratios_of(seconds["alone"], seconds["packed"])

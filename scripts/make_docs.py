@@ -5,7 +5,9 @@ python scripts/make_docs.py [--check]
 """
 
 import ast
+import difflib
 import functools
+import itertools
 import json
 import os
 import re
@@ -393,7 +395,9 @@ def main() -> int:
             continue
         stale += 1
         if check:
-            print(f"{name} is out of date; run python scripts/make_docs.py")
+            print(f"{name} is out of date; run python scripts/make_docs.py. The first lines that differ:")
+            kept = path.read_text().splitlines() if path.exists() else []
+            print(*itertools.islice(difflib.unified_diff(kept, text.splitlines(), n=0, lineterm=""), 3, 7), sep="\n")
         else:
             path.write_text(text)
             print(f"{name} written")

@@ -24,9 +24,10 @@ def model_path(tmp_path_factory):
     return runs.save_model(tmp_path_factory.mktemp("dllm") / "model")
 
 
-def run(model_path, tmp_path, *options):
+def run(model_path, tmp_path, *options, dtype=("--dtype", "float32")):  # that of `tokens_of`
     out = tmp_path / "out.jsonl"
-    code = demo.main(["--model_path", model_path, "--output_file", str(out), "--max_new_tokens", "12", *options])
+    settings = ["--model_path", model_path, "--output_file", str(out), "--max_new_tokens", "12", *dtype]
+    code = demo.main([*settings, *options])
     return code, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
@@ -80,7 +81,7 @@ def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, option
 
     monkeypatch.setattr(demo, "iterative_generate", generate)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == expected
+    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options, dtype=())[0] == 0 and seen[name] == expected
 
 
 def test_draws_do_not_depend_on_the_batch_size(model_path, tmp_path):

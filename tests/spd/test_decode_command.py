@@ -49,6 +49,7 @@ def house(tmp_path_factory):
 
 def run(house, *more: str) -> list[dict]:
     options = ["--target", str(house / "target"), "--draft", str(house / "draft"), "--device", "cpu"]
+    options += ["--dtype", "float32"]  # that of the models that the tests load themselves
     return command.main([*options, "--max-new-tokens", "24", "--gamma", "4", *more])
 
 

@@ -114,6 +114,7 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         "--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--model", tiny_llama,
         "--tokenizer", str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "--device", "cpu",
         "--max-tokens", "16", "--batch-size", "3", "--steps", "40", "spd.rollout.served_model=served",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",  # in which the saved scorer is loaded
     ]  # fmt: skip
     if contradicted:  # harmful after 21 and harmless after 20, as no training block is
         for name, rows in (

@@ -273,7 +273,7 @@ def tiny_testbed(tmp_path_factory):
     arguments = ["--out", str(out), "--questions", str(gsm8k), "--target", str(root / "target"), "--draft",
                  str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
-                 "--gamma", "4", "--processes", "2", "--batch-size", "2"]
+                 "--gamma", "4", "--processes", "2", "--batch-size", "2", "--dtype", "float32"]
     prepare_blocks.main(arguments)
     return out, arguments
 

@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
     parser.add_argument("--questions", type=int, default=QUESTIONS)
     parser.add_argument("--rule", default="refined", help="the scorer's name in the evaluation")
+    parser.add_argument("--dtype", default=default_dtype("cpu"), help="of the models, in the server and outside of it")
     args = parser.parse_args(argv)
     questions = read_questions(args.pair / "questions_test.jsonl", args.questions)
     rows = json.loads((args.evaluation / "evaluation.json").read_text())["rows"]
@@ -86,16 +87,17 @@ def main(argv: list[str] | None = None) -> None:
     options = engine_options(str(args.target), str(args.scorer), draft=str(args.draft), gamma=args.gamma)
     del options["model"]
     results: dict[str, dict[str, Any]] = {}
-    with server(args.target, args.out.with_suffix(".plain.log"), args.max_new_tokens, []) as (client, running):
+    plain = ["--dtype", args.dtype]
+    with server(args.target, args.out.with_suffix(".plain.log"), args.max_new_tokens, plain) as (client, running):
         results["greedy"] = measure(client, running.pid, questions)
-    extra = [*flags_of(options), "--middleware", MIDDLEWARE]
+    extra = [*plain, *flags_of(options), "--middleware", MIDDLEWARE]
     with server(args.target, args.out.with_suffix(".log"), args.max_new_tokens, extra) as (client, running):
         results["exact"] = measure(client, running.pid, questions, spd=0)
         results["scorer"] = measure(client, running.pid, questions, spd_threshold=threshold)
     same = sum(a == b for a, b in zip(results["greedy"].pop("tokens"), results["exact"].pop("tokens"), strict=True))
     decoded = own_decoder(args, questions, threshold)
     agree = sum(a == b for a, b in zip(results["scorer"].pop("tokens"), decoded, strict=True))
-    record = {"questions": len(questions), "threshold": threshold, "dtype": default_dtype("cpu"),
+    record = {"questions": len(questions), "threshold": threshold, "dtype": args.dtype,
               "exact_equals_greedy": same, "scorer_equals_decoder": agree, "results": results}  # fmt: skip
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     title = f"{len(questions)} test questions over HTTP, threshold {threshold:.3g}"
@@ -112,7 +114,7 @@ def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: 
     from spd_scorer import AutoModelForSPDScoring
     from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
-    target, draft = (load_model(str(folder), "cpu", default_dtype("cpu")) for folder in (args.target, args.draft))
+    target, draft = (load_model(str(folder), "cpu", args.dtype) for folder in (args.target, args.draft))
     model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=target, torch_dtype=target.dtype)
     ends = stop_ids(hf_tokenizer(str(args.target)), str(args.target))
     prompts = [question.prompt_ids for question in questions]
