@@ -121,7 +121,7 @@ def remembered(file: Path, work: Callable[[], Any]) -> Any:
     """The result of `work`, which JSON has; that of an earlier start where the file has it, which is logged."""
     if file.exists():
         record = json.loads(file.read_text())
-        say(f"{file.stem}: measured before, tree {record['tree']} (delete {file} to measure it again)")
+        say(f"measured before, tree {record['tree']} (delete {file} to measure it again)")
         return record["result"]
     result = json.loads(json.dumps(work()))
     file.parent.mkdir(parents=True, exist_ok=True)

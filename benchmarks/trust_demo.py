@@ -4,7 +4,6 @@ The rollout's log-probs are the old ones of the loss, so that a biased ratio is 
 docs/assets/trust_top_p.png. Runs that were measured before are not trained again.
 """
 
-import json
 import math
 import os
 import shutil
@@ -13,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness import Row, commit, row, say
+from benchmarks.harness import Row, remembered, row, say
 from benchmarks.seeds import SEEDS
 from examples.demo_runner import ROOT, by_step, run_logged
 from examples.grpo_arithmetic.demo import ACCURACY, training_command
 
 STEPS = 30
+OUT = ROOT / "outputs" / "benchmarks" / "trust_demo"
 PICTURE = ROOT / "docs" / "assets" / "trust_top_p.png"
 KINDS = {"mask": "true", "biased": "false"}
 TITLES = {"mask": "with the sampling mask", "biased": "without it"}
@@ -32,22 +32,22 @@ KEYS = (
 
 def trained(kind: str, seed: int) -> Path:
     """The folder of a run, which is trained unless it was before."""
-    base = ROOT / "outputs" / "benchmarks" / "trust_demo"
-    start, run = base / f"start{seed}", base / f"{kind}{seed}"
-    kept = run / "measured.json"
-    if kept.exists():
-        say(f"seed {seed}, {kind}: measured before (delete {run} to measure it again)")
-        return run
+    run = OUT / f"{kind}{seed}"
+    seconds = remembered(run / "measured.json", lambda: train(kind, seed, run))
+    say(f"seed {seed}, {kind}: {seconds:.0f} s")
+    return run
+
+
+def train(kind: str, seed: int, run: Path) -> float:
+    """Train one kind for STEPS steps from the seed's start; returns the seconds."""
+    start = OUT / f"start{seed}"
     begun = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start), "--seed", str(seed)]
     subprocess.run(begun, cwd=ROOT, check=True)  # a start that exists is reused
     shutil.rmtree(run, ignore_errors=True)
     mask = f"actor_rollout_ref.rollout.record_sampling_mask={KINDS[kind]}"
     since = time.monotonic()
     run_logged(training_command(start, run, STEPS, seed, *KEYS, mask), run / "train.log", env=dict(os.environ))
-    record = {"seconds": time.monotonic() - since, "steps": STEPS, "tree": commit()}
-    kept.write_text(json.dumps(record) + "\n")
-    say(f"seed {seed}, {kind}: {record['seconds']:.0f} s")
-    return run
+    return time.monotonic() - since
 
 
 def curves(run: Path) -> dict[str, dict[int, float]]:

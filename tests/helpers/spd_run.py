@@ -56,7 +56,8 @@ class SPDRuns:
             "--metadata", str(self.directory / "meta.jsonl"), "--output-dir", str(self.directory / name),
             "--store", str(self.directory / store), "--batch-size", "8", "--n", "4", "--steps", str(self.steps),
             "--save-freq", "1", "--max-tokens", "16", "trainer.logger=[]", "trainer.val_before_train=false",
-            "trainer.report=false", "spd.truncated=keep", *more,  # the model never ends after every fifth word
+            "trainer.report=false", "spd.truncated=keep",  # the model never ends after every fifth word
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32", *more,  # else the sums on two ranks are others
         ]  # fmt: skip
 
     def start(self, name: str, *more: str, store: str = "store.sqlite3", **env: str) -> subprocess.Popen:
