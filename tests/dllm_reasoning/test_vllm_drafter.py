@@ -92,7 +92,8 @@ def test_greedy_answers_over_http_are_those_of_the_model_alone(refined, tmp_path
     folder, model = refined
     options = self_draft_options(folder)
     del options["model"]
-    server = LocalVllmServer(folder, tmp_path / "server.log", 128, [*flags_of(options), "--max-num-seqs", "8"])
+    flags = [*flags_of(options), "--max-num-seqs", "8", "--dtype", "float32"]
+    server = LocalVllmServer(folder, tmp_path / "server.log", 128, flags)
     try:
         url = server.wait_ready(300)
 

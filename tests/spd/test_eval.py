@@ -229,7 +229,8 @@ def run_script(house, scorer, out, *options):
         "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
         "--harm-labels", str(house / "labels.jsonl"), "--out", str(out), "--max-new-tokens", "12",
-        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", *options,
+        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", "--dtype", "float32",
+        *options,
     ])  # fmt: skip
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
 
@@ -307,7 +308,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
         str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
-        "--processes", "1", "--all-rules", "--near-drop", "0.02",
+        "--processes", "1", "--all-rules", "--near-drop", "0.02", "--dtype", "float32",
     ])  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)

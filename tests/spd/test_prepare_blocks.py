@@ -53,7 +53,7 @@ def given(tmp_path_factory):
     return [
         *arguments, "--n-train-questions", "12", "--n-val-questions", "5", "--n-test-questions", "6",
         "--n-train-blocks", "40", "--n-val-blocks", "9", "--n-harm-blocks", "12", "--max-new-tokens", "14",
-        "--gamma", "4", "--batch-size", "3", "--drift-margin", "0.02",
+        "--gamma", "4", "--batch-size", "3", "--drift-margin", "0.02", "--dtype", "float32",
     ]  # fmt: skip
 
 

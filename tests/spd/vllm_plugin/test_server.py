@@ -27,6 +27,7 @@ def served(request, tmp_path_factory):
     options = engine_options(pair.target, pair.scorer, draft=pair.draft, gamma=GAMMA)
     del options["model"]
     extra = [*flags_of(options), *MIDDLEWARE, "--max-num-seqs", "16", "--per-request-spec-decode-metrics", "summary"]
+    extra += ["--dtype", "float32"]  # in which a token's logits do not depend on the batch
     server = LocalVllmServer(pair.target, folder / "server.log", 128, extra)
     try:
         yield pair, server.wait_ready(300)
