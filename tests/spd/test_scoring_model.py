@@ -1,20 +1,24 @@
 """The scorer: where z is read, matches, save and load, and that a foreign target is refused."""
 
+import importlib
 import json
 import math
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipe.spd.scorer.auto import register_scorer
+from recipe.spd.scorer.auto import SCORERS, register_scorer
 from recipe.spd.scorer.heads import logit_features
 from recipe.spd.scorer.masks import MASKS
+from recipe.spd.settings import BACKBONES
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
 from verl.workers.policy import get_policy
 
+MY_SCORER = "examples.extending.my_scorer"
 CONTEXTS = [[5, 6, 7, 8], [9, 10]]
 DRAFTS = [[11, 12, 13], [14, 15]]
 TARGETS = [[11, 20, 21, 22], [23, 15, 24]]
@@ -48,22 +52,29 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     assert torch.equal(z == 50.0, torch.tensor(MATCH))
 
 
-def test_a_registered_scorer_is_built_saved_and_loaded_by_its_name(llama, tmp_path):
-    """examples/extending/my_scorer.py: its head gets the state that predicted t_i and the embedding of d_i."""
-    from examples.extending.my_scorer import DraftScorer
+@pytest.fixture
+def draft_scorer(monkeypatch):
+    """The class of examples/extending/my_scorer.py, registered while the test runs."""
+    monkeypatch.delitem(sys.modules, MY_SCORER, raising=False)
+    yield importlib.import_module(MY_SCORER).DraftScorer
+    del SCORERS["draft_mlp"]
+    BACKBONES.remove("draft_mlp")
 
+
+def test_a_registered_scorer_is_built_saved_and_loaded_by_its_name(draft_scorer, llama, tmp_path):
+    """Its head gets the state that predicted t_i and the embedding of d_i."""
     with pytest.raises(ValueError, match="spd.backbone=draft_mlp is DraftScorer: give Other another name"):
-        register_scorer("draft_mlp")(type("Other", (DraftScorer,), {}))
+        register_scorer("draft_mlp")(type("Other", (draft_scorer,), {}))
     model = build(llama, backbone="draft_mlp", head_size=8)
     z = model(**data().as_kwargs())
     target = AutoModelForCausalLM.from_pretrained(llama).eval()
     states = target.model(torch.tensor([CONTEXTS[0] + DRAFTS[0]])).last_hidden_state[0, 3:6]
     features = torch.cat([states, target.get_input_embeddings()(torch.tensor(DRAFTS[0]))], -1)
     expected = model.head.layers(features)[:, 0]
-    assert isinstance(model, DraftScorer) and torch.allclose(z[0, 1:], expected[1:], atol=1e-5) and z[0, 0] == 50.0
+    assert isinstance(model, draft_scorer) and torch.allclose(z[0, 1:], expected[1:], atol=1e-5) and z[0, 0] == 50.0
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSPDScoring.from_pretrained(tmp_path)
-    assert type(loaded) is DraftScorer and torch.equal(loaded(**data().as_kwargs()), z)
+    assert type(loaded) is draft_scorer and torch.equal(loaded(**data().as_kwargs()), z)
     assert {name for name, weight in loaded.named_parameters() if weight.requires_grad} == {
         f"head.{name}" for name, _ in loaded.head.named_parameters()}  # fmt: skip
 
