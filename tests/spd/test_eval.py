@@ -229,8 +229,7 @@ def run_script(house, scorer, out, *options):
         "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
         "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
         "--harm-labels", str(house / "labels.jsonl"), "--out", str(out), "--max-new-tokens", "12",
-        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", "--dtype", "float32",
-        *options,
+        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", *options,
     ])  # fmt: skip
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
 
