@@ -22,6 +22,8 @@
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
 #   make bench BENCH=pretrained   the pretrained model: three seeds, TRL, former defaults (hours; resumes), only by name
+#   make bench BENCH=pretrained_spd   make demo-pretrained-spd on three seeds of the scorer (hours; resumes), only by name
+#   make bench BENCH=pretrained_dllm  make demo-pretrained-dllm on three seeds (hours; resumes), only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
@@ -149,7 +151,7 @@ test-gateway: env
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
-	@$(if $(filter pretrained environments,$(BENCH)),$(PRETRAINED))
+	@$(if $(filter pretrained% environments,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env

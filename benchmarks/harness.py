@@ -46,6 +46,11 @@ def row(name: str, values: list[float], unit: str) -> Row:
     return Row(name, statistics.median(values), unit, min(values), max(values), len(values))
 
 
+def mean_row(name: str, values: list[float], unit: str) -> Row:
+    """The mean of values that are no repetitions, such as those of seeds."""
+    return Row(name, statistics.mean(values), unit, min(values), max(values), len(values))
+
+
 def alternate(
     variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, rest: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.harness import Row, commit, ratios, row, say
+from benchmarks.harness import Row, commit, mean_row, ratios, row, say
 from benchmarks.seeds import SEEDS
 from examples.demo_runner import ROOT
 from examples.pretrained import demo, fetch, questions
@@ -110,10 +110,8 @@ def gain() -> list[Row]:
 def gained(result: dict[str, Any]) -> list[Row]:
     """Rows of the demo's result.json."""
     *trained, control = (list(accuracies.values()) for accuracies in result["accuracy"].values())
-    points = row("grpo_gain_points", result["gains"], f"points on {questions.VALIDATION_SIZE} held-out items, mean")
-    points.value = mean(result["gains"])
     return [
-        points,
+        mean_row("grpo_gain_points", result["gains"], f"points on {questions.VALIDATION_SIZE} held-out items, mean"),
         row("grpo_gain_start", [values[0] for values in trained], "% right"),
         row("grpo_gain_end", [values[-1] for values in trained], "% right"),
         row("grpo_gain_control", [abs(control[-1] - control[0])], "points that accuracy moves at learning rate 0"),

@@ -6,6 +6,7 @@ import sys
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 from examples.pretrained import demo as pretrained_demo
+from examples.pretrained.dllm import demo as dllm_demo
 from examples.refine_rl_arithmetic.results import GAIN_POINTS, RATIO_END, RATIO_START, WALL
 
 NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale")
@@ -18,6 +19,7 @@ LONG = (
 PARTS = {
     "async_speed": "async", "async_simulated": "async", "async_accuracy": "async",
     "environments_gateway": "environments", "environments_trees": "environments",
+    "pretrained_spd": "pretrained", "pretrained_dllm": "pretrained",
 }  # fmt: skip
 #: Bounds of one benchmark's results alone.
 WANTED_OF: dict[str, dict[str, Bound]] = {"async": {"async_speedup": ("at least", 1.4)}}
@@ -112,6 +114,13 @@ WANTED: dict[str, Bound] = {
     "first_step_kl_bfloat16": ("at most", 0.01),
     "first_step_pearson_bfloat16": ("at least", 0.995),
     "first_step_kl_float32": ("at most", 1e-5),
+    "spd_gain_over_best_rule": ("at least", 1.15),
+    "spd_gain_over_exact": ("at least", 1.3),
+    "spd_served_over_exact": ("at least", 1.1),
+    "dllm_tokens_per_forward": ("at least", dllm_demo.TOKENS_PER_FORWARD),
+    "dllm_accuracy_gap": ("at least", -dllm_demo.GAP_POINTS),
+    "dllm_served_over_greedy": ("at least", dllm_demo.SERVED),
+    "dllm_training_seconds": ("at most", dllm_demo.TRAINING_S),
     "async_simulation_error": ("at most", 0.15),
     "async_accuracy_loss": ("at most", 2),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},

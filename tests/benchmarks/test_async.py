@@ -31,7 +31,7 @@ def test_every_part_can_be_run_by_its_name():
     for benchmark in {"async", "environments"}:
         parts = {f"benchmarks.{part}" for part, whole in run.PARTS.items() if whole == benchmark}
         assert parts == {module.__name__ for module in importlib.import_module(f"benchmarks.{benchmark}").MODULES}
-    assert set(run.PARTS.values()) == {"async", "environments"}
+    assert set(run.PARTS.values()) == {"async", "environments", "pretrained"}
     assert {"async_accuracy_loss", "async_simulation_error"} <= run.WANTED.keys()
 
 

@@ -1,0 +1,41 @@
+"""The scorer of the pretrained pair by the command of `make demo-pretrained-spd`, three seeds of the scorer."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.harness import Row, mean_row
+from benchmarks.seeds import SEEDS
+from examples.demo_runner import ROOT
+from examples.pretrained.spd.gains import DROP
+
+OUT = ROOT / "outputs" / "pretrained_spd"
+
+
+def run() -> list[Row]:
+    """The command, whose stages are kept, and the rows of what it measured."""
+    command = [sys.executable, "-m", "examples.pretrained.spd.demo", "--out", str(OUT), "--seeds"]
+    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
+    served = [json.loads((OUT / f"seed{seed}" / "served.json").read_text()) for seed in SEEDS]
+    return [*gained(json.loads((OUT / "gains.json").read_text())["seeds"]), *served_rows(served)]
+
+
+def gained(seeds: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Means over the seeds of gains.json; the unit has each seed's 95 % interval over test questions."""
+    rows = []
+    for name in ("spd_gain_over_best_rule", "spd_gain_over_exact"):
+        intervals = ", ".join("{:.2f}-{:.2f}".format(*result[f"{name}_95"]) for result in seeds.values())
+        questions = next(iter(seeds.values()))["questions"]
+        unit = f"times, accepted draft tokens at a drop of {100 * DROP:g} points, {questions} questions; {intervals}"
+        rows.append(mean_row(name, [result[name] for result in seeds.values()], unit))
+    return rows
+
+
+def served_rows(records: list[Mapping[str, Any]]) -> list[Row]:
+    """Means over the records that examples.pretrained.spd.serve wrote."""
+    speeds = [{name: part["tokens_per_cpu_second"] for name, part in record["results"].items()} for record in records]
+    unit = f"times, tokens per CPU second in vLLM, {records[0]['questions']} questions, {records[0]['dtype']}"
+    return [mean_row(f"spd_served_over_{name}", [speed["scorer"] / speed[name] for speed in speeds], unit)
+            for name in ("exact", "greedy")]  # fmt: skip
