@@ -19,6 +19,7 @@ from statistics import mean
 from typing import Any
 
 import pandas as pd
+from transformers import PreTrainedTokenizerBase
 
 from examples.demo_runner import ROOT, PhaseFailed, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
@@ -54,22 +55,23 @@ def write_pairs(rows: Sequence[Mapping[str, Any]], model: Path, data: Path, held
     """DATA.{train,val}.jsonl with conversations for SFT, and DATA.{train,val}.parquet with the same tokens for
     refinement: `instruction` is the prompt as the chat template renders it."""
     spd.write_conversations(rows, data, held_out)
+    tokenizer = hf_tokenizer(str(model))
     for split in ("train", "val"):
         conversations = [row["messages"] for row in spd.read_rows(Path(f"{data}.{split}.jsonl"))]
-        pairs = [{"instruction": rendered(model, turns[:-1]), "output": turns[-1]["content"]}
+        pairs = [{"instruction": rendered(tokenizer, turns[:-1]), "output": turns[-1]["content"]}
                  for turns in conversations]  # fmt: skip
         pd.DataFrame(pairs).to_parquet(f"{data}.{split}.parquet")
 
 
-def rendered(model: Path, messages: list[dict[str, str]]) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """A conversation up to the answer, as the model reads it."""
-    return hf_tokenizer(str(model)).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def write_test(model: Path, file: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
     """The test questions: `instruction` and `answer`."""
-    asked = tasks.draw(counts, seed, gsm8k)["test"]
-    rows = [{"instruction": rendered(model, tasks.messages(a.question)), "answer": a.answer} for a in asked]
+    asked, tokenizer = tasks.draw(counts, seed, gsm8k)["test"], hf_tokenizer(str(model))
+    rows = [{"instruction": rendered(tokenizer, tasks.messages(a.question)), "answer": a.answer} for a in asked]
     pd.DataFrame(rows).to_parquet(file)
 
 
