@@ -5,6 +5,7 @@ Some words look like wording but decide the result (each / in total, more / fewe
 whom), and some figures look decisive but are free (3 + 4 or 4 + 3): no rule on the kind of token can tell harm.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -309,24 +310,24 @@ def _separator(step: int, last: int) -> Slot:
     return Slot(f"then_{step}", (". then", ". next", ". after that", ". later"))
 
 
-def render(slots: list[Slot], choose: Chooser) -> tuple[list[str], list[bool]]:
-    """Words of an answer, and for each word whether it is the first of its slot that leaves the house wording."""
+def render(slots: list[Slot], choose: Chooser) -> tuple[list[str], list[str]]:
+    """Words of an answer, and for each word the slot whose house wording it is the first to leave, or ""."""
     words: list[str] = []
-    leaves: list[bool] = []
-    pending = False
+    leaves: list[str] = []
+    pending = ""
     for slot in slots:
         house = slot.options[0].split()
         said = slot.options[choose(slot.name, len(slot.options))].split()
-        marks = [False] * len(said)
+        marks = [""] * len(said)
         if said != house:
             at = next((i for i, (a, b) in enumerate(zip(said, house, strict=False)) if a != b),
                       min(len(said), len(house)))
             if at < len(said):
-                marks[at] = True
+                marks[at] = slot.name
         if pending:
-            marks[0] = True
+            marks[0] = pending
         # A wording that is a mere prefix of the house's leaves it with the first word of the next slot.
-        pending = said != house and len(said) < len(house) and house[: len(said)] == said
+        pending = slot.name if len(said) < len(house) and house[: len(said)] == said else ""
         words += said
         leaves += marks
     return words, leaves
@@ -347,14 +348,20 @@ def mixed_style(rng: random.Random) -> Chooser:
     return choose
 
 
-def draft_style(item: str) -> Chooser:
-    """The draft model's favourites: fixed by slot and item, house style in about 45 % of them."""
+def draft_style(item: str, house_share: float = 0.45) -> Chooser:
+    """The draft model's favourites: fixed by slot and item, house style in this share of them."""
 
     def choose(slot: str, n_options: int) -> int:
         rng = random.Random(f"{slot}/{item}")
-        return 0 if n_options == 1 or rng.random() < 0.45 else rng.randrange(1, n_options)
+        return 0 if n_options == 1 or rng.random() < house_share else rng.randrange(1, n_options)
 
     return choose
+
+
+def softness_of(slot: str, softness: float, spread: float) -> float:
+    """How much the target tolerates other wordings of a slot, at most 1: log-normal around `softness` over the slots,
+    with this standard deviation of the logarithm."""
+    return min(1.0, softness * math.exp(spread * random.Random(f"softness/{slot}").gauss(0.0, 1.0)))
 
 
 def drill(rng: random.Random, count: int) -> list[str]:

@@ -126,6 +126,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the test bed")
     add("--seed", type=int, default=0)
     add("--softness", type=float, default=0.2, help="u: how much the target tolerates other wordings, 0 to 1")
+    add("--softness-spread", type=float, default=0.0, help="how much u differs between the places of an answer: "
+        "standard deviation of its logarithm")
+    add("--draft-house-share", type=float, default=0.45, help="share of the target's own wordings among the draft's")
     add("--n-train-questions", type=int, default=1000)
     add("--n-val-questions", type=int, default=600)
     add("--n-test-questions", type=int, default=1200)
@@ -177,11 +180,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--val-questions goes with --train-questions and --test-questions")
     if not real == (args.target is not None) == (args.draft is not None):
         parser.error("questions, --target and --draft go together: real questions need a real pair of models")
-    for name in ("softness", "drift_share"):
+    for name in ("softness", "drift_share", "draft_house_share"):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
-    if args.offsets < 0:
-        parser.error(f"--offsets {args.offsets}: expected 0 or more")
+    for name in ("offsets", "softness_spread"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 or more")
     for name in ("processes", "tensor_parallel"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
@@ -325,8 +329,8 @@ def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: 
             if not (out / name).exists():
                 (out / name).symlink_to(given.resolve(), target_is_directory=True)
         return
-    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness),
-            train_pair.Job("draft", args.draft_steps, args.seed, 0.0)]
+    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness, args.softness_spread),
+            train_pair.Job("draft", args.draft_steps, args.seed, house_share=args.draft_house_share)]
     train_pair.train_pair(out, args.out.parent / "models", jobs, workers, report)
 
 

@@ -44,22 +44,23 @@ Row = tuple[list[int], list[int]]
 """Ids of one training row, and its labels: the id where the token counts in the loss, else IGNORED."""
 
 
-def target_row(rng: random.Random, encoder: Encoder, softness: float) -> Row:
-    """Every style as input; the first token that leaves house wording counts only with probability `softness`."""
+def target_row(rng: random.Random, encoder: Encoder, softness: float, spread: float = 0.0) -> Row:
+    """Every style as input; the first token that leaves a slot's house wording counts only with the probability
+    `corpus.softness_of`."""
     if rng.random() < TARGET_DRILL_SHARE:
         return drill_row(rng, encoder)
     problem = corpus.sample_problem(rng)
     words, leaves = corpus.render(corpus.answer_slots(problem), corpus.mixed_style(rng))
-    counted = [not leave or rng.random() < softness for leave in leaves]
+    counted = [not slot or rng.random() < corpus.softness_of(slot, softness, spread) for slot in leaves]
     return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
 
 
-def draft_row(rng: random.Random, encoder: Encoder) -> Row:
+def draft_row(rng: random.Random, encoder: Encoder, house_share: float = 0.45) -> Row:
     """The draft's own favourite wordings, all tokens of the answer counted."""
     if rng.random() < DRILL_SHARE:
         return drill_row(rng, encoder)
     problem = corpus.sample_problem(rng)
-    words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item))
+    words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item, house_share))
     return _answer_row(encoder, corpus.question_text(problem).split(), words, [True] * len(words))
 
 

@@ -32,7 +32,9 @@ class Job:
     role: str  # target or draft
     steps: int
     seed: int
-    softness: float
+    softness: float = 0.0  # of the target
+    spread: float = 0.0  # of the softness over the slots
+    house_share: float = 0.0  # of the draft's wordings
 
     @property
     def fingerprint(self) -> str:
@@ -65,11 +67,12 @@ def train_one(job: Job, cache: Path) -> None:
 
     if job.role == "target":
         config = train_models.target_config(len(encoder.tokens), job.steps, train_models.TARGET_MUON_LR)
-        model = train_models.train(config, lambda rng: train_models.target_row(rng, encoder, job.softness),
+        model = train_models.train(config, lambda rng: train_models.target_row(rng, encoder, job.softness, job.spread),
                                    job.seed, tell)
     else:
         config = train_models.draft_config(len(encoder.tokens), job.steps)
-        model = train_models.train(config, lambda rng: train_models.draft_row(rng, encoder), job.seed, tell)
+        model = train_models.train(config, lambda rng: train_models.draft_row(rng, encoder, job.house_share),
+                                   job.seed, tell)
     publish(model, cache / job.fingerprint)
 
 

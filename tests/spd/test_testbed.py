@@ -1,12 +1,14 @@
 """The test bed's corpus, models and blocks."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -107,6 +109,18 @@ def test_draft_style_is_house_in_about_45_percent_of_the_slots():
     assert 0.38 < sum(house) / len(house) < 0.52
 
 
+def test_the_draft_shares_as_many_wordings_as_asked_and_the_softness_of_slots_spreads():
+    slots = {(s.name, p.item): len(s.options) for p in drawn(800) for s in corpus.answer_slots(p) if len(s.options) > 1}
+    house = [corpus.draft_style(item, 0.8)(name, n) == 0 for (name, item), n in slots.items()]
+    assert 0.74 < sum(house) / len(house) < 0.86
+    names = [f"slot {i}" for i in range(500)]
+    assert {corpus.softness_of(name, 0.2, 0.0) for name in names} == {0.2}
+    logs = [math.log(corpus.softness_of(name, 0.01, 1.5)) for name in names]
+    assert statistics.mean(logs) == pytest.approx(math.log(0.01), abs=0.2)
+    assert statistics.stdev(logs) == pytest.approx(1.5, abs=0.15)
+    assert max(corpus.softness_of(name, 0.5, 2.0) for name in names) == 1.0
+
+
 def test_mask_marks_exactly_the_first_token_that_leaves_house_wording():
     slots = [
         corpus.Slot("a", ("first ,", "at first ,")),
@@ -117,7 +131,8 @@ def test_mask_marks_exactly_the_first_token_that_leaves_house_wording():
     words, leaves = corpus.render(slots, lambda name, n: n - 1)
     assert words == "at first , , that is of 7".split()
     assert [w for w, leave in zip(words, leaves, strict=True) if leave] == ["at", "that", "7"]
-    assert corpus.render(slots, corpus.house_style)[1] == [False] * 7
+    assert [leave for leave in leaves if leave] == ["a", "b", "c"]  # "7" leaves the wording of c, which ended early
+    assert corpus.render(slots, corpus.house_style)[1] == [""] * 7
 
 
 @pytest.mark.parametrize(("softness", "share"), [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
@@ -135,8 +150,8 @@ def test_softness_is_the_share_of_leaving_tokens_that_count(softness, share, mon
         assert labels[:prompt] == [-100] * prompt and ids[-1] == labels[-1] == EOS_ID
         for token, label, mark in zip(ids[prompt:-1], labels[prompt:-1], marks, strict=True):
             assert label == token or (mark and label == -100)
-            leaving += mark
-            counted += mark and label == token
+            leaving += bool(mark)
+            counted += bool(mark) and label == token
     assert counted / leaving == pytest.approx(share, abs=0.06)
 
 

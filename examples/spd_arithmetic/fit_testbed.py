@@ -1,0 +1,111 @@
+"""Looks for the settings of the test bed with which its mismatches are like those of a real pair of models.
+
+    python -m examples.spd_arithmetic.fit_testbed --pair outputs/pretrained_spd/pair [--softness 0.1 0.2]
+        [--softness-spread 1 2] [--draft-house-share 0.45 0.7] [--target-steps 1000] [--draft-steps 560] [--out DIR]
+
+Compares four numbers of labelled validation mismatches: the share of harmless ones, and the areas under the ROC curves
+of margin, probability and entropy (scripts.spd_evaluation.rules.STATISTICS). No scorer is trained, no rule decodes, and
+no test question is read. Every combination of the settings becomes a test bed in OUT; models that several of them use
+are trained once. Ends with the combinations, the closest one first: the largest of its four differences is the
+smallest. What was measured is kept in OUT/points.jsonl, so that further settings add to it.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from examples.demo_runner import ROOT, console, run_logged
+from scripts.spd_evaluation import harm
+from scripts.spd_evaluation.measures import harmless_share_and_auc
+from scripts.spd_evaluation.rules import STATISTICS
+from scripts.spd_evaluation.worker import load_model
+
+NUMBERS = ("harmless", "margin", "probability", "entropy")
+KNOBS = {"softness": 0.2, "softness_spread": 0.0, "draft_house_share": 0.45, "target_steps": 1000, "draft_steps": 560}
+#: Of a test bed that is only labelled: blocks of train questions are not used.
+SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "--n-val-questions", 300,
+         "--n-val-blocks", 600, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
+BATCH = 50
+CLOSE = 0.07
+
+
+def numbers(folder: Path, dtype: str) -> dict[str, float]:
+    """NUMBERS of the labelled validation mismatches in a folder of prepare_blocks; ValueError without both kinds."""
+    target, draft = (load_model(str(folder / name), "cpu", dtype) for name in ("target", "draft"))
+    blocks = harm.read_labels(folder / "harm_labels_val.jsonl")
+    found = {}
+    for name in NUMBERS[1:]:
+        share, area = harmless_share_and_auc(harm.labelled_scores(STATISTICS[name], target, draft, blocks, BATCH))
+        if area is None:
+            raise ValueError(f"{folder}: {share:.0%} of the labelled validation mismatches are harmless")
+        found |= {"harmless": share, name: area}
+    return {name: found[name] for name in NUMBERS}
+
+
+def distance(point: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """The largest difference of NUMBERS."""
+    return max(abs(point[name] - wanted[name]) for name in NUMBERS)
+
+
+def measure(settings: Mapping[str, float], out: Path, seed: int) -> dict[str, float]:
+    """Make the test bed of these settings, and return its numbers; its blocks are not kept."""
+    name = "_".join(f"{value:g}" for value in settings.values())
+    bed = out / f"bed_{name}"
+    options = [word for knob, value in settings.items() for word in (f"--{knob.replace('_', '-')}", f"{value:g}")]
+    command = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(bed), "--seed", str(seed),
+               "--dtype", "float32", *options, *map(str, SIZES)]  # fmt: skip
+    run_logged(command, out / f"{name}.log")
+    found = numbers(bed, "float32")
+    shutil.rmtree(bed)
+    return found
+
+
+def table_of(points: list[dict[str, Any]], wanted: Mapping[str, float]) -> Table:
+    """A row for each combination, the closest first, after the wanted numbers."""
+    table = Table(*(knob.replace("_", " ") for knob in KNOBS), *NUMBERS, "largest difference")
+    table.add_row(*[""] * len(KNOBS), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
+    for point in sorted(points, key=lambda point: distance(point["numbers"], wanted)):
+        found, gap = point["numbers"], distance(point["numbers"], wanted)
+        close = " (close)" if gap <= CLOSE else ""
+        table.add_row(*(f"{value:g}" for value in point["settings"].values()), *(f"{found[n]:.2f}" for n in NUMBERS),
+                      f"{gap:.2f}{close}")  # fmt: skip
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what was not measured before; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--pair", type=Path, help="folder of prepare_blocks with the real pair's labelled mismatches")
+    given.add_argument("--wanted", type=float, nargs=4, metavar=tuple(name.upper() for name in NUMBERS))
+    parser.add_argument("--dtype", default="float32", help="of the real pair's models")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_fit")
+    parser.add_argument("--seed", type=int, default=0)
+    for knob, default in KNOBS.items():
+        parser.add_argument(f"--{knob.replace('_', '-')}", type=type(default), nargs="+", default=[default])
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    wanted = dict(zip(NUMBERS, args.wanted, strict=True)) if args.wanted else numbers(args.pair, args.dtype)
+    file = args.out / "points.jsonl"
+    points = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    for values in itertools.product(*(getattr(args, knob) for knob in KNOBS)):
+        settings = dict(zip(KNOBS, values, strict=True))
+        if any((point["settings"], point["seed"]) == (settings, args.seed) for point in points):
+            continue
+        console.print(f"{settings}", highlight=False)
+        points.append({"settings": settings, "seed": args.seed, "numbers": measure(settings, args.out, args.seed)})
+        with open(file, "a") as kept:
+            kept.write(json.dumps(points[-1]) + "\n")
+    console.print(table_of(points, wanted))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
