@@ -212,7 +212,7 @@ def test_the_benchmark_has_a_row_per_criterion_over_three_seeds(monkeypatch, tmp
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds.subprocess, "run", run)
-    monkeypatch.setattr(seeds, "commit", lambda: "tree")
+    monkeypatch.setattr("benchmarks.harness.commit", lambda: "tree")
     rows = {results.name: results for results in dllm_demo.run()}
     assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in acceptance.MINIMUM} | {"dllm_demo_seconds"}
     slide = rows["dllm_demo_slide_tokens_per_forward"]

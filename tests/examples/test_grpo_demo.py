@@ -121,7 +121,7 @@ def test_the_benchmark_asks_it_of_every_seed(tmp_path, monkeypatch, last, learne
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds.subprocess, "run", run)
-    monkeypatch.setattr(seeds, "commit", lambda: "tree")
+    monkeypatch.setattr("benchmarks.harness.commit", lambda: "tree")
     rows = {row.name: row for row in grpo_demo.run()}
     assert {name for name in WANTED if name.startswith("grpo_demo")} <= rows.keys()
     assert rows["grpo_demo_learned"].value == learned and rows["grpo_demo_learned"].repetitions == 3
