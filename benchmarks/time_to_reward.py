@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.harness import Row, ratios, row, say
+from benchmarks.harness import Row, ratios, remembered, row, say
 from benchmarks.rl_whole_step import start
 from benchmarks.seeds import SEEDS
 from examples.demo_runner import ROOT, by_step
@@ -74,14 +74,9 @@ def measured(
     train: Callable[[Path, int, int], tuple[list[float], dict[int, float]]], folder: Path, seed: int, core: int
 ) -> tuple[list[float], dict[int, float]]:
     """What a training gives, now or in an earlier run."""
-    kept = folder / f"{train.__name__}_measured.json"
-    if kept.exists():
-        say(f"seed {seed}, {train.__name__}: measured before (delete {kept} to measure it again)")
-    else:
-        seconds, accuracy = train(folder, seed, core)
-        kept.write_text(json.dumps({"seconds": seconds, "accuracy": accuracy}))
-    record = json.loads(kept.read_text())
-    return record["seconds"], {int(step): value for step, value in record["accuracy"].items()}
+    file = folder / f"{train.__name__}_measured.json"
+    seconds, accuracy = remembered(file, lambda: train(folder, seed, core))
+    return seconds, {int(step): value for step, value in accuracy.items()}
 
 
 def run() -> list[Row]:
