@@ -10,6 +10,7 @@ time (none of them: the rows have no tokens_per_second). Every forward counts. O
 import argparse
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -118,11 +119,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
     parser.add_argument("--text-answers", action="store_true", help="answers are graded as recipe.spd does")
     parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--timed", type=int, default=TIMED)
+    parser.add_argument("--timed", type=int, default=TIMED, help="questions that are timed, on one thread; 0: none, "
+                        "on all threads")
     parser.add_argument("--speed-only", action="store_true", help="nothing but tokens per second")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if args.timed or args.speed_only else len(os.sched_getaffinity(0)))
     name, _, directory = args.model.partition("=")
     questions = pd.read_parquet(args.questions)[: args.limit]
     subject = Subject(Path(directory), questions, args.block, args.batch, args.timed, args.max_new_tokens,
