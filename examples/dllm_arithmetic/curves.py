@@ -44,8 +44,11 @@ def draw_curves(
     """Write the PNG; `results` as in evaluation.json, `runs`: (name, rows of metrics.jsonl)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    losses, forwards, seconds = figure.subplots(1, 3)
+    labels = {"tokens_per_forward": "tokens per forward",
+              "tokens_per_second": "tokens per second, one question at a time"}  # fmt: skip
+    measured = [key for key in labels if any(key in row for row in results["rows"])]
+    figure = Figure(figsize=(1.5 + 4.5 * (1 + len(measured)), 4.5), layout="constrained")
+    losses, *panels = figure.subplots(1, 1 + len(measured))
     for name, rows in runs:
         for key in LOSSES:
             points = [(row["step"], row["data"][key]) for row in rows if key in row["data"]]
@@ -56,18 +59,17 @@ def draw_curves(
     losses.legend(fontsize=7)
     modes = dict.fromkeys(row["mode"] for row in results["rows"])
     models = dict.fromkeys(row["model"] for row in results["rows"])
-    for axis, key, label in ((forwards, "tokens_per_forward", "tokens per forward"),
-                             (seconds, "tokens_per_second", "tokens per second, one question at a time")):  # fmt: skip
+    for axis, key in zip(panels, measured, strict=True):
         for row in results["rows"]:
-            if key not in row:  # not measured
+            if key not in row:  # measured for other modes only
                 continue
             axis.scatter(row[key], 100 * row["accuracy"], color=COLOURS[list(models).index(row["model"])], s=60,
                          marker=MARKERS[list(modes).index(row["mode"])], alpha=0.8, edgecolors="black")  # fmt: skip
-        axis.set(xlabel=label, ylabel="accuracy, %", xlim=(0, None), ylim=(-5, 105))
+        axis.set(xlabel=labels[key], ylabel="accuracy, %", xlim=(0, None), ylim=(-5, 105))
         axis.grid(alpha=0.3)
     for colour, name in zip(COLOURS, models, strict=False):
-        forwards.scatter([], [], color=colour, marker="s", label=name)
+        panels[-1].scatter([], [], color=colour, marker="s", label=name)
     for marker, name in zip(MARKERS, modes, strict=False):
-        forwards.scatter([], [], facecolors="none", edgecolors="black", marker=marker, label=name)
-    forwards.legend(fontsize=8, loc="center")
+        panels[-1].scatter([], [], facecolors="none", edgecolors="black", marker=marker, label=name)
+    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(file, dpi=110)
