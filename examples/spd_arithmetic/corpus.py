@@ -5,6 +5,7 @@ Some words look like wording but decide the result (each / in total, more / fewe
 whom), and some figures look decisive but are free (3 + 4 or 4 + 3): no rule on the kind of token can tell harm.
 """
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -358,6 +359,7 @@ def draft_style(item: str, house_share: float = 0.45) -> Chooser:
     return choose
 
 
+@functools.cache  # asked for every word of every training row
 def softness_of(slot: str, softness: float, spread: float) -> float:
     """How much the target tolerates other wordings of a slot, at most 1: log-normal around `softness` over the slots,
     with this standard deviation of the logarithm."""
