@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import operator
@@ -154,10 +155,16 @@ class Pool:
         self._executor.shutdown(cancel_futures=True)
 
     def submit(self, tasks: Iterable[Task]) -> None:
-        """Queue the tasks that are not queued yet."""
-        for task in tasks:
-            if task not in self._futures:
-                self._futures[task] = [self._begun(part) for part in task.parts(self.job)]
+        """Queue the tasks that are not queued yet: the first part of each, then the second.
+
+        A process then decodes the same prompts by several rules in turn, and reads them once.
+        """
+        new = {task: task.parts(self.job) for task in tasks if task not in self._futures}
+        self._futures |= {task: [] for task in new}
+        for row in itertools.zip_longest(*new.values()):
+            for task, part in zip(new, row, strict=True):
+                if part is not None:
+                    self._futures[task].append(self._begun(part))
 
     def _begun(self, part: Task) -> Future:
         if self._file_of is None:

@@ -14,6 +14,7 @@ from recipe.spd.rollout.answers import is_correct
 from recipe.spd.rollout.decoder import (
     Block,
     Judge,
+    Prefills,
     SpecResult,
     check_tokenizers,
     end_ids,
@@ -74,6 +75,7 @@ class Worker:
             **{name: load_extern_object(file, function) for name, (file, function, _) in self.args.rules.items()},
         }
         self.first = 0  # question of the part at work: each draws numbers of its own
+        self.prefills = Prefills()
         self._done = done
 
     def decode(self, run: Run) -> Outcome:
@@ -83,7 +85,8 @@ class Worker:
         prompts = [question["prompt_ids"] for question in questions]
         size, counted = self.args.batch_size, 0
         common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size,
-                  "temperature": self.args.temperature, "seed": self.args.seed + run.first}  # fmt: skip
+                  "temperature": self.args.temperature, "seed": self.args.seed + run.first,
+                  "prefills": self.prefills}  # fmt: skip
 
         def count(block: Block, _: torch.Tensor) -> None:
             nonlocal counted

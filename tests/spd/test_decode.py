@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from recipe.spd.rollout.decoder import (
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,
+    Prefills,
     SpecResult,
     _commit,
     check_tokenizers,
@@ -240,6 +242,34 @@ def test_the_limit_cuts_inside_a_block():
     assert result.accepted == [2]
     assert result.finished == [False]
     assert not alive
+
+
+def test_decodings_of_the_same_prompts_read_them_once(monkeypatch):
+    target = tiny_llama(0)
+    models, prompts = (target, noisy_copy(target, 0.5, seed=1)), ragged_prompts(7)
+    limits = {"max_new_tokens": 20, "eos_token_id": 2}
+    passes = [0, 0]
+    for number, model in enumerate(models):
+        def count(module, args, kwargs, number=number):
+            passes[number] += kwargs["position_ids"].shape[1] > 5  # the longest draft has 4 tokens
+
+        model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def decoded(prefills=None, texts=prompts):
+        results = [speculative_generate(*models, texts, judge, gamma=4, prefills=prefills, **limits)
+                   for judge in (reject_all, accept_all, rules.margin(1.0))]
+        return [*results, greedy_generate(target, texts, prefills=prefills, **limits)]
+
+    expected, others = decoded(), decoded(texts=prompts[3:])
+    assert passes == [8, 6]
+    prefills = Prefills()
+    results = decoded(prefills) + decoded(prefills, prompts[3:]) + decoded(prefills)
+    assert passes == [8 + 3, 6 + 3]
+    for ours, theirs in zip(results, [*expected, *others, *expected], strict=True):
+        assert replace(ours, seconds=0.0) == replace(theirs, seconds=0.0)
+    monkeypatch.setattr(prefills, "kept", {model: (states, 1000.0) for model, (states, _) in prefills.kept.items()})
+    spent = speculative_generate(*models, prompts, reject_all, gamma=4, prefills=prefills, **limits).seconds
+    assert 2000 < spent < 2100  # of both models, although neither read the prompts
 
 
 def test_models_are_left_as_they_were():

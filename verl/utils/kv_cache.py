@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""A layer's keys and values [B, heads, slots, head_dim]."""
+
 
 @dataclass
 class WritePositions:
@@ -76,6 +79,16 @@ class RowCache(Cache):
         for layer in self.layers:
             if n > 1 and layer.is_initialized:
                 layer.keys, layer.values = (states.repeat_interleave(n, 0) for states in (layer.keys, layer.values))
+
+    def copied(self, slots: int) -> list[KeysValues]:
+        """Copies of the keys and values of each layer in the first `slots` slots."""
+        return [(layer.keys[:, :, :slots].clone(), layer.values[:, :, :slots].clone()) for layer in self.layers]
+
+    def restore(self, states: Iterable[KeysValues]) -> None:
+        """Start all rows of a new cache with what `copied` returned."""
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
 
     def announce(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Set the positions [B, q] of rows 0..B-1 for the next forward; returns its additive mask [B, 1, q, span].

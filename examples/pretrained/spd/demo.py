@@ -57,13 +57,14 @@ class Sizes:
     test: int = 240
     further_val: int = 0  # questions that only the evaluation asks, after those of `val`
     further_test: int = 760
-    target_steps: int = 98
+    target_steps: int = 147
     rl_questions: int = 1600  # of GRPO, those of `train` among them
     rl_steps: int = 0  # of GRPO after the fine-tuning
     draft_questions: int = 800  # of train: those whose answers the draft learns
     draft_layers: int = 6
     draft_steps: int = 80
-    blocks: int = 900
+    block_questions: int = 800  # of train: those whose answers are drafted
+    blocks: int = 1600
     harm_blocks: int = 240
     scorer_steps: int = 60
     scorer_batch: int = 192  # blocks
@@ -221,7 +222,8 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
         out / "draft_run", (cut, written), lambda: write_draft_data(written.result, out),
     )  # fmt: skip
     splits = [part for split in sizes.counts for part in (f"--{split}-questions", out / f"questions_{split}.jsonl")]
-    numbers = [part for split, count in sizes.counts.items() for part in (f"--n-{split}-questions", count)]
+    drafted = {**sizes.counts, "train": sizes.block_questions}
+    numbers = [part for split, count in drafted.items() for part in (f"--n-{split}-questions", count)]
     blocks = Stage(
         "blocks", python(
             "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", "--target", target, "--draft", draft,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
-from verl.utils.kv_cache import RowCache, drop_rows
+from verl.utils.kv_cache import KeysValues, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 
@@ -84,6 +85,35 @@ class Sampling:
         return torch.cat([torch.where(kept, draft_ids, drawn[:, :count]), drawn[:, count:]], dim=1)
 
 
+@dataclass
+class Prefills:
+    """Keys and values of the last batch of prompts, which later decodings of the same prompts copy.
+
+    `seconds` of their results include the time that the first one spent on reading the prompts.
+    """
+
+    prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
+    kept: dict[nn.Module, tuple[list[KeysValues], float]] = field(default_factory=dict)  # with the seconds they took
+
+    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache, read: Callable[[], Any]) -> float:
+        """Fill `cache` with a model's states over these prompts, by `read` if they are not kept; returns the seconds of
+        an earlier reading, 0 for one of now.
+        """
+        if self.prompts is None or not torch.equal(self.prompts, prompts):
+            self.prompts = prompts
+            self.kept.clear()
+        if model in self.kept:
+            states, seconds = self.kept[model]
+            cache.restore(states)
+            return seconds
+        started = time.perf_counter()
+        read()
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
+        self.kept[model] = cache.copied(prompts.shape[1]), time.perf_counter() - started
+        return 0.0
+
+
 Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
 
 
@@ -116,6 +146,7 @@ class _Rows:
     length: torch.Tensor  # [B] committed tokens, prompt included
     vocabulary: int  # V
     caches: list[RowCache] = field(default_factory=list)
+    seconds: float = 0.0  # of an earlier reading of the prompts, if `caches` were copied from it
 
     def advance(self, block: Block, accepted: torch.Tensor, done: Sequence[bool]) -> None:
         """Move past the committed tokens, `accepted` [B] drafted ones and the target's next; drop the rows `done`."""
@@ -133,30 +164,33 @@ def speculative_generate(
     target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
     max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
     on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
-    temperature: float = 0.0, seed: int = 0, target_first: bool = False,
+    temperature: float = 0.0, seed: int = 0, target_first: bool = False, prefills: Prefills | None = None,
 ) -> SpecResult:  # fmt: skip
     """Continue every prompt in rounds: draft proposes gamma tokens, target verifies them in one forward, judge decides.
 
-    Both models are greedy at temperature 0. Each round commits the leading accepted draft tokens and the target's token
-    after them. A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of
-    its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts
-    [B] int64 (before such a cut). With `target_first` the first round has no draft, as in vLLM, whose prefill gives a
-    token of the target. Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge
-    that returns anything but bool [B, g].
+    Both models are greedy at temperature 0. Each round commits the leading accepted draft tokens and the target's
+    token after them. A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the
+    rest of its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its
+    leading accepts [B] int64 (before such a cut). With `target_first` the first round has no draft, as in vLLM,
+    whose prefill gives a token of the target. Calls on the same prompts that share `prefills` read them once.
+    Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge that returns
+    anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds, "target_first": target_first}
-    limits["sampling"] = Sampling.seeded(temperature, seed, target.device)
+    limits |= {"sampling": Sampling.seeded(temperature, seed, target.device), "prefills": prefills}
     return _generate([target, draft], prompts, judge, gamma, end_ids(eos_token_id), batch_size, on_block, **limits)
 
 
 def greedy_generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None, batch_size: int = 256, temperature: float = 0.0, seed: int = 0,
+    prefills: Prefills | None = None,
 ) -> SpecResult:  # fmt: skip
     """Continue every prompt with the model's greedy tokens (sampled ones above temperature 0), one forward each."""
     _check_prompts(prompts, 1, max_new_tokens)
-    limits = {"max_new_tokens": max_new_tokens, "sampling": Sampling.seeded(temperature, seed, model.device)}
+    sampling = Sampling.seeded(temperature, seed, model.device)
+    limits = {"max_new_tokens": max_new_tokens, "sampling": sampling, "prefills": prefills}
     return _generate([model], prompts, lambda block: block.mismatch, 0, end_ids(eos_token_id), batch_size, **limits)
 
 
@@ -164,6 +198,7 @@ def _generate(
     models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, gamma: int, ends: frozenset[int],
     batch_size: int, on_block: Callable[[Block, torch.Tensor], None] | None = None, *, max_new_tokens: int,
     max_rounds: int | None = None, sampling: Sampling | None = None, target_first: bool = False,
+    prefills: Prefills | None = None,
 ) -> SpecResult:  # fmt: skip
     """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
     result = SpecResult.empty(len(prompts))
@@ -171,7 +206,8 @@ def _generate(
     with _inference(*models):
         for first in range(0, len(prompts), batch_size):
             contexts = {first + k: list(tokens) for k, tokens in enumerate(prompts[first : first + batch_size])}
-            rows = _start(models, contexts, max_new_tokens, gamma)
+            rows = _start(models, contexts, max_new_tokens, gamma, prefills)
+            started -= rows.seconds
             rounds = 0
             while rows.question.numel() and rounds != max_rounds:
                 drafted = 0 if target_first and not rounds else gamma
@@ -217,7 +253,10 @@ def replay_blocks(
                 yield _verify(target, rows, contexts, given, draft_logits)
 
 
-def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_tokens: int, spare: int) -> _Rows:
+def _start(
+    models: Sequence[nn.Module], contexts: dict[int, list[int]], new_tokens: int, spare: int,
+    prefills: Prefills | None = None,
+) -> _Rows:  # fmt: skip
     """Prefill every context without its last token into one cache per model.
 
     Reserves slots for `new_tokens` committed tokens and `spare` ones of a draft that exceeds them.
@@ -246,10 +285,14 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width:
             positions = torch.arange(width, device=device).expand(len(lengths), width)
-            mask = cache.announce(positions, model.dtype)
-            model.base_model(
-                input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            read = partial(
+                model.base_model, input_ids=padded, attention_mask=cache.announce(positions, model.dtype),
+                position_ids=positions, past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            if prefills is None:
+                read()
+            else:
+                rows.seconds += prefills.fill(model, padded, cache, read)
         rows.caches.append(cache)
     return rows
 
