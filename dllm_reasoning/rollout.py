@@ -83,7 +83,7 @@ class RefineRollout(HFRollout):
         if self.rule_version != self.weights_version:
             self.rule.forget()
             self.rule_version = self.weights_version
-        slots = longest + limit + 2 * len(self.rule.first_guesses()) + 1
+        slots = longest + limit + 2 * self.rule.width - 1
         runner = ModelRunner(module, len(request.prompt_ids), slots, pad, use_cache=True)
         runner.prefill(rows, n)
         ends = frozenset(() if self.config.ignore_eos else request.eos_ids)

@@ -1,6 +1,7 @@
 """Start vLLM's OpenAI-compatible server with a model trained by iterative refinement, which drafts for itself.
 
-    python scripts/serve_refined.py --model DIR --port 8000 [--mode auto|slide|verify] [--tokens-per-step 64]
+    python scripts/serve_refined.py --model DIR --port 8000 [--mode auto|slide|verify|redraft]
+                                    [--guesses 3] [--tokens-per-step 64]
 
 Greedy answers are those of the model without drafts. Options that are not listed below go to vLLM as they are.
 """
@@ -22,12 +23,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="model folder")
-    add("--mode", choices=("auto", "slide", "verify"), default="auto")
+    add("--mode", choices=("auto", "slide", "verify", "redraft"), default="auto")
+    add("--guesses", type=int, help="most guesses of a window (default: those of the trained window)")
     add("--tokens-per-step", type=int, default=64, help="for auto: tokens of a forward from which more cost time")
     add("--print", action="store_true", help="show vLLM's command instead of running it")
     args, rest = parser.parse_known_args(argv)
     try:
-        options = self_draft_options(args.model, mode=args.mode, tokens_per_step=args.tokens_per_step)
+        options = self_draft_options(
+            args.model, mode=args.mode, tokens_per_step=args.tokens_per_step, guesses=args.guesses
+        )
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     serve(options, rest, only_print=args.print)

@@ -6,8 +6,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from dllm_reasoning.inference.commit_rules import Refine, Row, count_confirmed
+from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.registry import nearest
 
@@ -88,6 +89,8 @@ class AdaptiveWindows:
     With `threshold`, following tokens of at least this probability are committed unverified (not lossless).
     """
 
+    branch: ClassVar[list[int]] = []
+
     def __init__(
         self, windows: list[Window], noise: int, costs: ForwardCosts | None = None, threshold: float | None = None
     ) -> None:
@@ -103,9 +106,14 @@ class AdaptiveWindows:
         self.counts = {window: (tokens / forwards, 1.0) for window, (tokens, forwards) in self.counts.items()}
         self.untried = [window for window in self.windows if window.guesses and self.costs is not None]
 
+    @property
+    def width(self) -> int:
+        """Most tokens that a row feeds per forward."""
+        return max(window.width for window in self.windows)
+
     def first_guesses(self) -> list[int]:
         """Noise of the widest window."""
-        return [self.noise] * (max(window.width for window in self.windows) - 1)
+        return [self.noise] * (self.width - 1)
 
     def tokens_per_forward(self, window: Window) -> float:
         """Mean number of tokens that a row commits in a forward of the window."""
@@ -138,10 +146,10 @@ class AdaptiveWindows:
         return predicted[:count]
 
 
-def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows:
+def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows | Branches:
     """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
     length, noise, threshold = settings.add_eos_length, settings.noise_token_id, settings.confidence_threshold
-    name, known = str(settings.refine_iter), ["converge", "slide", "verify"]
+    name, known = str(settings.refine_iter), ["converge", "slide", "verify", "branch"]
     if threshold is not None and name != "slide":
         raise ValueError(f"confidence_threshold={threshold} needs refine_iter=slide, not {name}; leave it out.")
     if not name.isdigit() and name not in known:
@@ -149,6 +157,8 @@ def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows:
         raise ValueError(
             f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, {', '.join(known)}."
         )
+    if name == "branch":
+        return Branches(length, noise)
     if name in ("slide", "verify"):
         return AdaptiveWindows(windows_of(name, length + 1), noise, threshold=threshold)
     return Refine(length + 1, noise, int(name) if name.isdigit() else None)

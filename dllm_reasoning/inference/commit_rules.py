@@ -6,6 +6,7 @@ only such tokens are lossless.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Refine:
     width: int
     noise: int
     times: int | None
+    branch: ClassVar[list[int]] = []
 
     def first_guesses(self) -> list[int]:
         """The guesses of a block before its first forward."""
@@ -75,6 +77,44 @@ class Refine:
         row.rounds += 1
         row.guesses = predicted[:-1]
         return []
+
+
+@dataclass
+class Branches:
+    """Verifies up to `length` guesses, and drafts as many tokens after the last committed token and after each guess,
+    in one forward.
+
+    Commits the confirmed guesses and the token after them. The drafts of the branch that begins there read nothing but
+    committed tokens and noise, whichever guesses were wrong: they are the next guesses.
+    """
+
+    length: int
+    noise: int
+
+    @property
+    def branch(self) -> list[int]:
+        """What is fed after the last committed token and after each guess."""
+        return [self.noise] * self.length
+
+    @property
+    def width(self) -> int:
+        """Most tokens that a row feeds per forward."""
+        return (1 + self.length) ** 2
+
+    def first_guesses(self) -> list[int]:
+        """None: the first forward only drafts."""
+        return []
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Called before each forward; `step` has set the guesses."""
+
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        """The tokens to commit; sets the row's next guesses. `predicted`: see ModelRunner.logits."""
+        size = 1 + self.length
+        straight = predicted[::size]
+        count = count_confirmed(row.guesses, straight)
+        row.guesses = predicted[count * size + 1 : (count + 1) * size]
+        return straight[: count + 1]
 
 
 def count_confirmed(guesses: list[int], predicted: list[int]) -> int:

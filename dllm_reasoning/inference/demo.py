@@ -38,7 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--add_eos_length", type=int, help="noise tokens of a block (default: the trained window less one, else "
         f"{ADD_EOS_LENGTH})")  # fmt: skip
     add("--refine_iter", default=str(default.refine_iter), help="rounds after a block's first forward: a number, "
-        "converge, slide or verify; the last three give the tokens of greedy decoding")  # fmt: skip
+        "converge, slide, verify or branch; the last four give the tokens of greedy decoding")  # fmt: skip
     add("--max_new_tokens", type=int, default=default.max_new_tokens)
     add("--max_length", type=int, default=default.max_length, help="most tokens of prompt and answer")
     add("--batch_size", type=int, default=1, help="prompts answered at once")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dllm_reasoning.inference.adaptive import AdaptiveWindows, commit_rule
-from dllm_reasoning.inference.commit_rules import Refine, Row
+from dllm_reasoning.inference.commit_rules import Branches, Refine, Row
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.kv_cache import drop_rows
@@ -96,15 +96,19 @@ def iterative_generate(
     try:
         with torch.inference_mode():
             # A row's guesses may come after padding as wide as the unread text of another row.
-            slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.first_guesses()) + 1
+            slots = max(len(row.tokens) + row.limit for row in rows) + 2 * rule.width - 1
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
+            if rule.branch and runner.cache is None:
+                raise ValueError(f"refine_iter={settings.refine_iter} needs a key/value cache; use verify instead.")
             # One number per position of an answer: a token whose context is final is drawn the same in every round.
             uniforms = {} if settings.sampling.greedy else {
                 row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(
                     settings.seed * 1_000_003 + row.number)) for row in rows}  # fmt: skip
-            forwards = decode(
-                runner, rows, rule, ends, lambda logits, active: _choose(logits, active, uniforms, settings)
-            )
+
+            def choose_tokens(logits: torch.Tensor, active: list[Row]) -> tuple[list[list[int]], Any]:
+                return _choose(logits, active, uniforms, settings, rule.branch)
+
+            forwards = decode(runner, rows, rule, ends, choose_tokens)
     finally:
         model.train(was_training)
     new = [row.tokens[row.prompt_length :] for row in rows]
@@ -123,7 +127,7 @@ def iterative_generate(
 
 
 def decode(
-    runner: ModelRunner, rows: list[Row], rule: Refine | AdaptiveWindows, ends: frozenset[int],
+    runner: ModelRunner, rows: list[Row], rule: Refine | AdaptiveWindows | Branches, ends: frozenset[int],
     choose_tokens: Callable[[torch.Tensor, list[Row]], tuple[list[list[int]], list[list[float]] | None]],
 ) -> int:  # fmt: skip
     """Complete all rows; returns the number of forwards.
@@ -138,28 +142,30 @@ def decode(
             row.guesses = row.guesses[: row.remaining - 1]
             row.forwards += 1
         forwards += 1
-        tokens, values = choose_tokens(runner.logits(active), active)
+        tokens, values = choose_tokens(runner.logits(active, rule.branch), active)
         for i, row in enumerate(active):
             fed, value = row.guesses, None if values is None else values[i]
-            row.commit(rule.step(row, tokens[i][: len(fed) + 1], value), fed, ends, value)
+            predicted = tokens[i][: (len(fed) + 1) * (1 + len(rule.branch))]
+            row.commit(rule.step(row, predicted, value), fed, ends, value)
         caches = [] if runner.cache is None else [runner.cache]
         active = [active[i] for i in drop_rows([row.done for row in active], caches)]
     return forwards
 
 
 def _choose(
-    logits: torch.Tensor, rows: list[Row], uniforms: dict[int, torch.Tensor], settings: GenerationSettings
-) -> tuple[list[list[int]], list[list[float]] | None]:
-    """logits [B, w, V] -> tokens [B][w], greedy or drawn with their rows' uniforms, and, with a confidence threshold,
-    their probabilities [B][w]."""
+    logits: torch.Tensor, rows: list[Row], uniforms: dict[int, torch.Tensor], settings: GenerationSettings,
+    branch: list[int],
+) -> tuple[list[list[int]], list[list[float]] | None]:  # fmt: skip
+    """logits [B, w, V] of ModelRunner.logits -> tokens [B][w], greedy or drawn with their rows' uniforms, and, with a
+    confidence threshold, their probabilities [B][w]."""
     with_confidence = settings.confidence_threshold is not None
     if settings.sampling.greedy and not with_confidence:
         return logits.argmax(-1).tolist(), None
     shape = logits.shape[:2]
     uniform = torch.zeros(shape, device=logits.device)
+    after = torch.tensor([sum(divmod(column, 1 + len(branch))) for column in range(shape[1])])  # the committed tokens
     for i, row in enumerate(rows if uniforms else ()):
-        done = len(row.tokens) - row.prompt_length
-        part = uniforms[row.number][done : done + shape[1]]
-        uniform[i, : len(part)] = part.to(logits.device)
+        place = (len(row.tokens) - row.prompt_length + after).clamp(max=row.limit - 1)
+        uniform[i] = uniforms[row.number][place].to(logits.device)
     tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), settings.sampling)
     return tokens.view(shape).tolist(), log_probs.exp().view(shape).tolist() if with_confidence else None

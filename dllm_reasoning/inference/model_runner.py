@@ -1,5 +1,7 @@
 """Forwards of ragged rows through any causal model: with a key/value cache that rolls back, or without one."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -39,8 +41,13 @@ class ModelRunner:
         for row in rows:
             row.cached = len(row.tokens) - 1
 
-    def logits(self, rows: list[Row]) -> torch.Tensor:
-        """[B, w, V], w the most guesses of a row plus one; index 0 follows the row's last committed token."""
+    def logits(self, rows: list[Row], branch: Sequence[int] = ()) -> torch.Tensor:
+        """[B, w (1 + m), V], w the most guesses of a row plus one, m the tokens of `branch`.
+
+        `branch` is fed after the last committed token and after each guess, as if the text went on there: of each of
+        these w tokens, 1 + m predictions stand together, after the token itself and after those of its branch. Without
+        a branch, index 0 follows the row's last committed token.
+        """
         device = self.model.device
         starts = [0 if self.cache is None else min(row.cached, len(row.tokens) - 1) for row in rows]
         fed = [row.tokens[start:] + row.guesses for row, start in zip(rows, starts, strict=True)]
@@ -54,15 +61,47 @@ class ModelRunner:
             lengths = torch.tensor([len(f) for f in fed], device=device)
             inputs = {"attention_mask": (positions < lengths[:, None]).long(), "use_cache": False}
         else:
-            mask = self.cache.announce(positions, self.model.dtype)
+            slots, visible = positions, None
+            if branch:
+                ends = torch.tensor([[len(row.tokens) - 1, row.prompt_length + row.limit - 1] for row in rows],
+                                    device=device)  # fmt: skip
+                slots, visible, positions = _with_branches(positions, *ends.split(1, dim=1), wide, len(branch))
+                ids = torch.cat([ids, torch.tensor([*branch], device=device).repeat(len(rows), wide)], dim=1)
+                kept = torch.cat([kept, torch.arange(width, ids.shape[1], device=device)])
+            mask = self.cache.announce(slots, self.model.dtype, visible)
             inputs = {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=kept, **inputs).logits
+        straight, branches = logits.split([len(kept) - wide * len(branch), wide * len(branch)], dim=1)
         if all(column == first for column in last):
-            return logits[:, :wide]
-        columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
-        # Nothing reads beyond a row's own guesses. The module may be offloaded: its logits are then on another device.
-        columns = columns.clamp(max=logits.shape[1] - 1).to(logits.device)
-        return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+            straight = straight[:, :wide]
+        else:
+            columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
+            # Nothing reads beyond a row's own guesses. The module may be offloaded: its logits are then elsewhere.
+            columns = columns.clamp(max=straight.shape[1] - 1).to(logits.device)
+            straight = straight.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        if not branch:
+            return straight
+        return torch.cat([straight[:, :, None], branches.unflatten(1, (wide, -1))], dim=2).flatten(1, 2)
+
+
+def _with_branches(
+    positions: torch.Tensor, last: torch.Tensor, limit: torch.Tensor, wide: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots [B, q], visible slots [B, q, span] and positions [B, q] of a forward over tokens at `positions` [B, width],
+    then `wide` branches of `length` tokens, the j-th after position `last` [B, 1] + j.
+
+    Branches lie behind all other slots, which later forwards overwrite. `limit` [B, 1]: the last position of a row's
+    answer, beyond which no token is kept.
+    """
+    device, count, base = positions.device, len(positions), int(positions.max()) + 1
+    after, step = torch.arange(wide, device=device).repeat_interleave(length), torch.arange(length, device=device)
+    step = step.repeat(wide)
+    slots = torch.cat([positions, (base + torch.arange(wide * length, device=device)).expand(count, -1)], dim=1)
+    span = torch.arange(base + wide * length, device=device)
+    own = (span >= base + (after * length)[:, None]) & (span <= (base + after * length + step)[:, None])
+    shared = span <= (last + after)[..., None]  # [B, wide * length, span]
+    visible = torch.cat([span <= positions[..., None], shared | own], dim=1)
+    return slots, visible, torch.cat([positions, torch.minimum(last + after + 1 + step, limit)], dim=1)
 
 
 def cacheable(model: nn.Module) -> bool:

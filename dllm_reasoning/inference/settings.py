@@ -20,11 +20,12 @@ WINDOW_KEY, NOISE_KEY = "dllm_window", "dllm_noise_token_id"  # in the model's c
 class GenerationSettings:
     """How prompts are continued.
 
-    A block (or window) holds add_eos_length + 1 tokens; None: the model's trained window, else 128. refine_iter: rounds
-    after a block's first forward (a round that changes nothing ends them), or `converge`, `slide`, `verify`, which give
-    the tokens of decoding one by one. noise_token_id None: the trained one, else EOS. confidence_threshold: with
-    `slide`, tokens predicted with at least this probability are committed unverified. temperature 0 is greedy; top_k -1
-    and top_p 1 filter nothing. max_length counts the prompt. Without use_cache each forward reads the full text.
+    A block (or window) holds add_eos_length + 1 tokens; None: the model's trained window, else 128. refine_iter:
+    rounds after a block's first forward (a round that changes nothing ends them), or `converge`, `slide`, `verify`,
+    `branch`, which give the tokens of decoding one by one. noise_token_id None: the trained one, else EOS.
+    confidence_threshold: with `slide`, tokens predicted with at least this probability are committed unverified.
+    temperature 0 is greedy; top_k -1 and top_p 1 filter nothing. max_length counts the prompt. Without use_cache
+    each forward reads the full text.
     """
 
     add_eos_length: int | None = None
@@ -107,11 +108,14 @@ class SelfDraftSettings:
 
     section: ClassVar[str] = "self_draft"
     mode: str = setting(
-        "auto", "slide, verify, or auto: the widest window within tokens_per_step.", choices=("auto", "slide", "verify")
-    )
+        "auto", "slide, verify, redraft (verify, but a window after a wrong guess has noise alone, at which the next "
+        "guesses are drafted), or auto: the widest of slide and verify within tokens_per_step.",
+        choices=("auto", "slide", "verify", "redraft"),
+    )  # fmt: skip
     tokens_per_step: int = setting(
         64, "For mode=auto: tokens per forward, over all running requests, above which a forward gets slower.", low=1
     )
+    guesses: int | None = setting(None, "Most guesses of a window; null: those of the trained window.", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -121,34 +125,41 @@ class SelfDraftSettings:
         """From an engine's additional_config."""
         return cls(**additional_config.get("self_draft", {}))
 
-    def window(self, guesses: int, running: int) -> tuple[int, int]:
-        """(guesses, noise tokens after them) of each of `running` requests, for a model trained on `guesses`."""
+    def most(self, trained: int) -> int:
+        """Most draft tokens of a request."""
+        return sum(replace(self, mode="slide" if self.mode == "slide" else "verify").window(trained, 1))
+
+    def window(self, trained: int, running: int) -> tuple[int, int]:
+        """(guesses, noise tokens after them) of each of `running` requests; `trained`: guesses of the full window."""
+        guesses = trained if self.guesses is None else min(self.guesses, trained)
         if self.mode != "auto":
-            return guesses, guesses if self.mode == "verify" else 0
+            return guesses, 0 if self.mode == "slide" else guesses
         share = self.tokens_per_step // running - 1  # the last committed token is fed too
         if share >= 2 * guesses:
             return guesses, guesses
         return max(0, min(guesses, share)), 0
 
 
-def self_draft_options(model: str, *, mode: str = "auto", tokens_per_step: int = 64, **engine: Any) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with which a refined model drafts for itself; `engine`: further ones.
+def self_draft_options(
+    model: str, *, mode: str = "auto", tokens_per_step: int = 64, guesses: int | None = None, **engine: Any
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` with which a refined model drafts for itself, by SelfDraftSettings; `engine`: further
+    ones.
 
     Raises ValueError for wrong settings or a model without a trained window.
     """
-    settings = {"mode": mode, "tokens_per_step": tokens_per_step}
-    SelfDraftSettings(**settings)
+    settings = {"mode": mode, "tokens_per_step": tokens_per_step, "guesses": guesses}
+    drafting = SelfDraftSettings(**settings)
     window = trained_window(AutoConfig.from_pretrained(model))
     if window is None:
         raise ValueError(
             f"{model} has no {WINDOW_KEY} in its config.json: its guesses for a window would be rejected. Name a model "
             "trained by iterative refinement with iterative.noise_pattern=packed."
         )
-    guesses = window - 1
     module = "dllm_reasoning.inference.vllm_drafter"
     proposer = {"method": "custom_class", "model": f"{module}.SelfDrafter"}
     return {
         "model": str(model), "worker_cls": f"{module}.SelfDraftWorker",
-        "speculative_config": {**proposer, "num_speculative_tokens": guesses if mode == "slide" else 2 * guesses},
+        "speculative_config": {**proposer, "num_speculative_tokens": drafting.most(window - 1)},
         "additional_config": {**engine.pop("additional_config", {}), "self_draft": settings}, **engine,
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """A refined model drafts for itself in vLLM: `slide` and `verify` as a proposer, lossless, without extra forwards.
 
 vLLM verifies a row's guesses in one forward of the target. What that forward predicts after the rejected guess are the
-next guesses, as in adaptive.AdaptiveWindows; noise tokens fill the window.
+next guesses, as in adaptive.AdaptiveWindows; noise tokens fill the window. `redraft` drops predictions that follow a
+wrong guess: it pays one forward without guesses, and the next ones are drafted from nothing but committed tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class SelfDrafter:
         for sampled, predicted in zip(sampled_token_ids, self.predicted, strict=True):
             known = predicted[len(sampled) :]  # after the accepted guesses and the token that follows them
             window = (known + [self.noise] * guessed)[:guessed] + [self.noise] * noise
+            if self.settings.mode == "redraft" and len(known) > noise:  # they follow a wrong guess
+                window = [self.noise] * noise
             drafts.append(window if sampled else [])  # none while the prompt is still read
         return drafts
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-LOSSLESS = ("greedy", "converge", "slide", "verify")
+LOSSLESS = ("greedy", "converge", "slide", "verify", "branch", "branch 3")
 MINIMUM: dict[str, tuple[float, str]] = {
     "questions": (1000, "held-out questions"),
     "greedy_gap": (-2.0, "points, greedy accuracy of refined less twin"),

@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"refine_iter": 0, "add_eos_length": 0},
     "refine 0": {"refine_iter": 0}, "refine 1": {"refine_iter": 1}, "refine 2": {"refine_iter": 2},
     "converge": {"refine_iter": "converge"}, "slide": {"refine_iter": "slide"}, "verify": {"refine_iter": "verify"},
+    "branch": {"refine_iter": "branch"}, "branch 3": {"refine_iter": "branch", "add_eos_length": 3},
     "slide 0.99": {"refine_iter": "slide", "confidence_threshold": 0.99},
     "slide 0.9": {"refine_iter": "slide", "confidence_threshold": 0.9},
 }  # fmt: skip
@@ -48,11 +49,14 @@ class Subject:
         encode = self.tokenizer
         self.prompts = [encode(q, add_special_tokens=False)["input_ids"] for q in questions["instruction"]]
 
+    def options(self, mode: str) -> dict[str, Any]:
+        """The settings of a mode."""
+        return {"add_eos_length": self.block - 1, **MODES[mode]}
+
     def generate(self, prompts: list[list[int]], mode: str):
         """The answers of one mode."""
-        options = {"add_eos_length": self.block - 1, **MODES[mode]}
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
-                                  max_new_tokens=self.limit, return_details=True, **options)  # fmt: skip
+                                  max_new_tokens=self.limit, return_details=True, **self.options(mode))  # fmt: skip
 
     def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
         """(results, answers, which of them are correct)."""
@@ -66,7 +70,7 @@ class Subject:
         right = [self.is_right(ids, text, truth) for ids, text, truth in pairs]
         share = sum(right) / len(right)
         results = {
-            "block": 1 if mode == "greedy" else self.block, "accuracy": share,
+            "block": 1 + self.options(mode)["add_eos_length"], "accuracy": share,
             "accuracy_se": math.sqrt(share * (1 - share) / len(right)), "tokens_per_forward": tokens / forwards,
         }  # fmt: skip
         if self.timed:

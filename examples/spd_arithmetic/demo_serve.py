@@ -71,26 +71,33 @@ class Client:
             tokens = list(pool.map(one, questions))
         return tokens, time.perf_counter() - begun
 
-    def drafts(self) -> tuple[float, float]:
-        """Accepted draft tokens and drafts since the server's start, by its metrics page."""
+    def rounds(self) -> float:
+        """Drafts that were verified since the server's start, by its metrics page."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             page = reply.read().decode()
-        names = ("num_accepted_tokens", "num_drafts")
-        matches = (re.search(rf"^vllm:spec_decode_{name}_total\{{.*\}} (\S+)", page, re.M) for name in names)
-        accepted, drafts = (float(match.group(1)) if match else 0.0 for match in matches)
-        return accepted, drafts
+        match = re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (\S+)", page, re.M)
+        return float(match.group(1)) if match else 0.0
 
     def measure(self, questions: Sequence[Question], **xargs: float) -> Served:
         """Accuracy on all questions, speed at each number of concurrent requests."""
-        before = self.drafts()
+        before = self.rounds()
         tokens, seconds = self.answers(questions, max(CONCURRENT), **xargs)
-        accepted, drafts = (b - a for a, b in zip(before, self.drafts(), strict=True))
+        accepted = accepted_a_round(tokens, self.rounds() - before)
         speed = {max(CONCURRENT): sum(map(len, tokens)) / seconds}
         for concurrent in CONCURRENT[:-1]:
             some, seconds = self.answers(questions[: FEW * concurrent], concurrent, **xargs)
             speed[concurrent] = sum(map(len, some)) / seconds
         right = accuracy(self.target, questions, tokens)
-        return Served(right, accepted / drafts if drafts else None, dict(sorted(speed.items())))
+        return Served(right, accepted, dict(sorted(speed.items())))
+
+
+def accepted_a_round(answers: Sequence[Sequence[int]], rounds: float) -> float | None:
+    """Mean number of draft tokens that a round adds to its answer; None without drafts.
+
+    The prefill gives an answer's first token, a round its drafts and one more. vLLM also counts what it accepts after
+    the end of an answer.
+    """
+    return (sum(map(len, answers)) - len(answers)) / rounds - 1 if rounds else None
 
 
 @contextmanager

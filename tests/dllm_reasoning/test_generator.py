@@ -9,7 +9,7 @@ import transformers
 
 from dllm_reasoning.inference import generator, iterative_generate
 from dllm_reasoning.inference.adaptive import AdaptiveWindows, Window, commit_rule
-from dllm_reasoning.inference.commit_rules import Refine, Row, count_confirmed
+from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 
@@ -63,7 +63,7 @@ def generate(architecture, inputs, **more):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "tied", "qwen3"])
-@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify", "branch"])
 def test_lossless_modes_equal_greedy_generate_on_200_ragged_prompts(architecture, mode):
     expected = greedy(architecture)
     assert any(row[-1] == EOS and len(row) < LIMIT for row in expected) and any(len(row) == LIMIT for row in expected)
@@ -73,9 +73,15 @@ def test_lossless_modes_equal_greedy_generate_on_200_ragged_prompts(architecture
     assert result == expected
 
 
-@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify", "branch"])
 def test_lossless_modes_one_prompt_at_a_time_and_without_a_cache(mode):
     expected = greedy("llama")[:12]
+    if mode == "branch":
+        with pytest.raises(ValueError, match="refine_iter=branch needs a key/value cache; use verify"):
+            generate("llama", prompts()[:1], refine_iter=mode, use_cache=False)
+        results = [generate("llama", [p], add_eos_length=7, refine_iter=mode).tokens[0] for p in prompts()[:12]]
+        assert results == expected
+        return
     for more in ({}, {"use_cache": False}):
         result = [generate("llama", [p], add_eos_length=7, refine_iter=mode, **more) for p in prompts()[:12]]
         assert [f.tokens[0] for f in result] == expected
@@ -117,7 +123,28 @@ def test_fixed_rounds_equal_the_rule_written_out(times):
         assert generate("llama", [prompt], add_eos_length=width - 1, refine_iter=times).tokens[0] == new
 
 
-@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+def test_the_next_guesses_of_branches_are_those_of_a_forward_over_committed_tokens_and_noise(monkeypatch):
+    model, length, steps = model_of("llama"), 3, []
+    step = Branches.step
+
+    def record(rule, row, predicted, confidence):
+        kept = step(rule, row, predicted, confidence)
+        room = row.remaining - len(kept)  # what is drafted beyond the limit is never fed
+        steps.append((row.tokens + kept, row.guesses[: max(room, 0)], len(kept)))
+        return kept
+
+    monkeypatch.setattr(Branches, "step", record)
+    result = generate("llama", prompts()[:12], add_eos_length=length, refine_iter="branch")
+    assert result.tokens == greedy("llama")[:12]
+    for text, guesses, _ in steps:
+        # The branch starts before the token that its own forward commits: noise stands in its place.
+        logits = model(torch.tensor([text[:-1] + [EOS] * length])).logits[0, len(text) - 1 :]
+        assert guesses == logits.argmax(-1).tolist()[: len(guesses)]
+    assert {count for *_, count in steps} >= {1, 2}  # forwards without and with a confirmed guess
+    assert {len(guesses) for _, guesses, _ in steps} >= {0, length}
+
+
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify", "branch"])
 def test_sampling_draws_the_same_in_every_lossless_mode(mode):
     options = dict(temperature=1.3, top_k=12, top_p=0.9, seed=7)
     plain = generate("llama", prompts()[:8], add_eos_length=0, **options)
@@ -237,12 +264,13 @@ def test_bad_arguments_are_named(more, message):
 
 
 def test_commit_rule_by_name():
-    modes = (2, "3", "verify", "converge")
+    modes = (2, "3", "verify", "converge", "branch")
     rules = {mode: commit_rule(GenerationSettings(7, mode, noise_token_id=2)) for mode in modes}
     assert all(rule.noise == 2 for rule in rules.values())
     assert all(isinstance(rules[mode], Refine) and rules[mode].width == 8 for mode in (2, "3", "converge"))
     assert rules["3"].times == 3 and rules["converge"].times is None
     assert rules["verify"].windows == [Window(7, 7)]
+    assert (rules["branch"].length, rules["branch"].width) == (7, 64)
 
 
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():

@@ -47,6 +47,16 @@ def test_windows_shrink_with_the_running_requests_and_modes_are_kept(mode, budge
     assert SelfDraftSettings(mode, budget).window(4, running) == expected
 
 
+def test_fewer_guesses_than_those_of_the_trained_window():
+    modes = {mode: SelfDraftSettings(mode, guesses=3) for mode in ("slide", "verify", "redraft", "auto")}
+    assert {mode: each.window(7, 1) for mode, each in modes.items()} == {
+        "slide": (3, 0), "verify": (3, 3), "redraft": (3, 3), "auto": (3, 3),
+    }  # fmt: skip
+    assert [modes[mode].most(7) for mode in modes] == [3, 6, 6, 6]
+    assert SelfDraftSettings("auto", tokens_per_step=1).most(7) == 14  # few requests may follow many
+    assert SelfDraftSettings("verify", guesses=9).window(4, 1) == (4, 4)
+
+
 def test_a_model_without_a_window_and_wrong_settings_are_refused(tiny_llama):
     with pytest.raises(ValueError, match=f"no {WINDOW_KEY}"):
         self_draft_options(tiny_llama)
@@ -88,9 +98,44 @@ def test_its_windows_are_those_of_our_own_generation(refined, mode):
 
 
 @pytest.mark.process
-def test_greedy_answers_over_http_are_those_of_the_model_alone(refined, tmp_path):
+def test_redraft_verifies_nothing_but_drafts_from_committed_tokens(refined):
+    from dllm_reasoning.inference.vllm_drafter import SelfDrafter
+
     folder, model = refined
-    options = self_draft_options(folder)
+    asked, guesses, confirmed = prompts(6), 3, set()
+    expected = iterative_generate(model, asked, EOS, 0, 0, 0, LIMIT, return_details=True).tokens
+    options = self_draft_options(folder, mode="redraft", guesses=guesses)
+    assert options["speculative_config"]["num_speculative_tokens"] == 2 * guesses
+    drafter = SelfDrafter(SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=model.config), additional_config=options["additional_config"]
+    ))  # fmt: skip
+    for prompt, answer in zip(asked, expected, strict=True):
+        tokens, drafts = list(prompt), []
+        while len(tokens) < len(prompt) + LIMIT and EOS not in tokens[len(prompt) :]:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :]
+            predicted = logits.argmax(-1).tolist()
+            agreed = next((i for i, d in enumerate(drafts) if d != predicted[i]), len(drafts))
+            drafter.observe(logits, [len(drafts)])
+            tokens += predicted[: agreed + 1]
+            before, (drafts,) = drafts, drafter.propose([predicted[: agreed + 1]], None, None)
+            fed = len(before) - guesses  # guesses; below 0 after the prompt, whose forward drafts nothing
+            if fed == agreed:
+                fresh = model(torch.tensor([tokens[:-1] + [NOISE] * guesses])).logits[0, len(tokens) - 1 :].argmax(-1)
+                assert drafts == fresh.tolist() + [NOISE] * guesses
+                confirmed.add(agreed)
+            elif agreed < fed:
+                assert drafts == [NOISE] * guesses
+        new = tokens[len(prompt) :][:LIMIT]
+        assert (new[: new.index(EOS) + 1] if EOS in new else new) == answer
+    assert {0, guesses} <= confirmed
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("drafting", [{}, {"mode": "redraft", "guesses": 2}], ids=["auto", "redraft"])
+def test_greedy_answers_over_http_are_those_of_the_model_alone(refined, tmp_path, drafting):
+    folder, model = refined
+    options = self_draft_options(folder, **drafting)
     del options["model"]
     flags = [*flags_of(options), "--max-num-seqs", "8", "--dtype", "float32"]
     server = LocalVllmServer(folder, tmp_path / "server.log", 128, flags)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
-from examples.dllm_arithmetic import corpus, curves, demo, evaluate, options
+from examples.dllm_arithmetic import acceptance, corpus, curves, demo, evaluate, options
 
 pytestmark = pytest.mark.demo
 
@@ -75,7 +75,7 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     assert set(rows["slide"]) == {"model", "mode", "block", "accuracy", "accuracy_se", "tokens_per_forward",
                                   "tokens_per_second", "same_as_greedy"}  # fmt: skip
     assert rows["greedy"]["tokens_per_forward"] == 1.0 and rows["greedy"]["block"] == 1 and rows["slide"]["block"] == 4
-    for mode in ("greedy", "converge", "slide", "verify"):
+    for mode in acceptance.LOSSLESS:
         assert rows[mode]["same_as_greedy"] == 1.0 and rows[mode]["accuracy"] == rows["greedy"]["accuracy"]
     steps = [{"step": s, "data": {"train/loss_s0": 2.0 / s, "train/loss_s1": 1.0 / s}} for s in (1, 2, 3)]
     curves.draw_curves(results, [("stage 0", steps)], tmp_path / "curves.png")

@@ -73,9 +73,9 @@ def row(model, mode, accuracy, tokens_per_forward, same=1.0):
 def at_the_bounds():
     """An evaluation that reaches every minimum exactly."""
     refined = [("greedy", 0.75, 1.0), ("refine 1", 0.73, 3.5), ("converge", 0.75, 3.0), ("slide", 0.75, 3.5),
-               ("verify", 0.75, 5.0)]  # fmt: skip
+               ("verify", 0.75, 5.0), ("branch", 0.75, 3.0), ("branch 3", 0.75, 3.0)]  # fmt: skip
     twin = [("greedy", 0.77, 1.0), ("refine 1", 0.01, 3.0), ("converge", 0.77, 1.1), ("slide", 0.77, 1.2),
-            ("verify", 0.77, 5 / 3)]  # fmt: skip
+            ("verify", 0.77, 5 / 3), ("branch", 0.77, 1.0), ("branch 3", 0.77, 1.0)]  # fmt: skip
     rows = [row("refined", *values) for values in refined] + [row("twin", *values) for values in twin]
     return {"questions": 1000, "rows": rows, "cpu_seconds": {"refined": 300.0, "twin": 300.0},
             "greedy_refined_less_twin": {"difference": -2.0, "low": -3.0, "high": -1.0}}  # fmt: skip

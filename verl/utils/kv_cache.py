@@ -90,11 +90,14 @@ class RowCache(Cache):
             layer.lazy_initialization(keys, values)
             layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
 
-    def announce(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Set the positions [B, q] of rows 0..B-1 for the next forward; returns its additive mask [B, 1, q, span].
+    def announce(
+        self, positions: torch.Tensor, dtype: torch.dtype, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Set the slots [B, q] of rows 0..B-1 that the next forward writes, by default the positions of its tokens;
+        returns its additive mask [B, 1, q, span].
 
-        A query sees the slots up to its own position (mask 0), no later one (mask: the dtype's minimum). Raises
-        ValueError for a position outside the reserved slots.
+        A query sees the slots up to its own (mask 0), no later one (mask: the dtype's minimum), or those that are True
+        in `visible` [B, q, span]. Raises ValueError for a position outside the reserved slots.
         """
         target = self.writes
         target.positions = positions
@@ -104,7 +107,10 @@ class RowCache(Cache):
             raise ValueError(
                 f"position {target.span - 1} lies outside a cache of {target.slots} slots; reserve more slots"
             )
-        hidden = torch.arange(target.span, device=positions.device) > positions[:, None, :, None]
+        if visible is None:
+            hidden = torch.arange(target.span, device=positions.device) > positions[:, None, :, None]
+        else:
+            hidden = ~visible[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 

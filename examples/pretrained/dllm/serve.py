@@ -1,6 +1,7 @@
 """Greedy decoding, n-gram drafts and a refined model that drafts for itself in vLLM's server, one request at a time.
 
-    python -m examples.pretrained.dllm.serve --model DIR --questions FILE --out FILE [--twin DIR]
+    python -m examples.pretrained.dllm.serve --model DIR --questions FILE --out FILE [--twin DIR] [--mode redraft]
+                                             [--guesses 3]
 
 Each server answers the same questions. OUT has, for each, accuracy, accepted draft tokens, tokens per second and per
 CPU second of the server, and `refined_over_greedy`: tokens per second of the refined model with its own drafts over
@@ -33,13 +34,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--twin", type=Path, help="a further model, by greedy decoding and with n-gram drafts")
     parser.add_argument("--limit", type=int, default=60, help="questions; the first ones")
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
+    parser.add_argument("--mode", default="redraft", help="of the refined model's drafts: see SelfDraftSettings")
+    parser.add_argument("--guesses", type=int, help="most guesses of a window")
     args = parser.parse_args(argv)
     rows, tokenizer = pd.read_parquet(args.questions)[: args.limit], hf_tokenizer(str(args.model))
     questions = [
         Question(str(i), row.instruction, tokenizer(row.instruction, add_special_tokens=False)["input_ids"], row.answer)
         for i, row in enumerate(rows.itertuples())
     ]
-    drafting = self_draft_options(str(args.model))
+    drafting = self_draft_options(str(args.model), mode=args.mode, guesses=args.guesses)
     del drafting["model"]
     ways = {
         "greedy": (args.model, {}), "refined": (args.model, drafting),

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.tasks import LIMIT
-from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client
+from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client, accepted_a_round
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
@@ -49,13 +49,12 @@ def cpu_seconds(root: int) -> float:
 
 def measure(client: Client, pid: int, questions: list[Question], **xargs: float) -> dict[str, Any]:
     """What one way of decoding gives on the questions."""
-    drafts, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
+    rounds, cpu, begun = client.rounds(), cpu_seconds(pid), time.monotonic()
     tokens, _ = client.answers(questions, 1, **xargs)
     seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
-    accepted, rounds = (after - before for before, after in zip(drafts, client.drafts(), strict=True))
-    count = sum(map(len, tokens))
+    count, accepted = sum(map(len, tokens)), accepted_a_round(tokens, client.rounds() - rounds)
     return {
-        "accuracy": accuracy(client.target, questions, tokens), "accepted": accepted / rounds if rounds else None,
+        "accuracy": accuracy(client.target, questions, tokens), "accepted": accepted,
         "tokens_per_second": count / seconds, "tokens_per_cpu_second": count / used, "tokens": tokens,
     }  # fmt: skip
 
