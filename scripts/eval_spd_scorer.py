@@ -86,12 +86,13 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     if kept.exists():
         console.print(f"continues with the {len(list(kept.iterdir()))} finished parts in {kept}")
     with Pool(job, args.processes, progress, functools.partial(part_file, kept, fingerprint(args), args)) as pool:
-        scored = {name: Scores(name) for name in args.scorers} if job.validation else {}
-        statistics = {name: Scores(name) for name in STATISTICS} if job.validation and args.all_rules else {}
-        pool.submit([*scored.values(), *statistics.values(), *split_runs["validation"]])
-        labelled = {name: pool.result(task) for name, task in scored.items()}
-        if statistics:
-            values = labelled | {name: pool.result(task) for name, task in statistics.items()}
+        # Two tasks: with --parts, evaluations of other scorers share the second.
+        scores = [Scores(names) for names in (tuple(args.scorers), STATISTICS)[: 1 + args.all_rules] if job.validation]
+        pool.submit([*scores, *split_runs["validation"]])
+        known = [pool.result(task) for task in scores]
+        labelled = known[0] if known else {}
+        if len(known) > 1:
+            values = labelled | known[1]
             show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in values.items()})
         swept = {name: args.scorer_thresholds or measures.spread_thresholds(labelled[name], args.harmless_shares)
                  for name in args.scorers}
@@ -154,9 +155,10 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     if args.all_rules and not args.temperature:
         own, exact = (pool.result(run) for run in runs[:2])
         prompts = [question["prompt_ids"] for question in job.questions["test"]]
-        drafted = measures.ngram_drafts(prompts, own.result, args.gamma, NGRAM)
+        drafted = measures.ngram_drafts(prompts, own.result, args.gamma, NGRAM, args.target_first)
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
+        rows[-1].seconds = None
     return rows, chooser, len(job.questions["test"])
 
 
@@ -197,11 +199,16 @@ def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
 
 DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
             "dtype")  # fmt: skip
+CODE = ("recipe/spd/rollout/decoder.py", "recipe/spd/rollout/answers.py", "verl/utils/kv_cache.py",
+        *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 
 
 def fingerprint(args: argparse.Namespace) -> str:
-    """Hash of what all results depend on: the pair of models, questions and labels, and how answers are decoded."""
+    """Hash of what all results depend on: the pair of models, questions and labels, how answers are decoded, and the
+    code that decodes and judges them."""
     digest = hashlib.sha256(json.dumps([getattr(args, name) for name in DECODING]).encode())
+    for name in CODE:
+        digest.update((ROOT / name).read_bytes())
     for file in filter(None, (args.questions, args.val_questions, args.harm_labels, args.val_harm_labels)):
         digest.update(file.read_bytes())
     for model in (args.target, args.draft):
@@ -219,7 +226,8 @@ def model_print(model: str) -> bytes:
 def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -> Path:
     """The file of a finished part: named by `common`, the part, and the scorers and files of rules that it uses."""
     digest = hashlib.sha256(f"{common}{part!r}".encode())
-    for name in [run.rule for run in part.runs] if isinstance(part, Harm) else [part.rule]:
+    names = part.names if isinstance(part, Scores) else [part.rule] if isinstance(part, Run) else []
+    for name in names or [run.rule for run in part.runs]:
         if name in args.scorers:
             digest.update(model_print(args.scorers[name]))
         elif name in args.rules:
@@ -279,7 +287,8 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
             f"{100 * row.accuracy:.1f} ±{100 * row.accuracy_se:.1f}", f"{100 * row.drop:.1f} ±{100 * row.drop_se:.1f}",
             f"{row.accepted_per_forward:.2f}", f"{row.tokens_per_forward:.2f}", f"{row.output_length_ratio:.2f}",
             f"{100 * row.not_terminated:.1f}",
-            percent(row.harmless_accepted), percent(row.harmful_accepted), f"{row.seconds:.1f}",
+            percent(row.harmless_accepted), percent(row.harmful_accepted),
+            "" if row.seconds is None else f"{row.seconds:.1f}",
             style="bold green" if row.rule in trained else None,
         )
     table.caption = "acc., tok.: accepted draft tokens, all tokens per target forward; harmless, harmful: share passed"

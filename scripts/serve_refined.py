@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dllm_reasoning.inference.settings import self_draft_options  # noqa: E402
+from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options  # noqa: E402
 from scripts.serve_spd import serve  # noqa: E402
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="model folder")
-    add("--mode", choices=("auto", "slide", "verify", "redraft"), default="auto")
+    add("--mode", choices=SELF_DRAFT_MODES, default="auto")
     add("--guesses", type=int, help="most guesses of a window (default: those of the trained window)")
     add("--tokens-per-step", type=int, default=64, help="for auto: tokens of a forward from which more cost time")
     add("--print", action="store_true", help="show vLLM's command instead of running it")

@@ -12,6 +12,8 @@ from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_c
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.registry import nearest
 
+MOST_BRANCHED = 1024  # tokens of a row in one forward
+
 
 @dataclass(frozen=True)
 class Window:
@@ -158,6 +160,9 @@ def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows | Bran
             f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, {', '.join(known)}."
         )
     if name == "branch":
+        if (tokens := (1 + length) ** 2) > MOST_BRANCHED:
+            raise ValueError(f"refine_iter=branch feeds (add_eos_length + 1)^2 = {tokens} tokens of a row per forward; "
+                             "set add_eos_length, for example to 5.")  # fmt: skip
         return Branches(length, noise)
     if name in ("slide", "verify"):
         return AdaptiveWindows(windows_of(name, length + 1), noise, threshold=threshold)

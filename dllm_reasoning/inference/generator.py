@@ -26,8 +26,8 @@ from verl.workers.rollout.sampling import right_padded
 class GenerationStats:
     """One entry per row: new tokens, forwards the row took part in (every one counts), refinement rounds of each block.
 
-    `rounds` covers blocks that are refined in place (a number of rounds, converge); slide and verify, which commit in
-    every forward, leave it empty. `seconds` and `batch_forwards` cover the entire call.
+    `rounds` covers blocks that are refined in place (a number of rounds, converge); slide, verify and branch, which
+    commit in every forward, leave it empty. `seconds` and `batch_forwards` cover the entire call.
     """
 
     tokens: list[int]
@@ -46,7 +46,7 @@ class GenerationStats:
 
     @property
     def rounds_per_block(self) -> float:
-        """Mean number of refinement rounds of a block; 0 for slide and verify."""
+        """Mean number of refinement rounds of a block; 0 for modes that commit in every forward."""
         rounds = [n for row in self.rounds for n in row]
         return sum(rounds) / max(1, len(rounds))
 
@@ -98,8 +98,6 @@ def iterative_generate(
             # A row's guesses may come after padding as wide as the unread text of another row.
             slots = max(len(row.tokens) + row.limit for row in rows) + 2 * rule.width - 1
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
-            if rule.branch and runner.cache is None:
-                raise ValueError(f"refine_iter={settings.refine_iter} needs a key/value cache; use verify instead.")
             # One number per position of an answer: a token whose context is final is drawn the same in every round.
             uniforms = {} if settings.sampling.greedy else {
                 row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(
@@ -146,6 +144,7 @@ def decode(
         for i, row in enumerate(active):
             fed, value = row.guesses, None if values is None else values[i]
             predicted = tokens[i][: (len(fed) + 1) * (1 + len(rule.branch))]
+            value = None if value is None else value[:: 1 + len(rule.branch)]
             row.commit(rule.step(row, predicted, value), fed, ends, value)
         caches = [] if runner.cache is None else [runner.cache]
         active = [active[i] for i in drop_rows([row.done for row in active], caches)]

@@ -42,66 +42,73 @@ class ModelRunner:
             row.cached = len(row.tokens) - 1
 
     def logits(self, rows: list[Row], branch: Sequence[int] = ()) -> torch.Tensor:
-        """[B, w (1 + m), V], w the most guesses of a row plus one, m the tokens of `branch`.
+        """Logits after each row's last committed token and after each of its guesses: [B, w, V], w the most guesses of
+        a row plus one; columns beyond a row's own guesses mean nothing.
 
-        `branch` is fed after the last committed token and after each guess, as if the text went on there: of each of
-        these w tokens, 1 + m predictions stand together, after the token itself and after those of its branch. Without
-        a branch, index 0 follows the row's last committed token.
+        With `branch`, m tokens, a copy of it is fed after each of these w tokens: [B, w (1 + m), V], of which columns
+        k (1 + m) to k (1 + m) + m are those after token k itself and after the m tokens of its branch. A branch sees
+        the text up to its token, and itself. Raises ValueError for a branch without a cache.
         """
+        if branch and self.cache is None:
+            raise ValueError("refine_iter=branch needs a key/value cache; use verify instead.")
         device = self.model.device
         starts = [0 if self.cache is None else min(row.cached, len(row.tokens) - 1) for row in rows]
         fed = [row.tokens[start:] + row.guesses for row, start in zip(rows, starts, strict=True)]
         width = max(map(len, fed))
         ids = torch.tensor([f + [self.pad] * (width - len(f)) for f in fed], device=device)
-        positions = torch.arange(width, device=device) + torch.tensor(starts, device=device)[:, None]  # [B, width]
+        slots = torch.arange(width, device=device) + torch.tensor(starts, device=device)[:, None]  # [B, width]
+        # What lies beyond a row's limit, padding too, is never read: its position must only be one that the model has.
+        limits = torch.tensor([[row.prompt_length + row.limit - 1] for row in rows], device=device)
+        positions = torch.minimum(slots, limits)
         last = [len(row.tokens) - 1 - start for row, start in zip(rows, starts, strict=True)]  # column of that token
         first, wide = min(last), max(len(row.guesses) for row in rows) + 1
         kept = torch.arange(first, min(width, max(last) + wide), device=device)
         if self.cache is None:
             lengths = torch.tensor([len(f) for f in fed], device=device)
-            inputs = {"attention_mask": (positions < lengths[:, None]).long(), "use_cache": False}
+            inputs = {"attention_mask": (slots < lengths[:, None]).long(), "use_cache": False}
         else:
-            slots, visible = positions, None
+            visible = None
             if branch:
-                ends = torch.tensor([[len(row.tokens) - 1, row.prompt_length + row.limit - 1] for row in rows],
-                                    device=device)  # fmt: skip
-                slots, visible, positions = _with_branches(positions, *ends.split(1, dim=1), wide, len(branch))
+                committed = torch.tensor([[len(row.tokens) - 1] for row in rows], device=device)
+                slots, visible, places = _with_branches(slots, committed, wide, len(branch))
+                positions = torch.cat([positions, torch.minimum(places, limits)], dim=1)
                 ids = torch.cat([ids, torch.tensor([*branch], device=device).repeat(len(rows), wide)], dim=1)
                 kept = torch.cat([kept, torch.arange(width, ids.shape[1], device=device)])
             mask = self.cache.announce(slots, self.model.dtype, visible)
             inputs = {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=kept, **inputs).logits
-        straight, branches = logits.split([len(kept) - wide * len(branch), wide * len(branch)], dim=1)
+        main, branches = logits.split([len(kept) - wide * len(branch), wide * len(branch)], dim=1)
         if all(column == first for column in last):
-            straight = straight[:, :wide]
+            main = main[:, :wide]
         else:
             columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
             # Nothing reads beyond a row's own guesses. The module may be offloaded: its logits are then elsewhere.
-            columns = columns.clamp(max=straight.shape[1] - 1).to(logits.device)
-            straight = straight.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+            columns = columns.clamp(max=main.shape[1] - 1).to(logits.device)
+            main = main.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         if not branch:
-            return straight
-        return torch.cat([straight[:, :, None], branches.unflatten(1, (wide, -1))], dim=2).flatten(1, 2)
+            return main
+        return torch.cat([main[:, :, None], branches.unflatten(1, (wide, -1))], dim=2).flatten(1, 2)
 
 
 def _with_branches(
-    positions: torch.Tensor, last: torch.Tensor, limit: torch.Tensor, wide: int, length: int
+    slots: torch.Tensor, committed: torch.Tensor, wide: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots [B, q], visible slots [B, q, span] and positions [B, q] of a forward over tokens at `positions` [B, width],
-    then `wide` branches of `length` tokens, the j-th after position `last` [B, 1] + j.
+    """Lay out a forward over tokens at int64 `slots` [B, width], then `wide` branches of `length` tokens each, the j-th
+    after position `committed` [B, 1] + j.
 
-    Branches lie behind all other slots, which later forwards overwrite. `limit` [B, 1]: the last position of a row's
-    answer, beyond which no token is kept.
+    Returns int64 slots [B, q], bool visible slots [B, q, span], q = width + wide * length, and int64 positions
+    [B, wide * length] of the branches. Their slots lie after all others; later forwards overwrite them.
     """
-    device, count, base = positions.device, len(positions), int(positions.max()) + 1
-    after, step = torch.arange(wide, device=device).repeat_interleave(length), torch.arange(length, device=device)
-    step = step.repeat(wide)
-    slots = torch.cat([positions, (base + torch.arange(wide * length, device=device)).expand(count, -1)], dim=1)
+    device, base = slots.device, int(slots.max()) + 1
+    parent = torch.arange(wide, device=device).repeat_interleave(length)  # [wide * length]
+    step = torch.arange(length, device=device).repeat(wide)
+    behind = (base + torch.arange(wide * length, device=device)).expand(len(slots), -1)
     span = torch.arange(base + wide * length, device=device)
-    own = (span >= base + (after * length)[:, None]) & (span <= (base + after * length + step)[:, None])
-    shared = span <= (last + after)[..., None]  # [B, wide * length, span]
-    visible = torch.cat([span <= positions[..., None], shared | own], dim=1)
-    return slots, visible, torch.cat([positions, torch.minimum(last + after + 1 + step, limit)], dim=1)
+    first = (base + parent * length)[:, None]
+    own = (span >= first) & (span <= first + step[:, None])  # [wide * length, span]
+    text = span <= (committed + parent)[..., None]  # [B, wide * length, span]
+    visible = torch.cat([span <= slots[..., None], text | own], dim=1)
+    return torch.cat([slots, behind], dim=1), visible, committed + parent + 1 + step
 
 
 def cacheable(model: nn.Module) -> bool:

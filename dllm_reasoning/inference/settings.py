@@ -102,6 +102,9 @@ class RefineRolloutSettings:
         check_settings(self)
 
 
+SELF_DRAFT_MODES = ("auto", "slide", "verify", "redraft")
+
+
 @dataclass(frozen=True)
 class SelfDraftSettings:
     """How a refined model drafts for itself in vLLM: group `self_draft` of the engine's additional_config."""
@@ -110,7 +113,7 @@ class SelfDraftSettings:
     mode: str = setting(
         "auto", "slide, verify, redraft (verify, but a window after a wrong guess has noise alone, at which the next "
         "guesses are drafted), or auto: the widest of slide and verify within tokens_per_step.",
-        choices=("auto", "slide", "verify", "redraft"),
+        choices=SELF_DRAFT_MODES,
     )  # fmt: skip
     tokens_per_step: int = setting(
         64, "For mode=auto: tokens per forward, over all running requests, above which a forward gets slower.", low=1
@@ -125,8 +128,8 @@ class SelfDraftSettings:
         """From an engine's additional_config."""
         return cls(**additional_config.get("self_draft", {}))
 
-    def most(self, trained: int) -> int:
-        """Most draft tokens of a request."""
+    def max_draft_tokens(self, trained: int) -> int:
+        """Most draft tokens of a request in one step: vLLM's `num_speculative_tokens`."""
         return sum(replace(self, mode="slide" if self.mode == "slide" else "verify").window(trained, 1))
 
     def window(self, trained: int, running: int) -> tuple[int, int]:
@@ -160,6 +163,6 @@ def self_draft_options(
     proposer = {"method": "custom_class", "model": f"{module}.SelfDrafter"}
     return {
         "model": str(model), "worker_cls": f"{module}.SelfDraftWorker",
-        "speculative_config": {**proposer, "num_speculative_tokens": drafting.most(window - 1)},
+        "speculative_config": {**proposer, "num_speculative_tokens": drafting.max_draft_tokens(window - 1)},
         "additional_config": {**engine.pop("additional_config", {}), "self_draft": settings}, **engine,
     }  # fmt: skip

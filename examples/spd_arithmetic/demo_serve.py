@@ -37,13 +37,15 @@ VALIDATION = 100  # questions on which the threshold is chosen
 FEW = 8  # questions a request slot answers when speed is measured
 LABELS = {"greedy": "plain greedy", "exact": "exact speculation", "scorer": "scorer"}
 
+SAME_WORK = ("--no-enable-prefix-caching",)  # ways of decoding that are compared answer the same prompts
+
 
 @dataclass
 class Served:
     """What one way of decoding gives on the held-out questions."""
 
     accuracy: float
-    accepted: float | None  # draft tokens per target forward
+    accepted: float | None  # draft tokens per verified draft
     tokens_per_second: dict[int, float]  # by concurrent requests
 
 
@@ -71,18 +73,21 @@ class Client:
             tokens = list(pool.map(one, questions))
         return tokens, time.perf_counter() - begun
 
-    def rounds(self) -> float:
-        """Drafts that were verified since the server's start, by its metrics page."""
+    def drafts(self) -> tuple[float, float]:
+        """Accepted draft tokens and verified drafts since the server's start, by its metrics page."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             page = reply.read().decode()
-        match = re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (\S+)", page, re.M)
-        return float(match.group(1)) if match else 0.0
+        names = ("num_accepted_tokens", "num_drafts")
+        matches = (re.search(rf"^vllm:spec_decode_{name}_total\{{.*\}} (\S+)", page, re.M) for name in names)
+        accepted, drafts = (float(match.group(1)) if match else 0.0 for match in matches)
+        return accepted, drafts
 
     def measure(self, questions: Sequence[Question], **xargs: float) -> Served:
         """Accuracy on all questions, speed at each number of concurrent requests."""
-        before = self.rounds()
+        self.answers(questions[:1], 1, **xargs)  # warms up
+        _, before = self.drafts()
         tokens, seconds = self.answers(questions, max(CONCURRENT), **xargs)
-        accepted = accepted_a_round(tokens, self.rounds() - before)
+        accepted = accepted_per_draft(tokens, self.drafts()[1] - before)
         speed = {max(CONCURRENT): sum(map(len, tokens)) / seconds}
         for concurrent in CONCURRENT[:-1]:
             some, seconds = self.answers(questions[: FEW * concurrent], concurrent, **xargs)
@@ -91,19 +96,19 @@ class Client:
         return Served(right, accepted, dict(sorted(speed.items())))
 
 
-def accepted_a_round(answers: Sequence[Sequence[int]], rounds: float) -> float | None:
-    """Mean number of draft tokens that a round adds to its answer; None without drafts.
+def accepted_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float | None:
+    """Mean number of draft tokens that a verified draft adds to its answer; None without drafts.
 
-    The prefill gives an answer's first token, a round its drafts and one more. vLLM also counts what it accepts after
-    the end of an answer.
+    For drafters that draft in every decoding step: the prefill gives an answer's first token, a draft its accepted
+    tokens and one more. vLLM's own count includes draft tokens accepted after the end of an answer.
     """
-    return (sum(map(len, answers)) - len(answers)) / rounds - 1 if rounds else None
+    return (sum(map(len, answers)) - len(answers)) / drafts - 1 if drafts else None
 
 
 @contextmanager
 def server(target: str, log: Path, extra: Sequence[str] = ()):
     """A client of a server that runs while the block does."""
-    running = LocalVllmServer(target, log, 256, ["--max-num-seqs", str(max(CONCURRENT)), *extra])
+    running = LocalVllmServer(target, log, 256, ["--max-num-seqs", str(max(CONCURRENT)), *SAME_WORK, *extra])
     try:
         yield Client(running.wait_ready(300), target)
     finally:

@@ -40,9 +40,10 @@ def numbers(folder: Path, dtype: str) -> dict[str, float]:
     """NUMBERS of the labelled validation mismatches in a folder of prepare_blocks; ValueError without both kinds."""
     target, draft = (load_model(str(folder / name), "cpu", dtype) for name in ("target", "draft"))
     blocks = harm.read_labels(folder / "harm_labels_val.jsonl")
+    compared = {name: STATISTICS[name] for name in NUMBERS[1:]}
     found = {}
-    for name in NUMBERS[1:]:
-        share, area = harmless_share_and_auc(harm.labelled_scores(STATISTICS[name], target, draft, blocks, BATCH))
+    for name, labelled in harm.labelled_scores(compared, target, draft, blocks, BATCH).items():
+        share, area = harmless_share_and_auc(labelled)
         if area is None:
             raise ValueError(f"{folder}: {share:.0%} of the labelled validation mismatches are harmless")
         found |= {"harmless": share, name: area}

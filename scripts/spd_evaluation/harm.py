@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,18 +61,20 @@ def harm_shares(
 
 
 def labelled_scores(
-    scores: Callable[[Block], torch.Tensor], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock],
-    batch_size: int,
-) -> list[list[tuple[float, bool]]]:
-    """For each block (z, harmful) of its reachable mismatches, in order."""
+    scores: Mapping[str, Callable[[Block], torch.Tensor]], target: nn.Module, draft: nn.Module,
+    blocks: Sequence[LabelledBlock], batch_size: int,
+) -> dict[str, list[list[tuple[float, bool]]]]:  # fmt: skip
+    """By name of a score (Block -> z [B, g]), for each block (z, harmful) of its reachable mismatches, in order."""
     from recipe.spd.rollout.decoder import replay_blocks
 
-    labelled: list[list[tuple[float, bool]]] = [[] for _ in blocks]
+    labelled: dict[str, list[list[tuple[float, bool]]]] = {name: [[] for _ in blocks] for name in scores}
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
     for view in replay_blocks(target, draft, contexts, drafts, batch_size=batch_size):
-        z = scores(view).tolist()
-        for k, place in enumerate(view.rows.tolist()):
-            labelled[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]
+        for name, score in scores.items():
+            z = score(view).tolist()
+            for k, place in enumerate(view.rows.tolist()):
+                reachable = sorted(blocks[place].reachable().items())
+                labelled[name][place] = [(z[k][at], harmful) for at, harmful in reachable]
     return labelled
 
 

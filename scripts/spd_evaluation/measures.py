@@ -30,7 +30,7 @@ class EvaluationRow:
     not_terminated: float
     harmless_accepted: float | None  # share of the labelled mismatches accepted; None without a judge
     harmful_accepted: float | None
-    seconds: float
+    seconds: float | None  # None: no model ran
     forwards_per_question: float  # of the target, for one answer
 
 
@@ -95,18 +95,19 @@ def accepted_share(result: SpecResult) -> float:
 
 
 def ngram_drafts(
-    prompts: Sequence[Sequence[int]], own: SpecResult, gamma: int, longest: int = 3
+    prompts: Sequence[Sequence[int]], own: SpecResult, gamma: int, longest: int = 3, target_first: bool = False
 ) -> SpecResult:  # fmt: skip
     """Exact match with drafts that continue an earlier occurrence of the last tokens (prompt lookup, Saxena 2023).
 
     No model runs: exact match gives the target's own text, which `own` holds. The longest n-gram counts, up to
     `longest` tokens, and of those its first occurrence, as in vLLM; a round without one commits the target's token.
+    With `target_first` the first round has no draft (see speculative_generate).
     """
     rounds, accepted = [], []
     for prompt, tokens in zip(prompts, own.tokens, strict=True):
         context, done, steps, kept = list(prompt), 0, 0, 0
         while done < len(tokens):
-            draft = _lookup(context, gamma, longest)
+            draft = [] if target_first and not steps else _lookup(context, gamma, longest)
             matches = 0
             while matches < len(draft) and done + matches < len(tokens) and draft[matches] == tokens[done + matches]:
                 matches += 1

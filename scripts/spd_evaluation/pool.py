@@ -114,13 +114,13 @@ class Harm(_Undivided):
 class Scores(_Undivided):
     """Score the labelled validation blocks; the result is harm.labelled_scores."""
 
-    rule: str  # a key of Worker.scores or of rules.STATISTICS
+    names: tuple[str, ...]  # keys of Worker.scores or of rules.STATISTICS
 
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""
         return len(job.validation)
 
-    def perform(self, worker: Worker) -> list[list[tuple[float, bool]]]:
+    def perform(self, worker: Worker) -> dict[str, list[list[tuple[float, bool]]]]:
         return worker.labelled_scores(self)
 
 

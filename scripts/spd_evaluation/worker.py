@@ -115,10 +115,11 @@ class Worker:
         self._count(len(self.job.blocks))
         return shares
 
-    def labelled_scores(self, task: Scores) -> list[list[tuple[float, bool]]]:
+    def labelled_scores(self, task: Scores) -> dict[str, list[list[tuple[float, bool]]]]:
         """See harm.labelled_scores."""
-        z_of, blocks = {**rules.STATISTICS, **self.scores}[task.rule], self.job.validation
-        scores = harm.labelled_scores(z_of, self.target, self.draft, blocks, self.args.batch_size)
+        known = {**rules.STATISTICS, **self.scores}
+        wanted = {name: known[name] for name in task.names}
+        scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation, self.args.batch_size)
         self._count(len(self.job.validation))
         return scores
 

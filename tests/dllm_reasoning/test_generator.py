@@ -78,7 +78,7 @@ def test_lossless_modes_one_prompt_at_a_time_and_without_a_cache(mode):
     expected = greedy("llama")[:12]
     if mode == "branch":
         with pytest.raises(ValueError, match="refine_iter=branch needs a key/value cache; use verify"):
-            generate("llama", prompts()[:1], refine_iter=mode, use_cache=False)
+            generate("llama", prompts()[:1], add_eos_length=7, refine_iter=mode, use_cache=False)
         results = [generate("llama", [p], add_eos_length=7, refine_iter=mode).tokens[0] for p in prompts()[:12]]
         assert results == expected
         return
@@ -254,6 +254,7 @@ def test_rounds_are_those_of_blocks_refined_in_place():
      ({"refine_iter": -1}, "refine_iter=-1 is unknown"),
      ({"refine_iter": "converge", "confidence_threshold": 0.9}, "confidence_threshold=0.9 needs refine_iter=slide"),
      ({"add_eos_length": -1}, "add_eos_length=-1 is below 0"),
+     ({"refine_iter": "branch", "add_eos_length": 127}, "= 16384 tokens of a row per forward; set add_eos_length"),
      ({"max_length": 3}, "prompt 1 has 4 tokens; it needs at least one, and fewer than max_length=3"),
      ({"input_ids": []}, "input_ids holds no prompt")],
 )  # fmt: skip
@@ -313,6 +314,16 @@ def test_layers_with_a_window_run_without_a_cache_and_warn_once(kind):
             assert result == (expected[: expected.index(EOS) + 1] if EOS in expected else expected)
         [warning] = [text for text in logged if "full attention" in text]
     assert warning.startswith(f"{kind}ForCausalLM has layers without full attention")
+
+
+@pytest.mark.parametrize("mode", ["slide", "verify", "branch"])
+def test_ragged_rows_may_fill_all_positions_of_a_model(mode):
+    model = made("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=24)  # learned positions: none beyond the last
+    inputs = [list(prompt) for prompt in prompts()[:8]]
+    plain = details_of(model, inputs, EOS, PAD, 0, 0, max_length=24)
+    assert any(len(p) + len(t) == 24 for p, t in zip(inputs, plain.tokens, strict=True))
+    assert len(set(map(len, inputs))) > 1
+    assert details_of(model, inputs, EOS, PAD, 3, mode, max_length=24).tokens == plain.tokens
 
 
 UNCACHED = {

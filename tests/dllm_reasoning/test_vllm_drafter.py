@@ -52,8 +52,8 @@ def test_fewer_guesses_than_those_of_the_trained_window():
     assert {mode: each.window(7, 1) for mode, each in modes.items()} == {
         "slide": (3, 0), "verify": (3, 3), "redraft": (3, 3), "auto": (3, 3),
     }  # fmt: skip
-    assert [modes[mode].most(7) for mode in modes] == [3, 6, 6, 6]
-    assert SelfDraftSettings("auto", tokens_per_step=1).most(7) == 14  # few requests may follow many
+    assert [modes[mode].max_draft_tokens(7) for mode in modes] == [3, 6, 6, 6]
+    assert SelfDraftSettings("auto", tokens_per_step=1).max_draft_tokens(7) == 14  # few requests may follow many
     assert SelfDraftSettings("verify", guesses=9).window(4, 1) == (4, 4)
 
 
@@ -120,12 +120,12 @@ def test_redraft_verifies_nothing_but_drafts_from_committed_tokens(refined):
             tokens += predicted[: agreed + 1]
             before, (drafts,) = drafts, drafter.propose([predicted[: agreed + 1]], None, None)
             fed = len(before) - guesses  # guesses; below 0 after the prompt, whose forward drafts nothing
-            if fed == agreed:
+            if not before or agreed < fed:
+                assert drafts == [NOISE] * guesses
+            elif agreed == fed:
                 fresh = model(torch.tensor([tokens[:-1] + [NOISE] * guesses])).logits[0, len(tokens) - 1 :].argmax(-1)
                 assert drafts == fresh.tolist() + [NOISE] * guesses
                 confirmed.add(agreed)
-            elif agreed < fed:
-                assert drafts == [NOISE] * guesses
         new = tokens[len(prompt) :][:LIMIT]
         assert (new[: new.index(EOS) + 1] if EOS in new else new) == answer
     assert {0, guesses} <= confirmed

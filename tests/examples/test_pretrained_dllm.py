@@ -81,6 +81,7 @@ def test_figures_of_a_seed_by_hand():
     result = demo.figures(parts)
     # One answer of `verify` differs from greedy decoding, so that it is not lossless.
     assert (result["mode"], result["dllm_tokens_per_forward"]) == ("slide", 2)
+    assert result["differing"] == {"verify": 0.99}
     assert result["gap"]["difference"] == -25
     # `refine 1` loses more than 5 points and is left out; W(80) = exp(-3 (1 - 80 / 90)).
     weighted = 80 * math.exp(-3 / 9)

@@ -143,6 +143,9 @@ def test_ngram_drafts_continue_the_first_occurrence_of_the_longest_suffix():
     drafted = measures.ngram_drafts([[1, 2, 3, 4, 5, 7, 1, 2]], own, gamma=3)
     assert (drafted.rounds, drafted.accepted, drafted.tokens) == ([3], [3], own.tokens)
     assert measures.ngram_drafts([[1]], own, gamma=3).rounds == [6]
+    # The target writes 3 (round 1), 2 3 was followed by 4, and 9 replaces 5 (round 2); then as above.
+    later = measures.ngram_drafts([[1, 2, 3, 4, 5, 7, 1, 2]], own, gamma=3, target_first=True)
+    assert (later.rounds, later.accepted) == ([4], [2])
 
 
 def test_the_thresholds_near_a_drop_are_two_of_the_best_rule_and_of_the_best_scorer():
@@ -327,7 +330,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
-    labelled = harm.labelled_scores(model.block_scores(), target, draft, blocks, 2)
+    labelled = harm.labelled_scores({"z": model.block_scores()}, target, draft, blocks, 2)["z"]
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
     swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
     assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch

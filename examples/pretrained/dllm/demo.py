@@ -26,7 +26,7 @@ from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
 from examples.dllm_arithmetic.demo import command, metrics_of, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
-from examples.dllm_arithmetic.evaluate import paired
+from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained import fetch
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
@@ -49,6 +49,7 @@ class Sizes:
     single_round_steps: int = 60
     questions: int = 240  # test questions; vLLM answers the first `served` of them
     served: int = 60
+    guesses: int = 3  # most guesses of a window in vLLM
 
 
 def write_pairs(rows: Sequence[Mapping[str, Any]], model: Path, data: Path, held_out: int = 24) -> None:
@@ -97,10 +98,13 @@ def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: in
     return command("dllm_reasoning.train_iterative_refine", settings)
 
 
-def trained_stages(answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any) -> list[Stage]:
+def trained_stages(
+    answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any, limit: int = tasks.LIMIT
+) -> list[Stage]:
     """Training, evaluation and server of one seed, in order; they write to OUT/seedN.
 
-    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file.
+    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file;
+    `limit`: tokens of an answer.
     """
     folder, data = out / f"seed{seed}", out / "pairs"
     runs = {name: folder / name for name in ("refinement", "twin")}
@@ -120,28 +124,32 @@ def trained_stages(answers: Stage, target: Path, out: Path, sizes: Sizes, seed: 
     evaluated = [
         Stage(f"seed{seed}/{name}_modes", spd.python(
             "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
-            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", tasks.LIMIT,
+            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
-            *(() if name == "refined" else ("--modes", *LOSSLESS, "refine 1")),
+            "--modes", *(MODES if name == "refined" else (*LOSSLESS, "refine 1")),
         ), folder / f"{name}.json", (stage,))
         for name, run, stage in (("refined", "refinement", trained[0]), ("twin", "twin", trained[1]))
     ]  # fmt: skip
     served = Stage(f"seed{seed}/served", spd.python(
         "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
-        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", tasks.LIMIT, "--out", folder / "served.json",
+        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", limit, "--mode", "redraft",
+        "--guesses", sizes.guesses, "--out", folder / "served.json",
     ), folder / "served.json", tuple(trained))  # fmt: skip
     return [*trained, *evaluated, served]
 
 
 def figures(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Of one seed, from the evaluations of `refined` and `twin`: the best lossless mode, whose answers are all greedy
-    decoding's, greedy accuracy of refined less twin in points with its 95 % interval, and the AUP of both."""
+    decoding's, the lossless modes with other answers (rounding decided a tie) and their shares of equal ones, greedy
+    accuracy of refined less twin in points with its 95 % interval, and the AUP of both."""
     rows = {name: {row["mode"]: row for row in part["rows"]} for name, part in parts.items()}
-    lossless = {mode: row for mode, row in rows["refined"].items() if mode in LOSSLESS and row["same_as_greedy"] == 1}
+    candidates = {mode: row for mode, row in rows["refined"].items() if mode in LOSSLESS}
+    lossless = {mode: row for mode, row in candidates.items() if row["same_as_greedy"] == 1}
     mode = max(lossless, key=lambda name: lossless[name]["tokens_per_forward"])
     best = max(row["accuracy"] for of_model in rows.values() for row in of_model.values())
     return {
         "dllm_tokens_per_forward": lossless[mode]["tokens_per_forward"], "mode": mode,
+        "differing": {mode: row["same_as_greedy"] for mode, row in candidates.items() if mode not in lossless},
         "gap": paired(parts["refined"]["correct"], parts["twin"]["correct"]),
         "aup": {name: accuracy_under_parallelism(list(of_model.values()), best) for name, of_model in rows.items()},
         "questions": parts["refined"]["questions"],
@@ -170,6 +178,9 @@ def report(out: Path, seeds: Sequence[int]) -> None:
             f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}; {folder / 'curves.png'}",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
+        if result["differing"]:
+            named = ", ".join(f"{mode} ({100 * share:.1f} % equal)" for mode, share in result["differing"].items())
+            console.print(f"not counted, since some answers differ from greedy decoding's: {named}", soft_wrap=True)
         if (file := folder / "served.json").exists():
             result["served"] = json.loads(file.read_text())
             result["dllm_served_over_greedy"] = result["served"]["refined_over_greedy"]
@@ -219,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def write(file: Path) -> None:
         write_test(target, file, spd.Sizes().counts, spd.SEED, gsm8k)
 
-    stages = [stage for seed in args.seeds for stage in trained_stages(answers, target, out, sizes, seed, write)]
+    limit = spd.limit_of(gsm8k)
+    stages = [stage for seed in args.seeds
+              for stage in trained_stages(answers, target, out, sizes, seed, write, limit)]  # fmt: skip
     chosen = spd.until(stages, args.until)
     try:
         earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from dllm_reasoning.inference.settings import self_draft_options
+from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options
 from examples.demo_runner import console
 from examples.pretrained.spd.serve import measure, result_table, server
 from examples.pretrained.spd.tasks import LIMIT
@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--twin", type=Path, help="a further model, by greedy decoding and with n-gram drafts")
     parser.add_argument("--limit", type=int, default=60, help="questions; the first ones")
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
-    parser.add_argument("--mode", default="redraft", help="of the refined model's drafts: see SelfDraftSettings")
+    parser.add_argument("--mode", choices=SELF_DRAFT_MODES, default="redraft",
+                        help="of the refined model's drafts: see SelfDraftSettings")  # fmt: skip
     parser.add_argument("--guesses", type=int, help="most guesses of a window")
     args = parser.parse_args(argv)
     rows, tokenizer = pd.read_parquet(args.questions)[: args.limit], hf_tokenizer(str(args.model))
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     for number, (name, (model, options)) in enumerate(ways.items()):
         log = args.out.with_suffix(f".{number}.log")
         with server(model, log, args.max_new_tokens, flags_of(options)) as (client, running):
-            results[name] = measure(client, running.pid, questions)
+            always = options.get("speculative_config") != NGRAM
+            results[name] = measure(client, running.pid, questions, always_drafts=always)
     tokens = {name: result.pop("tokens") for name, result in results.items()}
     same = {name: sum(a == b for a, b in zip(tokens["greedy"], tokens[name], strict=True))
             for name in ("refined", "n-gram")}  # fmt: skip

@@ -62,7 +62,7 @@ class Sizes:
     rl_steps: int = 0  # of GRPO after the fine-tuning
     draft_questions: int = 800  # of train: those whose answers the draft learns
     draft_layers: int = 6
-    draft_steps: int = 80
+    draft_steps: int = 120
     block_questions: int = 800  # of train: those whose answers are drafted
     blocks: int = 1600
     harm_blocks: int = 240

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.tasks import LIMIT
-from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client, accepted_a_round
+from examples.spd_arithmetic.demo_serve import MIDDLEWARE, SAME_WORK, Client, accepted_per_draft
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
@@ -33,7 +33,7 @@ QUESTIONS = 100
 @contextmanager
 def server(target: Path, log: Path, limit: int, extra: list[str]) -> Iterator[tuple[Client, LocalVllmServer]]:
     """A client of a server that runs while the block does."""
-    running = LocalVllmServer(str(target), log, 1024, ["--max-num-seqs", "8", *extra])
+    running = LocalVllmServer(str(target), log, 1024, ["--max-num-seqs", "8", *SAME_WORK, *extra])
     try:
         yield Client(running.wait_ready(600), str(target), limit), running
     finally:
@@ -47,12 +47,16 @@ def cpu_seconds(root: int) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def measure(client: Client, pid: int, questions: list[Question], **xargs: float) -> dict[str, Any]:
-    """What one way of decoding gives on the questions."""
-    rounds, cpu, begun = client.rounds(), cpu_seconds(pid), time.monotonic()
+def measure(
+    client: Client, pid: int, questions: list[Question], always_drafts: bool = True, **xargs: float
+) -> dict[str, Any]:
+    """What one way of decoding gives on the questions; `always_drafts`: in every step, unlike n-gram lookup."""
+    client.answers(questions[:1], 1, **xargs)  # warms up
+    before, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
     tokens, _ = client.answers(questions, 1, **xargs)
     seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
-    count, accepted = sum(map(len, tokens)), accepted_a_round(tokens, client.rounds() - rounds)
+    count, (kept, drafts) = sum(map(len, tokens)), (b - a for a, b in zip(before, client.drafts(), strict=True))
+    accepted = accepted_per_draft(tokens, drafts) if always_drafts else kept / drafts if drafts else None
     return {
         "accuracy": accuracy(client.target, questions, tokens), "accepted": accepted,
         "tokens_per_second": count / seconds, "tokens_per_cpu_second": count / used, "tokens": tokens,

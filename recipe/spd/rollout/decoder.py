@@ -89,7 +89,9 @@ class Sampling:
 class Prefills:
     """Keys and values of the last batch of prompts, which later decodings of the same prompts copy.
 
-    `seconds` of their results include the time that the first one spent on reading the prompts.
+    Holds as much memory as one cache of these prompts for each model, until other prompts are decoded. The weights must
+    not change between the calls. `SpecResult.seconds` of a call that copies includes the time that the first one spent
+    on reading the prompts, so that calls can be compared.
     """
 
     prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
@@ -106,6 +108,8 @@ class Prefills:
             states, seconds = self.kept[model]
             cache.restore(states)
             return seconds
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
         started = time.perf_counter()
         read()
         if prompts.is_cuda:
@@ -285,16 +289,21 @@ def _start(
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width:
             positions = torch.arange(width, device=device).expand(len(lengths), width)
-            read = partial(
-                model.base_model, input_ids=padded, attention_mask=cache.announce(positions, model.dtype),
-                position_ids=positions, past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+            read = partial(_read_prompts, model, padded, positions, cache)
             if prefills is None:
                 read()
             else:
                 rows.seconds += prefills.fill(model, padded, cache, read)
         rows.caches.append(cache)
     return rows
+
+
+def _read_prompts(model: nn.Module, padded: torch.Tensor, positions: torch.Tensor, cache: RowCache) -> None:
+    """Fill a cache by a forward over ids [B, width] at positions [B, width]."""
+    mask = cache.announce(positions, model.dtype)
+    model.base_model(
+        input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+    )
 
 
 def _propose(
