@@ -1,6 +1,6 @@
 """The models of one worker process, and the execution of its tasks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from recipe.spd.rollout.answers import is_correct
 from recipe.spd.rollout.decoder import (
@@ -56,7 +56,7 @@ class Worker:
         self.target = load_model(self.args.target, self.args.device, self.args.dtype)
         self.draft = load_model(self.args.draft, self.args.device, self.args.dtype)
         self.eos = stop_ids(self.tokenizer, self.args.target)
-        self.scores = {name: self._scores(model) for name, model in self._load_scorers().items()}
+        self.scores = {name: scores_of(model, self.tokenizer, self.eos) for name, model in self._load_scorers().items()}
         figures = rules.figure_ids(self.tokenizer, self.target.config.get_text_config().vocab_size)
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),
@@ -130,11 +130,6 @@ class Worker:
     def _is_right(self, question: dict, tokens: Sequence[int]) -> bool:
         return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
 
-    def _scores(self, model: torch.nn.Module) -> Callable[[Block], torch.Tensor]:
-        sep = resolve_sep_token_id(self.tokenizer, read=model.reads_separator)
-        pad, ends = self.tokenizer.pad_token_id, end_ids(self.eos)
-        return model.block_scores(sep_token_id=sep, pad_token_id=pad, end_ids=ends)
-
     def _load_scorers(self) -> dict[str, torch.nn.Module]:
         """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config
         of the first, drawn from the seed.
@@ -158,6 +153,14 @@ class Worker:
             config = replace(models["scorer"].config, seed=self.args.seed)
             untrained = AutoModelForSPDScoring.from_config(config, self.target.dtype, shared(config))
         return {n: m.to(self.args.device).eval() for n, m in {**models, "scorer_untrained": untrained}.items()}
+
+
+def scores_of(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> Callable[[Block], torch.Tensor]:
+    """Block -> z [B, g] of a loaded scorer, with the target's tokenizer and end tokens."""
+    sep = resolve_sep_token_id(tokenizer, read=model.reads_separator)
+    return model.block_scores(sep_token_id=sep, pad_token_id=tokenizer.pad_token_id, end_ids=end_ids(ends))
 
 
 def load_model(directory: str, device: str, dtype: str) -> torch.nn.Module:

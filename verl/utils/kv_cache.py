@@ -12,7 +12,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class WritePositions:
-    """Positions of the next forward, shared by the layers of a cache.
+    """Slots that the next forward writes, usually the positions of its tokens; shared by the layers of a cache.
 
     Layers refer to this object instead of their cache: a reference cycle would keep the keys and values of finished
     batches in memory until Python's garbage collection.
@@ -26,7 +26,7 @@ class WritePositions:
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's keys and values, [rows, heads, slots, head_dim]; slot = the token's position in its row."""
+    """One layer's keys and values, [rows, heads, slots, head_dim]."""
 
     is_compileable = False
     is_croppable = True
@@ -44,7 +44,7 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Write [B, heads, q, head_dim] at the announced positions; return views [B, heads, span, head_dim]."""
+        """Write [B, heads, q, head_dim] to the announced slots; return views [B, heads, span, head_dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, span = self._writes.positions.shape[0], self._writes.span
@@ -63,10 +63,10 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """Preallocated cache for `rows` rows of `slots` positions, for any HF model with full attention in every layer.
+    """Preallocated cache of `rows` rows with `slots` slots each, for any HF model with full attention in every layer.
 
-    A forward at positions p overwrites slots p, and the mask hides every slot after the query. So a rejected draft
-    token is rolled back by feeding the next tokens at its position.
+    A forward writes each token to the slot that `announce` names, usually the token's position, and the mask hides
+    every slot after it. So a rejected draft token is rolled back by feeding the next tokens at its position.
     """
 
     def __init__(self, rows: int, slots: int, layers: int):
@@ -93,11 +93,11 @@ class RowCache(Cache):
     def announce(
         self, positions: torch.Tensor, dtype: torch.dtype, visible: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Set the slots [B, q] of rows 0..B-1 that the next forward writes, by default the positions of its tokens;
-        returns its additive mask [B, 1, q, span].
+        """Choose the slots, int64 [B, q], that the next forward writes in rows 0..B-1; returns its additive attention
+        mask [B, 1, q, span] of `dtype`, where span is the largest slot plus one.
 
-        A query sees the slots up to its own (mask 0), no later one (mask: the dtype's minimum), or those that are True
-        in `visible` [B, q, span]. Raises ValueError for a position outside the reserved slots.
+        A token sees the slots up to its own (mask 0) and no later one (mask: the dtype's minimum); `visible`, bool
+        [B, q, span], replaces this. Raises ValueError for a slot beyond the reserved ones.
         """
         target = self.writes
         target.positions = positions
@@ -105,7 +105,7 @@ class RowCache(Cache):
         target.span = int(positions.max()) + 1
         if target.span > target.slots:
             raise ValueError(
-                f"position {target.span - 1} lies outside a cache of {target.slots} slots; reserve more slots"
+                f"slot {target.span - 1} lies outside a cache of {target.slots} slots; reserve more slots"
             )
         if visible is None:
             hidden = torch.arange(target.span, device=positions.device) > positions[:, None, :, None]

@@ -66,9 +66,10 @@ def main(argv: list[str] | None = None) -> None:
     for number in range(done, len(parts)):
         begun = time.monotonic()
         given = answers(llm, parts[number], args.max_new_tokens)
-        with open(args.out, "a") as file:
-            file.write("".join(json.dumps({"part": number, **row}) + "\n" for row in given))
         rows += [{"part": number, **row} for row in given]
+        partial = args.out.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(partial, args.out)
         print(f"part {number + 1} of {len(parts)}: {sum(row['right'] for row in given)} of {len(given)} answers "
               f"right, {time.monotonic() - begun:.0f} s", flush=True)  # fmt: skip
     for task, count in Counter(row["task"] for row in rows).items():

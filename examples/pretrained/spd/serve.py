@@ -112,18 +112,22 @@ def main(argv: list[str] | None = None) -> None:
 def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: float) -> list[list[int]]:
     """The scorer's answers by the recipe's decoder, in the blocks of a server."""
     from recipe.spd.rollout.decoder import speculative_generate
-    from scripts.spd_evaluation.rules import scorer
-    from scripts.spd_evaluation.worker import load_model
-    from spd_scorer import AutoModelForSPDScoring
+    from recipe.spd.scorer.auto import SCORERS
+    from scripts.spd_evaluation.rules import above
+    from scripts.spd_evaluation.worker import load_model, scores_of
+    from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
     from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
     target, draft = (load_model(str(folder), "cpu", args.dtype) for folder in (args.target, args.draft))
-    model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=target, torch_dtype=target.dtype)
-    ends = stop_ids(hf_tokenizer(str(args.target)), str(args.target))
+    shared = None if SCORERS[ScoringModelConfig.load(args.scorer).backbone].trains_backbone else target
+    model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=shared, torch_dtype=target.dtype).eval()
+    tokenizer = hf_tokenizer(str(args.target))
+    ends = stop_ids(tokenizer, str(args.target))
     prompts = [question.prompt_ids for question in questions]
+    judge = above(scores_of(model, tokenizer, ends), threshold)
     return speculative_generate(
-        target, draft, prompts, scorer(model, threshold), gamma=args.gamma, max_new_tokens=args.max_new_tokens,
-        eos_token_id=ends, batch_size=25, target_first=True,
+        target, draft, prompts, judge, gamma=args.gamma, max_new_tokens=args.max_new_tokens, eos_token_id=ends,
+        batch_size=25, target_first=True,
     ).tokens
 
 
