@@ -6,9 +6,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
+from dllm_reasoning.inference.commit_rules import Branches, CommitRule, Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.registry import nearest
 
@@ -82,7 +81,7 @@ class ForwardCosts:
         return cls(grid, seconds)
 
 
-class AdaptiveWindows:
+class AdaptiveWindows(CommitRule):
     """Commits the confirmed leading guesses of a window and the token after them; the rest are the next guesses.
 
     Each forward uses the window with the most expected tokens per second; without `costs` the first one. Expected
@@ -90,8 +89,6 @@ class AdaptiveWindows:
     used changes the speed, never the tokens.
     With `threshold`, following tokens of at least this probability are committed unverified (not lossless).
     """
-
-    branch: ClassVar[list[int]] = []
 
     def __init__(
         self, windows: list[Window], noise: int, costs: ForwardCosts | None = None, threshold: float | None = None
@@ -110,7 +107,6 @@ class AdaptiveWindows:
 
     @property
     def width(self) -> int:
-        """Most tokens that a row feeds per forward."""
         return max(window.width for window in self.windows)
 
     def first_guesses(self) -> list[int]:
@@ -141,14 +137,16 @@ class AdaptiveWindows:
         count = count_confirmed(row.guesses[: self.window.guesses], predicted) + 1
         while self.threshold is not None and count < len(predicted) and confidence[count] >= self.threshold:
             count += 1
-        if self.window == self.previous:
-            tokens, forwards = self.counts[self.window]
-            self.counts[self.window] = tokens + count, forwards + 1
         row.guesses = predicted[count:]
         return predicted[:count]
 
+    def committed(self, count: int) -> None:
+        if self.window == self.previous:
+            tokens, forwards = self.counts[self.window]
+            self.counts[self.window] = tokens + count, forwards + 1
 
-def commit_rule(settings: GenerationSettings) -> Refine | AdaptiveWindows | Branches:
+
+def commit_rule(settings: GenerationSettings) -> CommitRule:
     """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
     length, noise, threshold = settings.add_eos_length, settings.noise_token_id, settings.confidence_threshold
     name, known = str(settings.refine_iter), ["converge", "slide", "verify", "branch"]

@@ -6,7 +6,6 @@ only such tokens are lossless.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 
 @dataclass
@@ -36,9 +35,9 @@ class Row:
 
     def commit(
         self, predicted: list[int], fed: list[int], ends: frozenset[int], log_probs: list[float] | None = None
-    ) -> None:
-        """Add tokens up to the first end token and the limit; either one completes the row. `fed`: the guesses of the
-        forward that predicted them; `log_probs`: of at least these tokens."""
+    ) -> int:
+        """Add tokens up to the first end token and the limit, either of which completes the row; returns their number.
+        `fed`: the guesses of the forward that predicted them; `log_probs`: of at least these tokens."""
         predicted = predicted[: self.remaining]
         end = next((i for i, token in enumerate(predicted) if token in ends), None)
         self.cached = len(self.tokens) + min(count_confirmed(fed, predicted), len(predicted))
@@ -47,28 +46,47 @@ class Row:
         if log_probs is not None:
             self.log_probs += log_probs[: len(kept)]
         self.done = end is not None or self.remaining == 0
+        return len(kept)
+
+
+class CommitRule:
+    """What rows feed after their last committed token, and what they commit."""
+
+    branch: Sequence[int] = ()
+    """What is fed after the last committed token and after each guess (ModelRunner.logits)."""
+    width: int
+    """Most tokens that a row feeds per forward, or a block's."""
+
+    def first_guesses(self) -> list[int]:
+        """The guesses of a row before its first forward."""
+        return []
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Called before each forward; `step` has set the guesses."""
+
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token, each guess
+        and the tokens of their branches, as ModelRunner.logits has them; `confidence`: the probabilities."""
+        raise NotImplementedError
+
+    def committed(self, count: int) -> None:
+        """Called after each row's `step` with the number of tokens that the row kept: none after its end."""
 
 
 @dataclass
-class Refine:
+class Refine(CommitRule):
     """A block of `width` tokens is decoded `times` more after its first forward (None: until a round changes nothing),
     then committed. Guesses are `noise` tokens at first."""
 
     width: int
     noise: int
     times: int | None
-    branch: ClassVar[list[int]] = []
 
     def first_guesses(self) -> list[int]:
         """The guesses of a block before its first forward."""
         return [self.noise] * (self.width - 1)
 
-    def prepare(self, rows: Sequence[Row]) -> None:
-        """Called before each forward; `step` has set the guesses."""
-
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token and each
-        guess; `confidence`: its probabilities."""
         if predicted[:-1] == row.guesses or row.rounds == self.times:
             row.guesses = self.first_guesses()
             row.rounds_of_blocks.append(row.rounds)
@@ -80,7 +98,7 @@ class Refine:
 
 
 @dataclass
-class Branches:
+class Branches(CommitRule):
     """Verifies up to `length` guesses, and drafts as many tokens after the last committed token and after each guess,
     in one forward.
 
@@ -93,23 +111,13 @@ class Branches:
 
     @property
     def branch(self) -> list[int]:
-        """What is fed after the last committed token and after each guess."""
         return [self.noise] * self.length
 
     @property
     def width(self) -> int:
-        """Most tokens that a row feeds per forward."""
         return (1 + self.length) ** 2
 
-    def first_guesses(self) -> list[int]:
-        """None: the first forward only drafts."""
-        return []
-
-    def prepare(self, rows: Sequence[Row]) -> None:
-        """Called before each forward; `step` has set the guesses."""
-
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        """The tokens to commit; sets the row's next guesses. `predicted`: see ModelRunner.logits."""
         size = 1 + self.length
         straight = predicted[::size]
         count = count_confirmed(row.guesses, straight)

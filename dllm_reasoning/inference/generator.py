@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_reasoning.inference.adaptive import AdaptiveWindows, commit_rule
-from dllm_reasoning.inference.commit_rules import Branches, Refine, Row
+from dllm_reasoning.inference.adaptive import commit_rule
+from dllm_reasoning.inference.commit_rules import CommitRule, Row
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.kv_cache import drop_rows
@@ -125,7 +125,7 @@ def iterative_generate(
 
 
 def decode(
-    runner: ModelRunner, rows: list[Row], rule: Refine | AdaptiveWindows | Branches, ends: frozenset[int],
+    runner: ModelRunner, rows: list[Row], rule: CommitRule, ends: frozenset[int],
     choose_tokens: Callable[[torch.Tensor, list[Row]], tuple[list[list[int]], list[list[float]] | None]],
 ) -> int:  # fmt: skip
     """Complete all rows; returns the number of forwards.
@@ -145,7 +145,7 @@ def decode(
             fed, value = row.guesses, None if values is None else values[i]
             predicted = tokens[i][: (len(fed) + 1) * (1 + len(rule.branch))]
             value = None if value is None else value[:: 1 + len(rule.branch)]
-            row.commit(rule.step(row, predicted, value), fed, ends, value)
+            rule.committed(row.commit(rule.step(row, predicted, value), fed, ends, value))
         caches = [] if runner.cache is None else [runner.cache]
         active = [active[i] for i in drop_rows([row.done for row in active], caches)]
     return forwards
@@ -153,7 +153,7 @@ def decode(
 
 def _choose(
     logits: torch.Tensor, rows: list[Row], uniforms: dict[int, torch.Tensor], settings: GenerationSettings,
-    branch: list[int],
+    branch: Sequence[int],
 ) -> tuple[list[list[int]], list[list[float]] | None]:  # fmt: skip
     """logits [B, w, V] of ModelRunner.logits -> tokens [B][w], greedy or drawn with their rows' uniforms, and, with a
     confidence threshold, their probabilities [B][w]."""

@@ -189,9 +189,11 @@ def test_the_window_with_the_most_tokens_per_second_is_chosen():
     assert rule.window == verify and row.guesses == [3] * 8
     # Nothing was drafted before, so this forward does not count.
     assert rule.step(row, [5, 6, 7, 8, 9, 10, 11, 12, 13], None) == [5] and row.guesses == [6, 7, 8, 9, 10, 11, 12, 13]
+    rule.committed(1)
     rule.prepare([row])
     assert row.guesses == [6, 7, 8, 9, 3, 3, 3, 3]
     assert rule.step(row, [6, 7, 8, 1, 2, 4, 4, 4, 4], None) == [6, 7, 8, 1] and row.guesses == [2, 4, 4, 4, 4]
+    rule.committed(4)
     assert rule.tokens_per_forward(verify) == (5 + 4) / 2  # 5 were expected at first
     # 4.5 tokens in 1.5 s beat 1 in 1 s for one row; for 64 rows they take 6 s.
     rule.prepare(rows_of(1))
@@ -201,6 +203,19 @@ def test_the_window_with_the_most_tokens_per_second_is_chosen():
     rule.forget()
     rule.prepare(rows_of(64))
     assert rule.window == verify and rule.counts[verify] == (4.5, 1.0)  # tried again
+
+
+def test_tokens_after_the_end_of_a_row_are_not_counted():
+    row, rule = Row(0, [7], 1, 99), AdaptiveWindows([Window(4)], noise=3)
+    # The noise token ends a row, so that the second forward confirms all guesses.
+    for predicted, kept in (([5, 3, 3, 3, 3], 1), ([3, 3, 3, 3, 3], 1)):
+        rule.prepare([row])
+        guesses = row.guesses
+        kept_now = row.commit(rule.step(row, predicted, None), guesses, frozenset([3]))
+        rule.committed(kept_now)
+        assert kept_now == kept
+    assert row.done and row.tokens == [7, 5, 3]
+    assert rule.counts[Window(4)] == (5.0 + 1 + 1, 3.0)
 
 
 def test_a_window_of_too_many_tokens_is_not_tried():

@@ -30,7 +30,7 @@ from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained import fetch
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
-from examples.pretrained.spd.stages import Stage
+from examples.pretrained.spd.stages import Stage, has_other_settings
 from verl.utils.accelerator import default_dtype
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -234,8 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = [stage for seed in args.seeds
               for stage in trained_stages(answers, target, out, sizes, seed, write, limit)]  # fmt: skip
     chosen = spd.until(stages, args.until)
+    earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
+    for stage in earlier:
+        if has_other_settings(stage, pair):
+            raise SystemExit(f"{pair / 'stages' / stage.name}.json is of a pair with other settings; make the pair "
+                             "with the defaults of examples.pretrained.spd.demo, or name another --pair")  # fmt: skip
     try:
-        earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
         spd.run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
         spd.run_stages(chosen, out, partial(watched, sizes=sizes), describe)
     except PhaseFailed as failure:

@@ -16,7 +16,10 @@ from examples.demo_runner import ROOT, console, run_logged
 
 @dataclass(frozen=True)
 class Stage:
-    """A command with what it writes. Commands resume by themselves what they have begun with the same settings."""
+    """A command with what it writes; every setting that changes the result is in the command.
+
+    Commands resume by themselves what they have begun with the same settings.
+    """
 
     name: str
     command: Sequence[str]
@@ -41,6 +44,12 @@ def record_of(stage: Stage, out: Path) -> dict[str, Any]:
     return {"key": stage.key, "command": [str(part) for part in stage.command], "seconds": 0.0, "ended": False}
 
 
+def has_other_settings(stage: Stage, out: Path) -> bool:
+    """Whether OUT/stages has a record of this stage with other settings, whose result `run` would remove."""
+    file = out / "stages" / f"{stage.name}.json"
+    return file.exists() and json.loads(file.read_text())["key"] != stage.key
+
+
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:
     """Run a stage unless it ended with the same key; returns its seconds over all attempts.
 
@@ -51,7 +60,7 @@ def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> flo
     if kept["ended"]:
         console.print(f"{stage.name}: made before, in {kept['seconds']:.0f} s", highlight=False)
         return kept["seconds"]
-    if not record.exists() or json.loads(record.read_text())["key"] != stage.key:
+    if not record.exists() or has_other_settings(stage, out):
         if stage.result.is_dir() and not stage.result.is_symlink():
             shutil.rmtree(stage.result)
         else:
