@@ -94,6 +94,9 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         if len(known) > 1:
             values = labelled | known[1]
             show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in values.items()})
+            exact, best = measures.accepted_without_error(job.validation)
+            console.print(f"of their blocks exact match accepts {exact:.2f} draft tokens, a judge without error "
+                          f"{best:.2f}", soft_wrap=True, highlight=False)  # fmt: skip
         swept = {name: args.scorer_thresholds or measures.spread_thresholds(labelled[name], args.harmless_shares)
                  for name in args.scorers}
         sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from recipe.spd.rollout.decoder import SpecResult
+    from scripts.spd_evaluation.harm import LabelledBlock
 
 
 @dataclass
@@ -172,6 +173,16 @@ def harmless_share_and_auc(blocks: Labelled) -> tuple[float, float | None]:
         return share, None
     above = sum((value > other) + (value == other) / 2 for value in harmless for other in harms)
     return share, above / (len(harmless) * len(harms))
+
+
+def accepted_without_error(blocks: Sequence[LabelledBlock]) -> tuple[float, float]:
+    """Mean number of draft tokens that exact match accepts of these blocks, and that a judge accepts which knows every
+    label: those before the first harmful mismatch. The labels say nothing of blocks without a mismatch.
+    """
+    exact = sum(min(block.harmful) for block in blocks)
+    best = sum(min((at for at, harmful in block.harmful.items() if harmful), default=len(block.draft_ids))
+               for block in blocks)  # fmt: skip
+    return exact / len(blocks), best / len(blocks)
 
 
 def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:

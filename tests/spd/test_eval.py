@@ -104,6 +104,12 @@ def test_areas_by_hand():
     assert measures.harmless_share_and_auc([[(3.0, False)]]) == (1.0, None)
 
 
+def test_a_judge_without_error_by_hand():
+    blocks = [harm.LabelledBlock([1], [5, 6, 7, 8], {1: False, 3: True}), harm.LabelledBlock([1], [5, 6, 7], {0: False}),
+              harm.LabelledBlock([1], [5, 6], {0: True, 1: False})]  # fmt: skip
+    assert measures.accepted_without_error(blocks) == ((1 + 0 + 0) / 3, (3 + 3 + 0) / 3)
+
+
 def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
     row = row_of(0.4, 0.01, 5.0, error=0.003)
     # At z > 0.4 five mismatches are judged: 2.0, 1.0 | 0.5, 0.2 (rejected) | 1.5; two of them are harmful accepts.
@@ -313,6 +319,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
         "--processes", "1", "--all-rules", "--near-drop", "0.02", "--dtype", "float32",
     ])  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
+    assert re.search("of their blocks exact match accepts [\\d.]+ draft tokens, a judge without error [\\d.]+", shown)
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
     assert tuple(rules.STATISTICS) == load_script().STATISTICS
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
