@@ -105,8 +105,8 @@ def test_areas_by_hand():
 
 
 def test_a_judge_without_error_by_hand():
-    blocks = [harm.LabelledBlock([1], [5, 6, 7, 8], {1: False, 3: True}), harm.LabelledBlock([1], [5, 6, 7], {0: False}),
-              harm.LabelledBlock([1], [5, 6], {0: True, 1: False})]  # fmt: skip
+    labels = [([5, 6, 7, 8], {1: False, 3: True}), ([5, 6, 7], {0: False}), ([5, 6], {0: True, 1: False})]
+    blocks = [harm.LabelledBlock([1], draft, harmful) for draft, harmful in labels]
     assert measures.accepted_without_error(blocks) == ((1 + 0 + 0) / 3, (3 + 3 + 0) / 3)
 
 
