@@ -70,12 +70,13 @@ def measure(settings: Mapping[str, float], out: Path, seed: int) -> dict[str, fl
 
 def table_of(points: list[dict[str, Any]], wanted: Mapping[str, float]) -> Table:
     """A row for each combination, the closest first, after the wanted numbers."""
-    table = Table(*(knob.replace("_", " ") for knob in KNOBS), *NUMBERS, "largest difference")
-    table.add_row(*[""] * len(KNOBS), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
+    table = Table(*(knob.replace("_", " ") for knob in KNOBS), "seed", *NUMBERS, "largest difference")
+    table.add_row(*[""] * (1 + len(KNOBS)), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
     for point in sorted(points, key=lambda point: distance(point["numbers"], wanted)):
         found, gap = point["numbers"], distance(point["numbers"], wanted)
         close = " (close)" if gap <= CLOSE else ""
-        table.add_row(*(f"{value:g}" for value in point["settings"].values()), *(f"{found[n]:.2f}" for n in NUMBERS),
+        settings = (*point["settings"].values(), point["seed"])
+        table.add_row(*(f"{value:g}" for value in settings), *(f"{found[name]:.2f}" for name in NUMBERS),
                       f"{gap:.2f}{close}")  # fmt: skip
     return table
 
