@@ -7,7 +7,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dllm_reasoning.inference.adaptive import commit_rule
 from dllm_reasoning.inference.commit_rules import CommitRule, Row
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
-from verl.utils.kv_cache import drop_rows
+from verl.utils.kv_cache import Prefills, drop_rows
 from verl.workers.rollout.hf_rollout import choose
 from verl.workers.rollout.sampling import right_padded
 
@@ -58,18 +58,25 @@ class GenerationResult:
     tokens: list[list[int]]
     stats: GenerationStats
 
+    def __add__(self, other: "GenerationResult") -> "GenerationResult":
+        """The result of both calls."""
+        sums = {field.name: getattr(self.stats, field.name) + getattr(other.stats, field.name)
+                for field in fields(GenerationStats)}  # fmt: skip
+        return GenerationResult(self.tokens + other.tokens, GenerationStats(**sums))
+
 
 def iterative_generate(
     model: nn.Module, input_ids: torch.Tensor | Sequence[Sequence[int]], eos_token_id: int | Sequence[int],
     pad_token_id: int, *args: Any, attention_mask: torch.Tensor | None = None, first_row: int = 0,
-    return_details: bool = False, **settings: Any,
+    return_details: bool = False, prefills: Prefills | None = None, **settings: Any,
 ) -> torch.Tensor | GenerationResult:  # fmt: skip
     """Continue every prompt until its end token, `max_new_tokens`, or `max_length` tokens with the prompt.
 
     input_ids: lists of ids, or int64 [B, P] with attention_mask [B, P] (1 = token). The other arguments are those of
     GenerationSettings, in its order: add_eos_length, refine_iter, max_new_tokens, max_length, then by keyword.
     `first_row` is the number of the first prompt: random draws depend on the seed and a row's number only, so a batch
-    split over several calls draws the same. Rows stop independently.
+    split over several calls draws the same. Rows stop independently. Calls on the same prompts that share `prefills`
+    read them once; `seconds` of each include that reading.
 
     Returns int64 [B, P + longest answer] on the device of `input_ids`: prompts (lists are left-padded to the longest),
     then new tokens, then pad_token_id; with `return_details` a GenerationResult. Raises ValueError for settings or
@@ -98,6 +105,8 @@ def iterative_generate(
             # A row's guesses may come after padding as wide as the unread text of another row.
             slots = max(len(row.tokens) + row.limit for row in rows) + 2 * rule.width - 1
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
+            if prefills is not None:
+                started -= runner.prefill(rows, prefills=prefills)
             # One number per position of an answer: a token whose context is final is drawn the same in every round.
             uniforms = {} if settings.sampling.greedy else {
                 row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(

@@ -7,7 +7,7 @@ from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem, warn_once
-from verl.utils.kv_cache import RowCache
+from verl.utils.kv_cache import Prefills, RowCache
 
 
 class ModelRunner:
@@ -22,24 +22,33 @@ class ModelRunner:
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = RowCache(rows, slots, layers) if use_cache and cacheable(model) else None
 
-    def prefill(self, rows: list[Row], n: int) -> None:
-        """Read all but the last token of each n-th row into the cache, for it and the n - 1 rows after it.
+    def prefill(self, rows: list[Row], n: int = 1, prefills: Prefills | None = None) -> float:
+        """Read all but the last token of each n-th row into the cache, for it and the n - 1 rows after it, or copy what
+        `prefills` holds of them; returns the seconds of that earlier reading, else 0.
 
         The runner must have been made for len(rows) / n rows; afterwards it serves all of them.
         """
         if self.cache is None:
-            return
+            return 0.0
+        seconds = 0.0
         prompts = [row.tokens[:-1] for row in rows[::n]]
         width = max(map(len, prompts))
         if width:
             ids = torch.tensor([ids + [self.pad] * (width - len(ids)) for ids in prompts], device=self.model.device)
-            positions = torch.arange(width, device=ids.device).expand_as(ids)
-            mask = self.cache.announce(positions, self.model.dtype)
-            self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
-                       use_cache=True, logits_to_keep=1)  # fmt: skip
+            if prefills is None:
+                self._read(ids)
+            else:
+                seconds = prefills.fill(self.model, ids, self.cache, lambda: self._read(ids))
         self.cache.repeat_interleave(n)
         for row in rows:
             row.cached = len(row.tokens) - 1
+        return seconds
+
+    def _read(self, ids: torch.Tensor) -> None:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        mask = self.cache.announce(positions, self.model.dtype)
+        self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
+                   use_cache=True, logits_to_keep=1)  # fmt: skip
 
     def logits(self, rows: list[Row], branch: Sequence[int] = ()) -> torch.Tensor:
         """Logits after each row's last committed token and after each of its guesses: [B, w, V], w the most guesses of

@@ -8,10 +8,13 @@ time (none of them: the rows have no tokens_per_second). Every forward counts. O
 """
 
 import argparse
+import functools
 import json
 import math
+import operator
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference.generator import GenerationResult, iterative_generate
 from examples.dllm_arithmetic.corpus import final_answer
 from recipe.spd.rollout.answers import is_correct
+from verl.utils.kv_cache import Prefills
 
 LIMIT, TIMED = 128, 40
 MODES: dict[str, dict[str, Any]] = {
@@ -53,29 +57,35 @@ class Subject:
         """The settings of a mode."""
         return {"add_eos_length": self.block - 1, **MODES[mode]}
 
-    def generate(self, prompts: list[list[int]], mode: str):
+    def generate(self, prompts: list[list[int]], mode: str, prefills: Prefills | None = None):
         """The answers of one mode."""
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
-                                  max_new_tokens=self.limit, return_details=True, **self.options(mode))  # fmt: skip
+                                  max_new_tokens=self.limit, return_details=True, prefills=prefills,
+                                  **self.options(mode))  # fmt: skip
 
-    def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
-        """(results, answers, which of them are correct)."""
-        answers, tokens, forwards = [], 0, 0
+    def answers(self, modes: Sequence[str]) -> dict[str, GenerationResult]:
+        """Every question's answer in each mode; the modes share one reading of a batch of prompts."""
+        parts: dict[str, list[GenerationResult]] = {mode: [] for mode in modes}
         for start in range(0, len(self.prompts), self.batch):
-            result = self.generate(self.prompts[start : start + self.batch], mode)
-            answers += result.tokens
-            tokens, forwards = tokens + sum(result.stats.tokens), forwards + sum(result.stats.forwards)
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        pairs = zip(answers, texts, self.truths, strict=True)
+            prefills = Prefills()
+            for mode, done in parts.items():
+                done.append(self.generate(self.prompts[start : start + self.batch], mode, prefills))
+        return {mode: functools.reduce(operator.add, done) for mode, done in parts.items()}
+
+    def measure(self, mode: str, result: GenerationResult) -> tuple[dict[str, float], list[bool]]:
+        """Of the answers of a mode: (results, which of them are correct)."""
+        texts = self.tokenizer.batch_decode(result.tokens, skip_special_tokens=True)
+        pairs = zip(result.tokens, texts, self.truths, strict=True)
         right = [self.is_right(ids, text, truth) for ids, text, truth in pairs]
         share = sum(right) / len(right)
         results = {
             "block": 1 + self.options(mode)["add_eos_length"], "accuracy": share,
-            "accuracy_se": math.sqrt(share * (1 - share) / len(right)), "tokens_per_forward": tokens / forwards,
+            "accuracy_se": math.sqrt(share * (1 - share) / len(right)),
+            "tokens_per_forward": result.stats.tokens_per_forward,
         }  # fmt: skip
         if self.timed:
             results["tokens_per_second"] = self.speed(mode)
-        return results, answers, right
+        return results, right
 
     def is_right(self, ids: list[int], text: str, truth: str) -> bool:
         """Whether an answer, which has ended, gives the right result."""
@@ -94,12 +104,12 @@ class Subject:
 
 def evaluate(name: str, subject: Subject, modes: list[str]) -> tuple[list[dict[str, Any]], list[bool]]:
     """A row per mode (greedy first), and which greedy answers are correct."""
-    rows, greedy, correct = [], [], []
-    for mode in ["greedy", *(mode for mode in modes if mode != "greedy")]:
-        results, answers, right = subject.measure(mode)
-        if mode == "greedy":
-            greedy, correct = answers, right
-        same = sum(a == b for a, b in zip(answers, greedy, strict=True)) / len(greedy)
+    answers = subject.answers(["greedy", *(mode for mode in modes if mode != "greedy")])
+    greedy, rows, correct = answers["greedy"].tokens, [], []
+    for mode, result in answers.items():
+        results, right = subject.measure(mode, result)
+        correct = correct or right
+        same = sum(a == b for a, b in zip(result.tokens, greedy, strict=True)) / len(greedy)
         rows.append({"model": name, "mode": mode, **results, "same_as_greedy": same})
     return rows, correct
 

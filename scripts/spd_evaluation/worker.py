@@ -14,7 +14,6 @@ from recipe.spd.rollout.answers import is_correct
 from recipe.spd.rollout.decoder import (
     Block,
     Judge,
-    Prefills,
     SpecResult,
     check_tokenizers,
     end_ids,
@@ -27,6 +26,7 @@ from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
 from verl.models.loading import torch_dtype_of
 from verl.utils.import_utils import load_extern_object
+from verl.utils.kv_cache import Prefills
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 

@@ -12,6 +12,7 @@ from dllm_reasoning.inference.adaptive import AdaptiveWindows, Window, commit_ru
 from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
+from verl.utils.kv_cache import Prefills
 
 details_of = partial(generator.iterative_generate, return_details=True)
 
@@ -314,6 +315,30 @@ def test_layers_with_a_window_run_without_a_cache_and_warn_once(kind):
             assert result == (expected[: expected.index(EOS) + 1] if EOS in expected else expected)
         [warning] = [text for text in logged if "full attention" in text]
     assert warning.startswith(f"{kind}ForCausalLM has layers without full attention")
+
+
+def test_calls_on_the_same_prompts_read_them_once():
+    model, inputs, reads = model_of("llama"), prompts()[:8], []
+    longest = max(map(len, inputs))
+    hook = model.register_forward_hook(
+        lambda module, args, kwargs, output: reads.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    modes, prefills = (0, "slide", "verify", "branch", "converge"), Prefills()
+    try:
+        alone = [generate("llama", inputs, add_eos_length=2, refine_iter=mode) for mode in modes]
+        reads.clear()
+        results = [generate("llama", inputs, add_eos_length=2, refine_iter=mode, prefills=prefills) for mode in modes]
+        other = generate("llama", prompts()[8:12], add_eos_length=2, refine_iter="slide", prefills=prefills)
+    finally:
+        hook.remove()
+    assert reads.count(longest - 1) == 1 and max(reads) == max(longest, max(map(len, prompts()[8:12]))) - 1
+    assert [r.tokens for r in results] == [a.tokens for a in alone]
+    assert [r.stats.forwards for r in results] == [a.stats.forwards for a in alone]
+    assert other.tokens == greedy("llama")[8:12]
+    both = results[0] + results[1]
+    assert both.tokens == results[0].tokens + results[1].tokens
+    assert both.stats.batch_forwards == sum(r.stats.batch_forwards for r in results[:2])
+    assert both.stats.seconds == results[0].stats.seconds + results[1].stats.seconds
 
 
 @pytest.mark.parametrize("mode", ["slide", "verify", "branch"])

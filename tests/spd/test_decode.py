@@ -14,7 +14,6 @@ from recipe.spd.rollout.decoder import (
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,
-    Prefills,
     SpecResult,
     _commit,
     check_tokenizers,
@@ -24,6 +23,7 @@ from recipe.spd.rollout.decoder import (
 )
 from scripts.spd_evaluation import rules
 from tests.helpers.models import WORDS, make_tokenizer
+from verl.utils.kv_cache import Prefills
 
 VOCAB = 23
 

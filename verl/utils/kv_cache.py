@@ -1,9 +1,12 @@
 """A key/value cache whose rows have different lengths and are rolled back by overwriting."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -113,6 +116,40 @@ class RowCache(Cache):
             hidden = ~visible[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+@dataclass
+class Prefills:
+    """Keys and values of the last batch of prompts, which later decodings of the same prompts copy.
+
+    Holds as much memory as one cache of these prompts for each model, until other prompts are decoded. The weights must
+    not change between the calls.
+    """
+
+    prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
+    kept: dict[nn.Module, tuple[list[KeysValues], float]] = field(default_factory=dict)  # with the seconds they took
+
+    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache, read: Callable[[], Any]) -> float:
+        """Fill `cache` with a model's states over `prompts`, by `read` if they are not kept.
+
+        Returns the seconds that an earlier call spent on reading them, which a decoding that is compared with others
+        must count as its own; 0 for one that reads them itself.
+        """
+        if self.prompts is None or not torch.equal(self.prompts, prompts):
+            self.prompts = prompts
+            self.kept.clear()
+        if model in self.kept:
+            states, seconds = self.kept[model]
+            cache.restore(states)
+            return seconds
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        read()
+        if prompts.is_cuda:
+            torch.cuda.synchronize()
+        self.kept[model] = cache.copied(prompts.shape[1]), time.perf_counter() - started
+        return 0.0
 
 
 def drop_rows(done: Sequence[bool], caches: Iterable[RowCache]) -> list[int]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
-from verl.utils.kv_cache import KeysValues, RowCache, drop_rows
+from verl.utils.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 
@@ -83,39 +83,6 @@ class Sampling:
         excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, p[:, :count])  # equal: never drawn from
         drawn = self.draw(torch.cat([excess, p[:, count:]], dim=1))
         return torch.cat([torch.where(kept, draft_ids, drawn[:, :count]), drawn[:, count:]], dim=1)
-
-
-@dataclass
-class Prefills:
-    """Keys and values of the last batch of prompts, which later decodings of the same prompts copy.
-
-    Holds as much memory as one cache of these prompts for each model, until other prompts are decoded. The weights must
-    not change between the calls. `SpecResult.seconds` of a call that copies includes the time that the first one spent
-    on reading the prompts, so that calls can be compared.
-    """
-
-    prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
-    kept: dict[nn.Module, tuple[list[KeysValues], float]] = field(default_factory=dict)  # with the seconds they took
-
-    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache, read: Callable[[], Any]) -> float:
-        """Fill `cache` with a model's states over these prompts, by `read` if they are not kept; returns the seconds of
-        an earlier reading, 0 for one of now.
-        """
-        if self.prompts is None or not torch.equal(self.prompts, prompts):
-            self.prompts = prompts
-            self.kept.clear()
-        if model in self.kept:
-            states, seconds = self.kept[model]
-            cache.restore(states)
-            return seconds
-        if prompts.is_cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        read()
-        if prompts.is_cuda:
-            torch.cuda.synchronize()
-        self.kept[model] = cache.copied(prompts.shape[1]), time.perf_counter() - started
-        return 0.0
 
 
 Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
