@@ -61,7 +61,7 @@ def test_both_trainings_have_the_same_steps_batches_and_learning_rate(tmp_path):
             values.append(config)
         assert values[0] == values[1], name
     settings = refinement.iterative
-    assert (settings.noise_pattern, settings.single_round_steps, settings.noise_seed) == ("packed", 24, 1)
+    assert (settings.noise_pattern, settings.single_round_steps, settings.noise_seed) == ("packed", 36, 1)
     for number, stage in enumerate(stages):
         known = {"answers_train", *(earlier.name for earlier in stages[:number])}
         assert {part.name for part in stage.reads} <= known

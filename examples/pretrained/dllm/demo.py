@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from examples.demo_runner import ROOT, PhaseFailed, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
-from examples.dllm_arithmetic.demo import command, metrics_of, result_table
+from examples.dllm_arithmetic.demo import TWIN_MODES, command, metrics_of, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained import fetch
@@ -34,7 +34,7 @@ from examples.pretrained.spd.stages import Stage, has_other_settings
 from verl.utils.accelerator import default_dtype
 from verl.utils.tokenizer import hf_tokenizer
 
-LR = 1e-4
+LR = 2e-4
 TOKENS_PER_FORWARD, SERVED, GAP_POINTS, TRAINING_S = 2.2, 1.5, 2.0, 2700.0  # what the result is compared with
 
 
@@ -46,7 +46,7 @@ class Sizes:
     batch: int = 16
     block: int = 8  # tokens of a window
     windows: int = 8  # of a sample
-    single_round_steps: int = 60
+    single_round_steps: int = 90
     questions: int = 240  # test questions; vLLM answers the first `served` of them
     served: int = 60
     guesses: int = 3  # most guesses of a window in vLLM
@@ -91,8 +91,8 @@ def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: in
         "trainer.logger": "[tensorboard]", "trainer.project_name": "pretrained", "trainer.experiment_name": folder.name,
         "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "iterative.noise_pattern": "packed",
         "iterative.block_length": sizes.block, "iterative.windows_per_sample": sizes.windows,
-        "iterative.aligned_windows": 0.5, "iterative.num_iterations": 2,
-        "iterative.single_round_steps": min(sizes.single_round_steps, sizes.steps // 2),
+        "iterative.aligned_windows": 0.25, "iterative.num_iterations": 2,
+        "iterative.single_round_steps": min(sizes.single_round_steps, 3 * sizes.steps // 4),
         "iterative.ar_loss_weight": 2.0, "iterative.noise_seed": seed,
     }  # fmt: skip
     return command("dllm_reasoning.train_iterative_refine", settings)
@@ -126,7 +126,7 @@ def trained_stages(
             "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
             out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
-            "--modes", *(MODES if name == "refined" else (*LOSSLESS, "refine 1")),
+            "--modes", *(MODES if name == "refined" else TWIN_MODES),
         ), folder / f"{name}.json", (stage,))
         for name, run, stage in (("refined", "refinement", trained[0]), ("twin", "twin", trained[1]))
     ]  # fmt: skip
