@@ -41,7 +41,7 @@ def random_share(share: float, seed: int) -> Judge:
 
 
 def margin(threshold: float) -> Judge:
-    """Accept if the target's logit of its own token t exceeds the draft token's by at most `threshold`."""
+    """Accept if the target's largest logit exceeds the draft token's by at most `threshold`."""
 
     return lambda block: _gap(block) <= threshold
 

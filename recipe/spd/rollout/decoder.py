@@ -1,9 +1,8 @@
 """Batched speculative decoding in which a judge decides on every mismatch between draft and target.
 
-`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone; both
-are greedy, or sample at a temperature;
-`replay_blocks` recomputes recorded blocks for a judge. Works for Hugging Face causal models that share a tokenizer
-and have full attention; sliding windows are allowed where no row exceeds one.
+`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone. Both
+are greedy, or sample at a temperature. `replay_blocks` recomputes recorded blocks for a judge. They work for Hugging
+Face causal models that share a tokenizer and have full attention; sliding windows are allowed where no row exceeds one.
 """
 
 from __future__ import annotations
@@ -63,16 +62,18 @@ class Sampling:
         return cls(temperature, torch.Generator(device).manual_seed(seed)) if temperature else None
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of logits [..., V]."""
+        """Softmax of logits [..., V] at the temperature; same shape."""
         return (logits / self.temperature).softmax(-1)
 
     def draw(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Token ids [...] from weights [..., V]."""
+        """One id, int64 [...], drawn from unnormalised weights [..., V]."""
         flat = probabilities.flatten(0, -2)
         return torch.multinomial(flat, 1, generator=self.generator).view(probabilities.shape[:-1])
 
     def choices(self, draft_ids: torch.Tensor, draft_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The target's tokens [B, g + 1] for a draft [B, g]; draft_logits [B, g, V], logits [B, g + 1, V]."""
+        """The target's tokens, int64 [B, g + 1], for a draft [B, g] with draft_logits [B, g, V] and the target's logits
+        [B, g + 1, V]; where rejection sampling keeps the draft's token they equal it.
+        """
         p, count = self.probabilities(logits), draft_ids.shape[1]
         if not count:
             return self.draw(p)
@@ -144,8 +145,8 @@ def speculative_generate(
     rest of its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its
     leading accepts [B] int64 (before such a cut). With `target_first` the first round has no draft, as in vLLM,
     whose prefill gives a token of the target. Calls on the same prompts that share `prefills` read them once.
-    Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge that returns
-    anything but bool [B, g].
+    Raises ValueError for empty prompts, prompts too long for the models, a temperature below 0, or gamma or
+    max_new_tokens below 1, TypeError for a judge that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds, "target_first": target_first}
@@ -158,7 +159,10 @@ def greedy_generate(
     eos_token_id: int | Sequence[int] | None, batch_size: int = 256, temperature: float = 0.0, seed: int = 0,
     prefills: Prefills | None = None,
 ) -> SpecResult:  # fmt: skip
-    """Continue every prompt with the model's greedy tokens (sampled ones above temperature 0), one forward each."""
+    """Continue every prompt (ragged lists of ids) with the model's greedy tokens, sampled ones above temperature 0, one
+    forward each; `prefills` as in speculative_generate. Raises ValueError for an empty prompt, one that is too long for
+    the model, or a temperature below 0.
+    """
     _check_prompts(prompts, 1, max_new_tokens)
     sampling = Sampling.seeded(temperature, seed, model.device)
     limits = {"max_new_tokens": max_new_tokens, "sampling": sampling, "prefills": prefills}
