@@ -21,13 +21,12 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
-from examples.demo_runner import ROOT, PhaseFailed, console
+from examples.demo_runner import ROOT, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
 from examples.dllm_arithmetic.demo import TWIN_MODES, command, metrics_of, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, paired
-from examples.pretrained import fetch
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
 from examples.pretrained.spd.stages import Stage, has_other_settings
@@ -239,16 +238,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if has_other_settings(stage, pair):
             raise SystemExit(f"{pair / 'stages' / stage.name}.json is of a pair with other settings; make the pair "
                              "with the defaults of examples.pretrained.spd.demo, or name another --pair")  # fmt: skip
-    try:
+
+    def run_all() -> None:
         spd.run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
         spd.run_stages(chosen, out, partial(watched, sizes=sizes), describe)
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
-        return 1
-    report(out, args.seeds)
-    if not args.model:
-        console.print(f"The model: {fetch.NOTE}.")
-    return 0
+
+    return spd.run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
 
 
 def read_by(stage: Stage) -> list[Stage]:

@@ -387,6 +387,19 @@ def until(stages: Sequence[Stage], name: str | None) -> Sequence[Stage]:
     return stages[: names.index(name) + 1 if name else None]
 
 
+def run_and_report(run_all: Callable[[], None], show: Callable[[], None], fetched: bool) -> int:
+    """Run the stages, then show the results, with a note on the weights of a fetched model; returns the exit code."""
+    try:
+        run_all()
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return 1
+    show()
+    if fetched:
+        console.print(f"The model: {fetch.NOTE}.")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
     args = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_spd", "scorers").parse_args(argv)
@@ -398,15 +411,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     blocks = stages[-1]
     for seed in args.seeds:
         stages += scorer_stages(blocks, out, sizes, seed, gsm8k)
-    try:
-        run_stages(until(stages, args.until), out, partial(watched, sizes=sizes), describe)
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
-        return 1
-    report(out, args.seeds)
-    if not args.model:
-        console.print(f"The model: {fetch.NOTE}.")
-    return 0
+    run_all = partial(run_stages, until(stages, args.until), out, partial(watched, sizes=sizes), describe)
+    return run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
 
 
 if __name__ == "__main__":
