@@ -202,7 +202,8 @@ def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
 
 DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
             "dtype")  # fmt: skip
-CODE = ("recipe/spd/rollout/decoder.py", "recipe/spd/rollout/answers.py", "verl/utils/kv_cache.py",
+CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")), "verl/utils/kv_cache.py",
+        *(f"recipe/spd/scorer/{name}.py" for name in ("cached_scorer", "heads", "masks", "model", "own", "target")),
         *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 
 
@@ -294,7 +295,8 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
             "" if row.seconds is None else f"{row.seconds:.1f}",
             style="bold green" if row.rule in trained else None,
         )
-    table.caption = "acc., tok.: accepted draft tokens, all tokens per target forward; harmless, harmful: share passed"
+    table.caption = ("acc., tok.: accepted draft tokens, all tokens per target forward; harmless, harmful: share "
+                     "passed; s: seconds, of kept parts when they were computed")  # fmt: skip
     return table
 
 

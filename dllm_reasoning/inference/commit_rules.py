@@ -55,7 +55,7 @@ class CommitRule:
     branch: Sequence[int] = ()
     """What is fed after the last committed token and after each guess (ModelRunner.logits)."""
     width: int
-    """Most tokens that a row feeds per forward, or a block's."""
+    """Most tokens that a row feeds in one forward; sizes the cache."""
 
     def first_guesses(self) -> list[int]:
         """The guesses of a row before its first forward."""

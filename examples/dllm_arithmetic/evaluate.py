@@ -57,7 +57,7 @@ class Subject:
         """The settings of a mode."""
         return {"add_eos_length": self.block - 1, **MODES[mode]}
 
-    def generate(self, prompts: list[list[int]], mode: str, prefills: Prefills | None = None):
+    def generate(self, prompts: list[list[int]], mode: str, prefills: Prefills | None = None) -> GenerationResult:
         """The answers of one mode."""
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
                                   max_new_tokens=self.limit, return_details=True, prefills=prefills,
@@ -108,7 +108,7 @@ def evaluate(name: str, subject: Subject, modes: list[str]) -> tuple[list[dict[s
     greedy, rows, correct = answers["greedy"].tokens, [], []
     for mode, result in answers.items():
         results, right = subject.measure(mode, result)
-        correct = correct or right
+        correct = right if mode == "greedy" else correct
         same = sum(a == b for a, b in zip(result.tokens, greedy, strict=True)) / len(greedy)
         rows.append({"model": name, "mode": mode, **results, "same_as_greedy": same})
     return rows, correct

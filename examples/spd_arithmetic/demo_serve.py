@@ -45,7 +45,7 @@ class Served:
     """What one way of decoding gives on the held-out questions."""
 
     accuracy: float
-    accepted: float | None  # draft tokens per verified draft
+    tokens_per_draft: float | None  # see `tokens_per_draft`
     tokens_per_second: dict[int, float]  # by concurrent requests
 
 
@@ -73,36 +73,34 @@ class Client:
             tokens = list(pool.map(one, questions))
         return tokens, time.perf_counter() - begun
 
-    def drafts(self) -> tuple[float, float]:
-        """Accepted draft tokens and verified drafts since the server's start, by its metrics page."""
+    def drafts(self) -> float:
+        """Verified drafts since the server's start, by its metrics page."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             page = reply.read().decode()
-        names = ("num_accepted_tokens", "num_drafts")
-        matches = (re.search(rf"^vllm:spec_decode_{name}_total\{{.*\}} (\S+)", page, re.M) for name in names)
-        accepted, drafts = (float(match.group(1)) if match else 0.0 for match in matches)
-        return accepted, drafts
+        match = re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (\S+)", page, re.M)
+        return float(match.group(1)) if match else 0.0
 
     def measure(self, questions: Sequence[Question], **xargs: float) -> Served:
         """Accuracy on all questions, speed at each number of concurrent requests."""
         self.answers(questions[:1], 1, **xargs)  # warms up
-        _, before = self.drafts()
+        before = self.drafts()
         tokens, seconds = self.answers(questions, max(CONCURRENT), **xargs)
-        accepted = accepted_per_draft(tokens, self.drafts()[1] - before)
+        per_draft = tokens_per_draft(tokens, self.drafts() - before)
         speed = {max(CONCURRENT): sum(map(len, tokens)) / seconds}
         for concurrent in CONCURRENT[:-1]:
             some, seconds = self.answers(questions[: FEW * concurrent], concurrent, **xargs)
             speed[concurrent] = sum(map(len, some)) / seconds
         right = accuracy(self.target, questions, tokens)
-        return Served(right, accepted, dict(sorted(speed.items())))
+        return Served(right, per_draft, dict(sorted(speed.items())))
 
 
-def accepted_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float | None:
-    """Mean number of draft tokens that a verified draft adds to its answer; None without drafts.
+def tokens_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float | None:
+    """Mean number of tokens by which the verification of a draft extends its answer; None without drafts.
 
-    For drafters that draft in every decoding step: the prefill gives an answer's first token, a draft its accepted
-    tokens and one more. vLLM's own count includes draft tokens accepted after the end of an answer.
+    For drafters that draft in every decoding step; the prefill gives an answer's first token. vLLM's own count of
+    accepted draft tokens includes those after the end of an answer.
     """
-    return (sum(map(len, answers)) - len(answers)) / drafts - 1 if drafts else None
+    return (sum(map(len, answers)) - len(answers)) / drafts if drafts else None
 
 
 @contextmanager
@@ -152,11 +150,11 @@ def table_of(record: dict[str, Any]) -> Table:
     """The results as people read them."""
     what = "target deepened to 66 million parameters" if record["deepened"] else "target as it is"
     title = f"{record['questions']} held-out questions over HTTP; {what}; threshold {record['threshold']:g}"
-    table = Table("", "accuracy %", "accepted", *(f"tokens/s, {n} at once" for n in CONCURRENT), title=title)
+    table = Table("", "accuracy %", "tokens/draft", *(f"tokens/s, {n} at once" for n in CONCURRENT), title=title)
     for name, served in record["results"].items():
-        accepted = "-" if served["accepted"] is None else f"{served['accepted']:.2f}"
+        per_draft = "-" if served["tokens_per_draft"] is None else f"{served['tokens_per_draft']:.2f}"
         speed = (f"{value:.0f}" for value in served["tokens_per_second"].values())
-        table.add_row(LABELS[name], f"{100 * served['accuracy']:.1f}", accepted, *speed)
+        table.add_row(LABELS[name], f"{100 * served['accuracy']:.1f}", per_draft, *speed)
     return table
 
 

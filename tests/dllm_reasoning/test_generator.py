@@ -339,6 +339,9 @@ def test_calls_on_the_same_prompts_read_them_once():
     assert both.tokens == results[0].tokens + results[1].tokens
     assert both.stats.batch_forwards == sum(r.stats.batch_forwards for r in results[:2])
     assert both.stats.seconds == results[0].stats.seconds + results[1].stats.seconds
+    prefills.kept = {model: (states, 1000.0) for model, (states, _) in prefills.kept.items()}
+    again = generate("llama", prompts()[8:12], add_eos_length=2, refine_iter="slide", prefills=prefills)
+    assert 1000 < again.stats.seconds < 1100  # of the reading that it did not repeat
 
 
 @pytest.mark.parametrize("mode", ["slide", "verify", "branch"])

@@ -31,6 +31,13 @@ def test_smaller_sizes_are_refused(tiny_llama, tmp_path):
         deepen.main(["--model", tiny_llama, "--out", str(tmp_path), "--layers", "1"])
 
 
+def test_tokens_of_a_draft_by_hand():
+    # The prefills give 2 tokens. Three drafts extend the first answer by 3, 2 and 1 tokens, the last of which is an
+    # accepted draft token that ends it; one draft extends the second by 4.
+    assert demo_serve.tokens_per_draft([[1] * 7, [1] * 5], 4.0) == 10 / 4
+    assert demo_serve.tokens_per_draft([[1] * 7], 0.0) is None
+
+
 @pytest.mark.parametrize(
     "judged, chosen",
     [({-1: 0.90, 0: 0.975, 1: 0.98}, 1), ({-1: 0.976, 0: 0.975, 1: 0.98}, -1), ({0: 0.9, 1: 0.95, 2: 0.95}, 2)],
@@ -49,8 +56,8 @@ def test_an_answer_counts_if_it_has_ended_and_names_the_number(tmp_path):
 def test_the_serving_demo_shows_its_results_and_says_what_target_they_are_of(tmp_path, capsys):
     speed = {1: 64.0, 4: 219.0, 16: 360.0}
     results = {
-        name: asdict(demo_serve.Served(0.99, accepted, speed))
-        for name, accepted in (("greedy", None), ("exact", 2.3), ("scorer", 5.5))
+        name: asdict(demo_serve.Served(0.99, per_draft, speed))
+        for name, per_draft in (("greedy", None), ("exact", 2.3), ("scorer", 5.5))
     }
     record = {"questions": 200, "threshold": 1.0, "deepened": True, "results": results}
     demo_serve.console.print(demo_serve.table_of(record))

@@ -68,9 +68,12 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def write_test(model: Path, file: Path, counts: dict[str, int], seed: int, gsm8k: Path | None = None) -> None:
-    """The test questions: `instruction` and `answer`."""
-    asked, tokenizer = tasks.draw(counts, seed, gsm8k)["test"], hf_tokenizer(str(model))
+def write_test(
+    model: Path, file: Path, counts: dict[str, int], further: int, seed: int, gsm8k: Path | None = None
+) -> None:
+    """`further` test questions after those that the pair's stages read: `instruction` and `answer`."""
+    drawn, tokenizer = tasks.draw(counts, seed, gsm8k, {"test": further}), hf_tokenizer(str(model))
+    asked = drawn["test"][counts["test"] :]
     rows = [{"instruction": rendered(tokenizer, tasks.messages(a.question)), "answer": a.answer} for a in asked]
     pd.DataFrame(rows).to_parquet(file)
 
@@ -111,6 +114,8 @@ def trained_stages(
     def prepare() -> None:
         ended = [row for row in spd.read_rows(answers.result) if row["ended"]]
         write_pairs(ended, target, data)
+
+    def prepare_test() -> None:
         write(out / "test.parquet")
 
     trained = [
@@ -126,14 +131,14 @@ def trained_stages(
             out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
             "--modes", *(MODES if name == "refined" else TWIN_MODES),
-        ), folder / f"{name}.json", (stage,))
+        ), folder / f"{name}.json", (stage,), prepare_test)
         for name, run, stage in (("refined", "refinement", trained[0]), ("twin", "twin", trained[1]))
     ]  # fmt: skip
     served = Stage(f"seed{seed}/served", spd.python(
         "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
         out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", limit, "--mode", "redraft",
         "--guesses", sizes.guesses, "--out", folder / "served.json",
-    ), folder / "served.json", tuple(trained))  # fmt: skip
+    ), folder / "served.json", tuple(trained), prepare_test)  # fmt: skip
     return [*trained, *evaluated, served]
 
 
@@ -227,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd.models_of(pair, spd.Sizes())[0]
 
     def write(file: Path) -> None:
-        write_test(target, file, spd.Sizes().counts, spd.SEED, gsm8k)
+        write_test(target, file, spd.Sizes().counts, sizes.questions, spd.SEED, gsm8k)
 
     limit = spd.limit_of(gsm8k)
     stages = [stage for seed in args.seeds

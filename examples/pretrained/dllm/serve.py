@@ -3,9 +3,9 @@
     python -m examples.pretrained.dllm.serve --model DIR --questions FILE --out FILE [--twin DIR] [--mode redraft]
                                              [--guesses 3]
 
-Each server answers the same questions. OUT has, for each, accuracy, accepted draft tokens, tokens per second and per
-CPU second of the server, and `refined_over_greedy`: tokens per second of the refined model with its own drafts over
-those without.
+Each server answers the same questions. OUT has, for each, accuracy, tokens per verified draft, tokens per second and
+per CPU second of the server, and `refined_over_greedy`: tokens per second of the refined model with its own drafts
+over those without.
 """
 
 import argparse

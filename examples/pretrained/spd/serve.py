@@ -3,7 +3,7 @@
     python -m examples.pretrained.spd.serve --target DIR --draft DIR --scorer DIR --pair DIR --evaluation DIR --out FILE
 
 The scorer's threshold is the one that the evaluation chose on validation questions. Every way of decoding answers the
-same test questions, one request at a time; OUT has accuracies, accepted draft tokens, tokens per second and per CPU
+same test questions, one request at a time; OUT has accuracies, tokens per verified draft, tokens per second and per CPU
 second of the server, and how many answers equal those of the recipe's own decoder in the same dtype.
 """
 
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.tasks import LIMIT
-from examples.spd_arithmetic.demo_serve import MIDDLEWARE, SAME_WORK, Client, accepted_per_draft
+from examples.spd_arithmetic.demo_serve import MIDDLEWARE, SAME_WORK, Client, tokens_per_draft
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
@@ -55,20 +55,20 @@ def measure(
     before, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
     tokens, _ = client.answers(questions, 1, **xargs)
     seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
-    count, (kept, drafts) = sum(map(len, tokens)), (b - a for a, b in zip(before, client.drafts(), strict=True))
-    accepted = accepted_per_draft(tokens, drafts) if always_drafts else kept / drafts if drafts else None
+    count = sum(map(len, tokens))
+    per_draft = tokens_per_draft(tokens, client.drafts() - before) if always_drafts else None
     return {
-        "accuracy": accuracy(client.target, questions, tokens), "accepted": accepted,
+        "accuracy": accuracy(client.target, questions, tokens), "tokens_per_draft": per_draft,
         "tokens_per_second": count / seconds, "tokens_per_cpu_second": count / used, "tokens": tokens,
     }  # fmt: skip
 
 
 def result_table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     """A row for each way of decoding, from what `measure` returned."""
-    table = Table("", "accuracy %", "accepted", "tokens/s", "tokens per CPU second", title=title)
+    table = Table("", "accuracy %", "tokens/draft", "tokens/s", "tokens per CPU second", title=title)
     for name, row in results.items():
-        accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
-        table.add_row(name, f"{100 * row['accuracy']:.1f}", accepted, f"{row['tokens_per_second']:.1f}",
+        per_draft = "-" if row["tokens_per_draft"] is None else f"{row['tokens_per_draft']:.2f}"
+        table.add_row(name, f"{100 * row['accuracy']:.1f}", per_draft, f"{row['tokens_per_second']:.1f}",
                       f"{row['tokens_per_cpu_second']:.1f}")
     return table
 
