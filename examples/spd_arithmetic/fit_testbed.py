@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from examples.demo_runner import ROOT, console, run_logged
@@ -34,6 +35,7 @@ SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "-
          "--n-val-blocks", 600, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
 BATCH = 50
 CLOSE = 0.07
+TABLE_WIDTH = 140  # a pipe counts as 80 columns wide, too narrow for the table
 
 
 def numbers(folder: Path, dtype: str) -> dict[str, float]:
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         points.append({"settings": settings, "seed": args.seed, "numbers": measure(settings, args.out, args.seed)})
         with open(file, "a") as kept:
             kept.write(json.dumps(points[-1]) + "\n")
-    console.print(table_of(points, wanted))
+    Console(width=max(console.width, TABLE_WIDTH)).print(table_of(points, wanted))
     return 0
 
 

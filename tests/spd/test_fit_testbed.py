@@ -52,7 +52,7 @@ def test_what_was_measured_is_kept_and_the_closest_combination_comes_first(tmp_p
     points = [point(0.1, 0.6, 0.75, 0.7, 0.8), point(0.2, 0.5, 0.76, 0.74, 0.78), point(0.4, 0.5, 0.95, 0.7, 0.8)]
     (tmp_path / "points.jsonl").write_text("".join(json.dumps(one) + "\n" for one in points))
     words = ["--wanted", *map(str, WANTED), "--out", str(tmp_path), "--softness", "0.1", "0.2", "0.4"]
-    assert fit_testbed.main(words) == 0 and "draft" in capsys.readouterr().out
+    assert fit_testbed.main(words) == 0 and "draft house share" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["points.jsonl"]  # nothing was made
     columns = fit_testbed.table_of(points, dict(zip(fit_testbed.NUMBERS, WANTED, strict=True))).columns
     assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"]
