@@ -35,7 +35,7 @@ SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "-
          "--n-val-blocks", 600, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
 BATCH = 50
 CLOSE = 0.07
-TABLE_WIDTH = 140  # a pipe counts as 80 columns wide, too narrow for the table
+TABLE_WIDTH = 170  # a pipe counts as 80 columns wide, too narrow for the table
 
 
 def numbers(folder: Path, dtype: str) -> dict[str, float]:
