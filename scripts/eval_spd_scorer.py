@@ -230,8 +230,7 @@ def model_print(model: str) -> bytes:
 def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -> Path:
     """The file of a finished part: named by `common`, the part, and the scorers and files of rules that it uses."""
     digest = hashlib.sha256(f"{common}{part!r}".encode())
-    names = part.names if isinstance(part, Scores) else [part.rule] if isinstance(part, Run) else []
-    for name in names or [run.rule for run in part.runs]:
+    for name in part.rules:
         if name in args.scorers:
             digest.update(model_print(args.scorers[name]))
         elif name in args.rules:

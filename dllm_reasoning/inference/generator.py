@@ -171,7 +171,8 @@ def _choose(
         return logits.argmax(-1).tolist(), None
     shape = logits.shape[:2]
     uniform = torch.zeros(shape, device=logits.device)
-    after = torch.tensor([sum(divmod(column, 1 + len(branch))) for column in range(shape[1])])  # the committed tokens
+    # Places of the columns in the answer, from the first one after the committed tokens.
+    after = torch.tensor([sum(divmod(column, 1 + len(branch))) for column in range(shape[1])])
     for i, row in enumerate(rows if uniforms else ()):
         place = (len(row.tokens) - row.prompt_length + after).clamp(max=row.limit - 1)
         uniform[i] = uniforms[row.number][place].to(logits.device)

@@ -130,11 +130,15 @@ class SelfDraftSettings:
 
     def max_draft_tokens(self, trained: int) -> int:
         """Most draft tokens of a request in one step: vLLM's `num_speculative_tokens`."""
-        return sum(replace(self, mode="slide" if self.mode == "slide" else "verify").window(trained, 1))
+        return self.most_guesses(trained) * (1 if self.mode == "slide" else 2)
+
+    def most_guesses(self, trained: int) -> int:
+        """Guesses of the widest window, for a model trained on windows of `trained` guesses."""
+        return trained if self.guesses is None else min(self.guesses, trained)
 
     def window(self, trained: int, running: int) -> tuple[int, int]:
         """(guesses, noise tokens after them) of each of `running` requests; `trained`: guesses of the full window."""
-        guesses = trained if self.guesses is None else min(self.guesses, trained)
+        guesses = self.most_guesses(trained)
         if self.mode != "auto":
             return guesses, 0 if self.mode == "slide" else guesses
         share = self.tokens_per_step // running - 1  # the last committed token is fed too

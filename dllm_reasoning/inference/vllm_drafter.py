@@ -43,9 +43,11 @@ class SelfDrafter:
         drafts = []
         for sampled, predicted in zip(sampled_token_ids, self.predicted, strict=True):
             known = predicted[len(sampled) :]  # after the accepted guesses and the token that follows them
-            window = (known + [self.noise] * guessed)[:guessed] + [self.noise] * noise
-            if self.settings.mode == "redraft":  # longer than the noise: `known` follows a wrong guess
-                window = (known[:guessed] if len(known) <= noise else []) + [self.noise] * noise
+            if self.settings.mode != "redraft":
+                known += [self.noise] * guessed
+            elif len(known) > noise:  # predictions after a wrong guess
+                known = []
+            window = known[:guessed] + [self.noise] * noise
             drafts.append(window if sampled else [])  # none while the prompt is still read
         return drafts
 

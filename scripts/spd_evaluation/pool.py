@@ -51,6 +51,11 @@ class Run:
     first: int = 0  # of the split's questions
     last: int | None = None  # the one after the last; None: all
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules and scorers that the result depends on."""
+        return (self.rule,)
+
     def size(self, job: Job) -> int:
         """Answers, for the progress bar."""
         return len(job.questions[self.split][self.first : self.last]) * job.args.samples
@@ -102,6 +107,11 @@ class Harm(_Undivided):
 
     runs: tuple[Run, ...]
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules and scorers that the result depends on."""
+        return tuple(run.rule for run in self.runs)
+
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""
         return len(job.blocks)
@@ -114,7 +124,7 @@ class Harm(_Undivided):
 class Scores(_Undivided):
     """Score the labelled validation blocks; the result is harm.labelled_scores."""
 
-    names: tuple[str, ...]  # keys of Worker.scores or of rules.STATISTICS
+    rules: tuple[str, ...]  # keys of Worker.scores or of rules.STATISTICS
 
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""

@@ -118,7 +118,7 @@ class Worker:
     def labelled_scores(self, task: Scores) -> dict[str, list[list[tuple[float, bool]]]]:
         """See harm.labelled_scores."""
         known = {**rules.STATISTICS, **self.scores}
-        wanted = {name: known[name] for name in task.names}
+        wanted = {name: known[name] for name in task.rules}
         scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation, self.args.batch_size)
         self._count(len(self.job.validation))
         return scores
