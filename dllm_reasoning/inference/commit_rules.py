@@ -66,8 +66,8 @@ class CommitRule:
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token, each guess
-        and the tokens of their branches, as ModelRunner.logits has them; `confidence`: the probabilities of those after the
-        committed token and each guess."""
+        and the tokens of their branches, as ModelRunner.logits has them; `confidence`: the probabilities of those after
+        the committed token and each guess."""
         raise NotImplementedError
 
     def committed(self, count: int) -> None:
