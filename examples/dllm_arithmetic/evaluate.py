@@ -20,6 +20,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from loguru import logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dllm_reasoning.inference.generator import GenerationResult, iterative_generate
@@ -69,7 +70,10 @@ class Subject:
         for start in range(0, len(self.prompts), self.batch):
             prefills = Prefills()
             for mode, done in parts.items():
-                done.append(self.generate(self.prompts[start : start + self.batch], mode, prefills))
+                begun, prompts = time.perf_counter(), self.prompts[start : start + self.batch]
+                done.append(self.generate(prompts, mode, prefills))
+                logger.info("{}: {} of {} questions answered, the last {} in {:.0f} s", mode, start + len(prompts),
+                            len(self.prompts), len(prompts), time.perf_counter() - begun)  # fmt: skip
         return {mode: functools.reduce(operator.add, done) for mode, done in parts.items()}
 
     def measure(self, mode: str, result: GenerationResult) -> tuple[dict[str, float], list[bool]]:

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 SFT_STEPS = 460
 # Of the answers. Batches group rows by length, so that a short row's tokens weigh more: the model guesses more often.
 BARE_SHARE = 0.35
+DRILL_SHARE = 0.15  # of the rows: plain calculations
 COUNTS = {"train": 8000, "val": 400, "test": 0}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
 DATA_SOURCE = "word_problems"
@@ -84,7 +85,7 @@ def write_model(directory: Path, seed: int, steps: int, on_step: Callable[[int, 
 
 def training_row(rng: random.Random, encoder: Encoder) -> train_models.Row:
     """A question with a bare or a worked answer, or now and then plain calculations."""
-    if rng.random() < train_models.DRILL_SHARE:
+    if rng.random() < DRILL_SHARE:
         return train_models.drill_row(rng, encoder)
     problem = corpus.sample_problem(rng)
     if rng.random() < BARE_SHARE:

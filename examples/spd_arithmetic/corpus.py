@@ -6,7 +6,6 @@ whom), and some figures look decisive but are free (3 + 4 or 4 + 3): no rule on 
 """
 
 import functools
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -312,23 +311,24 @@ def _separator(step: int, last: int) -> Slot:
 
 
 def render(slots: list[Slot], choose: Chooser) -> tuple[list[str], list[str]]:
-    """Words of an answer, and for each word the slot whose house wording it is the first to leave, or ""."""
+    """Words of an answer, and for each word "" or, if it is the first to leave a slot's house wording, SLOT/OPTION."""
     words: list[str] = []
     leaves: list[str] = []
     pending = ""
     for slot in slots:
         house = slot.options[0].split()
-        said = slot.options[choose(slot.name, len(slot.options))].split()
+        option = choose(slot.name, len(slot.options))
+        said, wording = slot.options[option].split(), f"{slot.name}/{option}"
         marks = [""] * len(said)
         if said != house:
             at = next((i for i, (a, b) in enumerate(zip(said, house, strict=False)) if a != b),
                       min(len(said), len(house)))
             if at < len(said):
-                marks[at] = slot.name
+                marks[at] = wording
         if pending:
             marks[0] = pending
         # A wording that is a mere prefix of the house's leaves it with the first word of the next slot.
-        pending = slot.name if len(said) < len(house) and house[: len(said)] == said else ""
+        pending = wording if len(said) < len(house) and house[: len(said)] == said else ""
         words += said
         leaves += marks
     return words, leaves
@@ -349,21 +349,16 @@ def mixed_style(rng: random.Random) -> Chooser:
     return choose
 
 
-def draft_style(item: str, house_share: float = 0.45) -> Chooser:
-    """The draft model's favourites: fixed by slot and item, house style in this share of them."""
+@functools.cache
+def draft_style(item: str, house_share: float) -> Chooser:
+    """The draft model's style: a favourite wording for each slot, and the house's in this share of slots and items."""
 
+    @functools.cache  # asked for every slot of every training row
     def choose(slot: str, n_options: int) -> int:
-        rng = random.Random(f"{slot}/{item}")
-        return 0 if n_options == 1 or rng.random() < house_share else rng.randrange(1, n_options)
+        house = n_options == 1 or random.Random(f"{slot}/{item}").random() < house_share
+        return 0 if house else random.Random(slot).randrange(1, n_options)
 
     return choose
-
-
-@functools.cache  # asked for every word of every training row
-def softness_of(slot: str, softness: float, spread: float) -> float:
-    """How much the target tolerates other wordings of a slot, at most 1: log-normal around `softness` over the slots,
-    with this standard deviation of the logarithm."""
-    return min(1.0, softness * math.exp(spread * random.Random(f"softness/{slot}").gauss(0.0, 1.0)))
 
 
 def drill(rng: random.Random, count: int) -> list[str]:

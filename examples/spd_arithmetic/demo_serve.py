@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -104,11 +104,17 @@ def tokens_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float |
 
 
 @contextmanager
-def server(target: str, log: Path, extra: Sequence[str] = ()):
-    """A client of a server that runs while the block does."""
-    running = LocalVllmServer(target, log, 256, ["--max-num-seqs", str(max(CONCURRENT)), *SAME_WORK, *extra])
+def server(
+    target: str, log: Path, extra: Sequence[str] = (), length: int = 256, concurrent: int = max(CONCURRENT),
+    limit: int = LIMIT,
+) -> Iterator[tuple[Client, LocalVllmServer]]:  # fmt: skip
+    """A client of a server that runs while the block does.
+
+    `length`: tokens of prompt and answer; `concurrent`: most requests at a time; `limit`: tokens of an answer.
+    """
+    running = LocalVllmServer(target, log, length, ["--max-num-seqs", str(concurrent), *SAME_WORK, *extra])
     try:
-        yield Client(running.wait_ready(300), target)
+        yield Client(running.wait_ready(600), target, limit), running
     finally:
         running.stop()
 
@@ -129,10 +135,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     del options["model"]
     results: dict[str, Served] = {}
     console.print("plain vLLM starts")
-    with server(str(target), args.demo / "served_plain.log") as client:
+    with server(str(target), args.demo / "served_plain.log") as (client, _):
         results["greedy"] = client.measure(test)
     console.print("vLLM with draft and scorer starts")
-    with server(str(target), args.demo / "served.log", [*flags_of(options), "--middleware", MIDDLEWARE]) as client:
+    with server(str(target), args.demo / "served.log", [*flags_of(options), "--middleware", MIDDLEWARE]) as (client, _):
 
         def right(**xargs: float) -> float:
             return accuracy(str(target), validation, client.answers(validation, max(CONCURRENT), **xargs)[0])

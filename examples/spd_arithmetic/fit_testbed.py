@@ -1,7 +1,8 @@
 """Looks for the settings of the test bed with which its mismatches are like those of a real pair of models.
 
     python -m examples.spd_arithmetic.fit_testbed --pair outputs/pretrained_spd/pair [--softness 0.1 0.2]
-        [--softness-spread 1 2] [--draft-house-share 0.45 0.7] [--target-steps 1000] [--draft-steps 560] [--out DIR]
+        [--draft-softness 0.001] [--draft-house-share 0.45 0.7] [--draft-number-share 0.1 1] [--target-steps 1000]
+        [--draft-steps 560] [--out DIR]
 
 Compares four numbers of labelled validation mismatches: the share of harmless ones, and the areas under the ROC curves
 of margin, probability and entropy (scripts.spd_evaluation.rules.STATISTICS). No scorer is trained, no rule decodes, and
@@ -23,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.demo_runner import ROOT, console, run_logged
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts.spd_evaluation import harm
 from scripts.spd_evaluation.measures import harmless_share_and_auc
 from scripts.spd_evaluation.rules import STATISTICS
 from scripts.spd_evaluation.worker import load_model
 
 NUMBERS = ("harmless", "margin", "probability", "entropy")
-KNOBS = {"softness": 0.2, "softness_spread": 0.0, "draft_house_share": 0.45, "target_steps": 1000, "draft_steps": 560}
 #: Of a test bed that is only labelled: blocks of train questions are not used.
 SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "--n-val-questions", 300,
          "--n-val-blocks", 600, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
@@ -72,8 +73,8 @@ def measure(settings: Mapping[str, float], out: Path, seed: int) -> dict[str, fl
 
 def table_of(points: list[dict[str, Any]], wanted: Mapping[str, float]) -> Table:
     """A row for each combination, the closest first, after the wanted numbers."""
-    table = Table(*(knob.replace("_", " ") for knob in KNOBS), "seed", *NUMBERS, "largest difference")
-    table.add_row(*[""] * (1 + len(KNOBS)), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
+    table = Table(*(knob.replace("_", " ") for knob in DEFAULTS), "seed", *NUMBERS, "largest difference")
+    table.add_row(*[""] * (1 + len(DEFAULTS)), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
     for point in sorted(points, key=lambda point: distance(point["numbers"], wanted)):
         found, gap = point["numbers"], distance(point["numbers"], wanted)
         close = " (close)" if gap <= CLOSE else ""
@@ -92,15 +93,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", help="of the real pair's models")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_fit")
     parser.add_argument("--seed", type=int, default=0)
-    for knob, default in KNOBS.items():
+    for knob, default in DEFAULTS.items():
         parser.add_argument(f"--{knob.replace('_', '-')}", type=type(default), nargs="+", default=[default])
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = dict(zip(NUMBERS, args.wanted, strict=True)) if args.wanted else numbers(args.pair, args.dtype)
     file = args.out / "points.jsonl"
     points = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    for values in itertools.product(*(getattr(args, knob) for knob in KNOBS)):
-        settings = dict(zip(KNOBS, values, strict=True))
+    for values in itertools.product(*(getattr(args, knob) for knob in DEFAULTS)):
+        settings = dict(zip(DEFAULTS, values, strict=True))
         if any((point["settings"], point["seed"]) == (settings, args.seed) for point in points):
             continue
         console.print(f"{settings}", highlight=False)

@@ -1,13 +1,13 @@
 """The frontier: every rule and the scorers, swept, over several seeds of target, draft and scorer.
 
-    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2 3 4] [--softness 0 0.2] [--questions 1000] [--out DIR]
+    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2 3 4] [--softness U ...] [--questions 1000] [--out DIR]
                                                [--kept DIR]
 
 Each seed is a test bed, three trainings (GRPO, supervised with as many completions, GRPO from the supervised scorer)
 and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
 all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
-over seeds at softness 0.2 in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds are written to a
-folder, and those that are there already are not measured again: the measurement can be spread over machines.
+over seeds at the demo's softness in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds go to a folder
+as well, and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, run_logged
 from examples.spd_arithmetic.demo import DTYPE, LIMIT, STEPS, saved_scorer, training_command
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts.spd_evaluation.curves import best_mix, curves_of, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
@@ -34,11 +35,11 @@ from scripts.spd_evaluation.plot import CURVES, save_plot
 # Thresholds of the rules without training: few, but from almost no drop to 4 points, since each costs 1,600 answers.
 FREE_RULES = {"--margins": "2 3 4 8", "--typicals": "0.09 0.045 0.015", "--ranks": "2 3", "--entropies": "0.1 0.6",
               "--divergences": "1 3"}  # fmt: skip
-HARMLESS_SHARES = ("0.9", "0.85", "0.8", "0.75", "0.7", "0.65", "0.6", "0.5")  # accepted above a threshold
+HARMLESS_SHARES = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2")  # accepted above a threshold
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
 TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
-HEADLINE = 0.2  # the softness of the demo
+HEADLINE = DEFAULTS["softness"]  # of the demo
 MAX_VAL_DROP = "0.015"  # the upper end of an interval that is a point wide: about one point on other questions
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 97.5 %, 2 seeds and more
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run all seeds; gives the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--softness", type=float, nargs="+", default=[0.0, 0.2])
+    parser.add_argument("--softness", type=float, nargs="+", default=[HEADLINE])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
     parser.add_argument("--train-questions", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=5000, help="blocks a scorer is trained on")

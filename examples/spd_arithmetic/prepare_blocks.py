@@ -40,6 +40,7 @@ from examples.spd_arithmetic.questions import (
     read_splits,
     write_questions,
 )
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from examples.spd_arithmetic.workers import RayWorkers, Workers
 from recipe.spd.rollout import decoder as decode
 from scripts.spd_evaluation import rules
@@ -51,6 +52,14 @@ HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.py", "blocks.py", "workers.py",
         "prepare_blocks.py")
 CODE_ELSEWHERE = (rules, decode)
+MODEL_SETTINGS = {
+    "softness": "u: how much the target tolerates other wordings, 0 to 1",
+    "draft_softness": "the same for the wordings that the draft prefers",
+    "draft_house_share": "share of the target's own wordings among the draft's",
+    "draft_number_share": "share of the numbers that count in the draft's training: with fewer it errs in more of them",
+    "target_steps": "steps of the target's training",
+    "draft_steps": "steps of the draft's training",
+}
 SANITY_QUESTIONS = 200
 DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches; at softness 0.2 all five seeds have 0.01 or less
 KEPT = "finished_parts"
@@ -125,10 +134,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the test bed")
     add("--seed", type=int, default=0)
-    add("--softness", type=float, default=0.2, help="u: how much the target tolerates other wordings, 0 to 1")
-    add("--softness-spread", type=float, default=0.0, help="how much u differs between the places of an answer: "
-        "standard deviation of its logarithm")
-    add("--draft-house-share", type=float, default=0.45, help="share of the target's own wordings among the draft's")
+    for name, text in MODEL_SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), default=DEFAULTS[name], help=text)
     add("--n-train-questions", type=int, default=1000)
     add("--n-val-questions", type=int, default=600)
     add("--n-test-questions", type=int, default=1200)
@@ -141,8 +148,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "logit of its own token is larger by at most this")
     add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "
         "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
-    add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
-    add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens per round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=200, help="rows that a process decodes together, and that "
@@ -180,12 +185,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--val-questions goes with --train-questions and --test-questions")
     if not real == (args.target is not None) == (args.draft is not None):
         parser.error("questions, --target and --draft go together: real questions need a real pair of models")
-    for name in ("softness", "drift_share", "draft_house_share"):
+    for name in ("softness", "draft_softness", "drift_share", "draft_house_share", "draft_number_share"):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
-    for name in ("offsets", "softness_spread"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 or more")
+    if args.offsets < 0:
+        parser.error(f"--offsets {args.offsets}: expected 0 or more")
     for name in ("processes", "tensor_parallel"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
@@ -329,8 +333,9 @@ def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: 
             if not (out / name).exists():
                 (out / name).symlink_to(given.resolve(), target_is_directory=True)
         return
-    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness, args.softness_spread),
-            train_pair.Job("draft", args.draft_steps, args.seed, house_share=args.draft_house_share)]
+    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness, args.draft_softness),
+            train_pair.Job("draft", args.draft_steps, args.seed, house_share=args.draft_house_share,
+                           number_share=args.draft_number_share)]
     train_pair.train_pair(out, args.out.parent / "models", jobs, workers, report)
 
 

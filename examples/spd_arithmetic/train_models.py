@@ -17,8 +17,7 @@ from examples.spd_arithmetic.model import Shape, SmallLlama
 from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS, PAD_ID, Encoder
 
-DRILL_SHARE = 0.15
-# Of the target, trained for longer: with more drills and the default rate it errs after wordings that are not its own.
+# Of the target: with more drills and the default rate it errs after wordings that are not its own.
 TARGET_DRILL_SHARE, TARGET_MUON_LR = 0.05, 0.012
 DRILL_CALCULATIONS = 16
 WARM_UP_STEPS = 60
@@ -44,24 +43,25 @@ Row = tuple[list[int], list[int]]
 """Ids of one training row, and its labels: the id where the token counts in the loss, else IGNORED."""
 
 
-def target_row(rng: random.Random, encoder: Encoder, softness: float, spread: float = 0.0) -> Row:
+def target_row(rng: random.Random, encoder: Encoder, softness: float, draft_softness: float) -> Row:
     """Every style as input; the first token that leaves a slot's house wording counts only with the probability
-    `corpus.softness_of`."""
+    `draft_softness` if the wording is the draft's favourite other than the house's, else `softness`."""
     if rng.random() < TARGET_DRILL_SHARE:
         return drill_row(rng, encoder)
     problem = corpus.sample_problem(rng)
-    words, leaves = corpus.render(corpus.answer_slots(problem), corpus.mixed_style(rng))
-    counted = [not slot or rng.random() < corpus.softness_of(slot, softness, spread) for slot in leaves]
+    slots, favourite = corpus.answer_slots(problem), corpus.draft_style(problem.item, house_share=0.0)
+    favourites = {f"{slot.name}/{favourite(slot.name, len(slot.options))}" for slot in slots}
+    words, leaves = corpus.render(slots, corpus.mixed_style(rng))
+    counted = [not left or rng.random() < (draft_softness if left in favourites else softness) for left in leaves]
     return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
 
 
-def draft_row(rng: random.Random, encoder: Encoder, house_share: float = 0.45) -> Row:
-    """The draft's own favourite wordings, all tokens of the answer counted."""
-    if rng.random() < DRILL_SHARE:
-        return drill_row(rng, encoder)
+def draft_row(rng: random.Random, encoder: Encoder, house_share: float, number_share: float) -> Row:
+    """The draft's own favourite wordings; a number counts only with the probability `number_share`."""
     problem = corpus.sample_problem(rng)
     words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item, house_share))
-    return _answer_row(encoder, corpus.question_text(problem).split(), words, [True] * len(words))
+    counted = [not word.isdigit() or rng.random() < number_share for word in words]
+    return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
 
 
 def drill_row(rng: random.Random, encoder: Encoder) -> Row:

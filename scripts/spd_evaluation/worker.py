@@ -132,27 +132,26 @@ class Worker:
 
     def _load_scorers(self) -> dict[str, torch.nn.Module]:
         """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config
-        of the first, drawn from the seed.
-
-        A `target` head shares the loaded target; an `own` scorer brings its backbone along.
-        """
-
-        def shared(config: ScoringModelConfig) -> torch.nn.Module | None:
-            return None if SCORERS[config.backbone].trains_backbone else self.target
-
-        def load(directory: str) -> torch.nn.Module:
-            config = ScoringModelConfig.load(Path(directory))
-            return AutoModelForSPDScoring.from_pretrained(
-                directory, base_model=shared(config), torch_dtype=self.target.dtype
-            )
-
-        models = {name: load(directory) for name, directory in self.args.scorers.items()}
+        of the first, drawn from the seed."""
+        models = {name: load_scorer(directory, self.target) for name, directory in self.args.scorers.items()}
         if self.args.untrained is not None:
-            untrained = load(self.args.untrained)
+            untrained = load_scorer(self.args.untrained, self.target)
         else:
             config = replace(models["scorer"].config, seed=self.args.seed)
-            untrained = AutoModelForSPDScoring.from_config(config, self.target.dtype, shared(config))
-        return {n: m.to(self.args.device).eval() for n, m in {**models, "scorer_untrained": untrained}.items()}
+            backbone = shared_backbone(config, self.target)
+            untrained = AutoModelForSPDScoring.from_config(config, self.target.dtype, backbone).eval()
+        return {n: m.to(self.args.device) for n, m in {**models, "scorer_untrained": untrained}.items()}
+
+
+def load_scorer(directory: str, target: torch.nn.Module) -> torch.nn.Module:
+    """A saved scorer for inference, in the target's dtype."""
+    shared = shared_backbone(ScoringModelConfig.load(Path(directory)), target)
+    return AutoModelForSPDScoring.from_pretrained(directory, base_model=shared, torch_dtype=target.dtype).eval()
+
+
+def shared_backbone(config: ScoringModelConfig, target: torch.nn.Module) -> torch.nn.Module | None:
+    """The loaded target for a `target` head; None for an `own` scorer, which has its backbone with it."""
+    return None if SCORERS[config.backbone].trains_backbone else target
 
 
 def scores_of(

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from examples.spd_arithmetic import fit_testbed
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from tests.helpers.models import save_tiny_llama
 
 CONTEXT, DRAFTS = [5, 6, 7], [[8, 9, 10], [11, 12, 13], [14, 15, 16]]
@@ -18,7 +19,7 @@ WANTED = [0.5, 0.75, 0.7, 0.8]
 
 
 def point(softness, *numbers):
-    settings = dict(fit_testbed.KNOBS) | {"softness": softness}
+    settings = {**DEFAULTS, "softness": softness}
     return {"settings": settings, "seed": 0, "numbers": dict(zip(fit_testbed.NUMBERS, numbers, strict=True))}
 
 

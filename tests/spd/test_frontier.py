@@ -121,21 +121,22 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
         return {name: [sys.executable, "-c", script, str(log), name, str(out / "run")] for name in names}
 
     monkeypatch.setattr(frontier, "commands", commands)
-    options = ["--softness", "0.2", "--seeds", "0", "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "out"),
+    options = ["--seeds", "0", "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "out"),
                "--results", str(tmp_path / "seeds.json")]  # fmt: skip
     assert frontier.main(options) == 0
     assert log.read_text().split("\n")[:3] == ["training", "supervised --label-budget 42", "evaluation"]
     figures = json.loads((tmp_path / "seeds.json").read_text())
     assert figures["seed_gain_min"] == 2.0 and figures["seeds"] == [0]
-    kept = tmp_path / "kept" / "u0.2-seed0.json"
+    name = f"u{frontier.HEADLINE:g}"
+    kept = tmp_path / "kept" / f"{name}-seed0.json"
     assert set(json.loads(kept.read_text())) == {"questions", "test", "validation"}
     kept.unlink()
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 3  # nothing ran again
-    (tmp_path / "out" / "u0.2-seed0" / "commands.json").write_text(json.dumps({}))
+    (tmp_path / "out" / f"{name}-seed0" / "commands.json").write_text(json.dumps({}))
     kept.unlink()
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
-    assert (tmp_path / "out" / "frontier-u0.2.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / f"frontier-{name}.png").stat().st_size > 10_000
 
 
 def test_a_seed_s_commands_share_a_store_and_hand_on_their_scorers(tmp_path):

@@ -17,8 +17,9 @@ import pandas as pd
 
 from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options
 from examples.demo_runner import console
-from examples.pretrained.spd.serve import measure, result_table, server
+from examples.pretrained.spd.serve import CONCURRENT, LENGTH, measure, result_table
 from examples.pretrained.spd.tasks import LIMIT
+from examples.spd_arithmetic.demo_serve import server
 from examples.spd_arithmetic.serving import Question
 from scripts.serve_spd import flags_of
 from verl.utils.tokenizer import hf_tokenizer
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     results: dict[str, dict[str, Any]] = {}
     for number, (name, (model, options)) in enumerate(ways.items()):
         log = args.out.with_suffix(f".{number}.log")
-        with server(model, log, args.max_new_tokens, flags_of(options)) as (client, running):
+        with server(str(model), log, flags_of(options), LENGTH, CONCURRENT, args.max_new_tokens) as (client, running):
             always = options.get("speculative_config") != NGRAM
             results[name] = measure(client, running.pid, questions, always_drafts=always)
     tokens = {name: result.pop("tokens") for name, result in results.items()}

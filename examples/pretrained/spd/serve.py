@@ -10,8 +10,6 @@ second of the server, and how many answers equal those of the recipe's own decod
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +18,14 @@ from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.tasks import LIMIT
-from examples.spd_arithmetic.demo_serve import MIDDLEWARE, SAME_WORK, Client, tokens_per_draft
+from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client, server, tokens_per_draft
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
 from verl.utils.accelerator import default_dtype
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 QUESTIONS = 100
-
-
-@contextmanager
-def server(target: Path, log: Path, limit: int, extra: list[str]) -> Iterator[tuple[Client, LocalVllmServer]]:
-    """A client of a server that runs while the block does."""
-    running = LocalVllmServer(str(target), log, 1024, ["--max-num-seqs", "8", *SAME_WORK, *extra])
-    try:
-        yield Client(running.wait_ready(600), str(target), limit), running
-    finally:
-        running.stop()
+LENGTH, CONCURRENT = 1024, 8  # tokens of prompt and answer, and most requests at a time, in the servers
 
 
 def cpu_seconds(root: int) -> float:
@@ -91,10 +79,11 @@ def main(argv: list[str] | None = None) -> None:
     del options["model"]
     results: dict[str, dict[str, Any]] = {}
     plain = ["--dtype", args.dtype]
-    with server(args.target, args.out.with_suffix(".plain.log"), args.max_new_tokens, plain) as (client, running):
+    sizes = {"length": LENGTH, "concurrent": CONCURRENT, "limit": args.max_new_tokens}
+    with server(str(args.target), args.out.with_suffix(".plain.log"), plain, **sizes) as (client, running):
         results["greedy"] = measure(client, running.pid, questions)
     extra = [*plain, *flags_of(options), "--middleware", MIDDLEWARE]
-    with server(args.target, args.out.with_suffix(".log"), args.max_new_tokens, extra) as (client, running):
+    with server(str(args.target), args.out.with_suffix(".log"), extra, **sizes) as (client, running):
         results["exact"] = measure(client, running.pid, questions, spd=0)
         results["scorer"] = measure(client, running.pid, questions, spd_threshold=threshold)
     same = sum(a == b for a, b in zip(results["greedy"].pop("tokens"), results["exact"].pop("tokens"), strict=True))
@@ -112,15 +101,12 @@ def main(argv: list[str] | None = None) -> None:
 def own_decoder(args: argparse.Namespace, questions: list[Question], threshold: float) -> list[list[int]]:
     """The scorer's answers by the recipe's decoder, in the blocks of a server."""
     from recipe.spd.rollout.decoder import speculative_generate
-    from recipe.spd.scorer.auto import SCORERS
     from scripts.spd_evaluation.rules import above
-    from scripts.spd_evaluation.worker import load_model, scores_of
-    from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
+    from scripts.spd_evaluation.worker import load_model, load_scorer, scores_of
     from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
     target, draft = (load_model(str(folder), "cpu", args.dtype) for folder in (args.target, args.draft))
-    shared = None if SCORERS[ScoringModelConfig.load(args.scorer).backbone].trains_backbone else target
-    model = AutoModelForSPDScoring.from_pretrained(args.scorer, base_model=shared, torch_dtype=target.dtype).eval()
+    model = load_scorer(str(args.scorer), target)
     tokenizer = hf_tokenizer(str(args.target))
     ends = stop_ids(tokenizer, str(args.target))
     prompts = [question.prompt_ids for question in questions]
