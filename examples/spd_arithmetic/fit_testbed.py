@@ -1,8 +1,8 @@
 """Looks for the settings of the test bed with which its mismatches are like those of a real pair of models.
 
     python -m examples.spd_arithmetic.fit_testbed --pair outputs/pretrained_spd/pair [--softness 0.1 0.2]
-        [--draft-softness 0.001] [--draft-house-share 0.45 0.7] [--draft-number-share 0.1 1] [--target-steps 1000]
-        [--draft-steps 560] [--out DIR]
+        [--draft-softness 0.0 0.001] [--draft-house-share 0.965 0.975] [--target-steps 1000] [--draft-steps 300]
+        [--out DIR]
 
 Compares four numbers of labelled validation mismatches: the share of harmless ones, and the areas under the ROC curves
 of margin, probability and entropy (scripts.spd_evaluation.rules.STATISTICS). No scorer is trained, no rule decodes, and
@@ -32,8 +32,8 @@ from scripts.spd_evaluation.worker import load_model
 
 NUMBERS = ("harmless", "margin", "probability", "entropy")
 #: Of a test bed that is only labelled: blocks of train questions are not used.
-SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "--n-val-questions", 300,
-         "--n-val-blocks", 600, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
+SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "--n-val-questions", 600,
+         "--n-val-blocks", 1200, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
 BATCH = 50
 CLOSE = 0.07
 TABLE_WIDTH = 170  # a pipe counts as 80 columns wide, too narrow for the table

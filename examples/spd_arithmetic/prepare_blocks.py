@@ -56,7 +56,6 @@ MODEL_SETTINGS = {
     "softness": "u: how much the target tolerates other wordings, 0 to 1",
     "draft_softness": "the same for the wordings that the draft prefers",
     "draft_house_share": "share of the target's own wordings among the draft's",
-    "draft_number_share": "share of the numbers that count in the draft's training: with fewer it errs in more of them",
     "target_steps": "steps of the target's training",
     "draft_steps": "steps of the draft's training",
 }
@@ -185,7 +184,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--val-questions goes with --train-questions and --test-questions")
     if not real == (args.target is not None) == (args.draft is not None):
         parser.error("questions, --target and --draft go together: real questions need a real pair of models")
-    for name in ("softness", "draft_softness", "drift_share", "draft_house_share", "draft_number_share"):
+    for name in ("softness", "draft_softness", "drift_share", "draft_house_share"):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
     if args.offsets < 0:
@@ -334,8 +333,7 @@ def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: 
                 (out / name).symlink_to(given.resolve(), target_is_directory=True)
         return
     jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness, args.draft_softness),
-            train_pair.Job("draft", args.draft_steps, args.seed, house_share=args.draft_house_share,
-                           number_share=args.draft_number_share)]
+            train_pair.Job("draft", args.draft_steps, args.seed, house_share=args.draft_house_share)]
     train_pair.train_pair(out, args.out.parent / "models", jobs, workers, report)
 
 

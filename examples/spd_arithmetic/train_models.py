@@ -56,12 +56,11 @@ def target_row(rng: random.Random, encoder: Encoder, softness: float, draft_soft
     return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
 
 
-def draft_row(rng: random.Random, encoder: Encoder, house_share: float, number_share: float) -> Row:
-    """The draft's own favourite wordings; a number counts only with the probability `number_share`."""
+def draft_row(rng: random.Random, encoder: Encoder, house_share: float) -> Row:
+    """The draft's own favourite wordings, all tokens of the answer counted."""
     problem = corpus.sample_problem(rng)
     words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item, house_share))
-    counted = [not word.isdigit() or rng.random() < number_share for word in words]
-    return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
+    return _answer_row(encoder, corpus.question_text(problem).split(), words, [True] * len(words))
 
 
 def drill_row(rng: random.Random, encoder: Encoder) -> Row:

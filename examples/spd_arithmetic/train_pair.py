@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
 #: Settings of the test bed's models by the names of prepare_blocks' options. With these, which fit_testbed found, its
 #: mismatches are like those of the pair of examples.pretrained.spd.
-DEFAULTS = {"softness": 0.1, "draft_softness": 0.0, "draft_house_share": 0.975, "draft_number_share": 0.05,
-            "target_steps": 1000, "draft_steps": 450}  # fmt: skip
+DEFAULTS = {"softness": 0.1, "draft_softness": 0.0, "draft_house_share": 0.975, "target_steps": 1000,
+            "draft_steps": 300}  # fmt: skip
 REPORT_EVERY = 5
 Report = Callable[..., None]
 """Called with (done, in all, label)."""
@@ -38,7 +38,6 @@ class Job:
     softness: float = 0.0  # of the target
     draft_softness: float = 0.0  # of the target, for the draft's favourite wordings
     house_share: float = 0.0  # of the draft's wordings
-    number_share: float = 0.0  # of the numbers that count in the draft's training
 
     @property
     def fingerprint(self) -> str:
@@ -75,8 +74,8 @@ def train_one(job: Job, cache: Path) -> None:
         model = train_models.train(config, lambda rng: train_models.target_row(rng, encoder, *soft), job.seed, tell)
     else:
         config = train_models.draft_config(len(encoder.tokens), job.steps)
-        shares = (job.house_share, job.number_share)
-        model = train_models.train(config, lambda rng: train_models.draft_row(rng, encoder, *shares), job.seed, tell)
+        model = train_models.train(config, lambda rng: train_models.draft_row(rng, encoder, job.house_share),
+                                   job.seed, tell)
     publish(model, cache / job.fingerprint)
 
 
