@@ -2,13 +2,14 @@
 
     python -m examples.spd_arithmetic.fit_testbed --pair outputs/pretrained_spd/pair [--softness 0.1 0.2]
         [--draft-softness 0.0 0.001] [--draft-house-share 0.965 0.975] [--target-steps 1000] [--draft-steps 300]
-        [--out DIR]
+        [--seeds 0 1 2] [--out DIR]
 
 Compares four numbers of labelled validation mismatches: the share of harmless ones, and the areas under the ROC curves
 of margin, probability and entropy (scripts.spd_evaluation.rules.STATISTICS). No scorer is trained, no rule decodes, and
 no test question is read. Every combination of the settings becomes a test bed in OUT; models that several of them use
-are trained once. Ends with the combinations, the closest one first: the largest of its four differences is the
-smallest. What was measured is kept in OUT/points.jsonl, so that further settings add to it.
+are trained once. Ends with the combinations, means over the seeds, the closest one first: the largest of its four
+differences is the smallest. What was measured is kept in OUT/points.jsonl, so that further settings add to it;
+delete OUT after a change of the code.
 """
 
 import argparse
@@ -17,7 +18,9 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -72,15 +75,18 @@ def measure(settings: Mapping[str, float], out: Path, seed: int) -> dict[str, fl
 
 
 def table_of(points: list[dict[str, Any]], wanted: Mapping[str, float]) -> Table:
-    """A row for each combination, the closest first, after the wanted numbers."""
-    table = Table(*(knob.replace("_", " ") for knob in DEFAULTS), "seed", *NUMBERS, "largest difference")
+    """A row for each combination, the mean over its seeds, the closest first, after the wanted numbers."""
+    table = Table(*(knob.replace("_", " ") for knob in DEFAULTS), "seeds", *NUMBERS, "largest difference")
     table.add_row(*[""] * (1 + len(DEFAULTS)), *(f"{wanted[name]:.2f}" for name in NUMBERS), "wanted")
-    for point in sorted(points, key=lambda point: distance(point["numbers"], wanted)):
-        found, gap = point["numbers"], distance(point["numbers"], wanted)
+    rows = []
+    for settings in {tuple(point["settings"].values()) for point in points}:
+        of_these = [point for point in points if tuple(point["settings"].values()) == settings]
+        found = {name: mean(point["numbers"][name] for point in of_these) for name in NUMBERS}
+        rows.append((distance(found, wanted), settings, sorted(point["seed"] for point in of_these), found))
+    for gap, settings, seeds, found in sorted(rows, key=itemgetter(0)):
         close = " (close)" if gap <= CLOSE else ""
-        settings = (*point["settings"].values(), point["seed"])
-        table.add_row(*(f"{value:g}" for value in settings), *(f"{found[name]:.2f}" for name in NUMBERS),
-                      f"{gap:.2f}{close}")  # fmt: skip
+        table.add_row(*(f"{value:g}" for value in settings), " ".join(map(str, seeds)),
+                      *(f"{found[name]:.2f}" for name in NUMBERS), f"{gap:.2f}{close}")  # fmt: skip
     return table
 
 
@@ -92,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     given.add_argument("--wanted", type=float, nargs=4, metavar=tuple(name.upper() for name in NUMBERS))
     parser.add_argument("--dtype", default="float32", help="of the real pair's models")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_fit")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     for knob, default in DEFAULTS.items():
         parser.add_argument(f"--{knob.replace('_', '-')}", type=type(default), nargs="+", default=[default])
     args = parser.parse_args(argv)
@@ -100,12 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     wanted = dict(zip(NUMBERS, args.wanted, strict=True)) if args.wanted else numbers(args.pair, args.dtype)
     file = args.out / "points.jsonl"
     points = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    for values in itertools.product(*(getattr(args, knob) for knob in DEFAULTS)):
+    for seed, *values in itertools.product(args.seeds, *(getattr(args, knob) for knob in DEFAULTS)):
         settings = dict(zip(DEFAULTS, values, strict=True))
-        if any((point["settings"], point["seed"]) == (settings, args.seed) for point in points):
+        if any((point["settings"], point["seed"]) == (settings, seed) for point in points):
             continue
-        console.print(f"{settings}", highlight=False)
-        points.append({"settings": settings, "seed": args.seed, "numbers": measure(settings, args.out, args.seed)})
+        console.print(f"seed {seed}, {settings}", highlight=False)
+        points.append({"settings": settings, "seed": seed, "numbers": measure(settings, args.out, seed)})
         with open(file, "a") as kept:
             kept.write(json.dumps(points[-1]) + "\n")
     Console(width=max(console.width, TABLE_WIDTH)).print(table_of(points, wanted))

@@ -18,9 +18,9 @@ HARMFUL = [{0: False, 2: True}, {1: True}, {0: False, 1: False}]  # by block and
 WANTED = [0.5, 0.75, 0.7, 0.8]
 
 
-def point(softness, *numbers):
+def point(softness, *numbers, seed=0):
     settings = {**DEFAULTS, "softness": softness}
-    return {"settings": settings, "seed": 0, "numbers": dict(zip(fit_testbed.NUMBERS, numbers, strict=True))}
+    return {"settings": settings, "seed": seed, "numbers": dict(zip(fit_testbed.NUMBERS, numbers, strict=True))}
 
 
 def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
@@ -50,11 +50,12 @@ def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
 
 
 def test_what_was_measured_is_kept_and_the_closest_combination_comes_first(tmp_path, capsys):
-    points = [point(0.1, 0.6, 0.75, 0.7, 0.8), point(0.2, 0.5, 0.76, 0.74, 0.78), point(0.4, 0.5, 0.95, 0.7, 0.8)]
+    points = [point(0.1, 0.6, 0.75, 0.7, 0.8), point(0.2, 0.5, 0.86, 0.74, 0.78), point(0.4, 0.5, 0.95, 0.7, 0.8),
+              point(0.2, 0.5, 0.66, 0.74, 0.78, seed=1)]  # fmt: skip
     (tmp_path / "points.jsonl").write_text("".join(json.dumps(one) + "\n" for one in points))
     words = ["--wanted", *map(str, WANTED), "--out", str(tmp_path), "--softness", "0.1", "0.2", "0.4"]
     assert fit_testbed.main(words) == 0 and "draft house share" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["points.jsonl"]  # nothing was made
     columns = fit_testbed.table_of(points, dict(zip(fit_testbed.NUMBERS, WANTED, strict=True))).columns
-    assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"]
+    assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"] and [*columns[-6].cells] == ["", "0 1", "0", "0"]
     assert [*columns[-1].cells] == ["wanted", "0.04 (close)", "0.10", "0.20"]
