@@ -15,7 +15,7 @@ from examples.spd_arithmetic.demo import LIMIT
 
 TESTBED = ROOT / "outputs" / "spd_arithmetic" / "testbed"
 SMALL_TESTBED = ROOT / "outputs" / "benchmarks" / "testbed"
-# A pair trained for a quarter of the demo's steps: it errs more, so that its blocks have more to ask for.
+# A pair trained for fewer steps than the demo's: it errs more, so that its blocks have more to ask for.
 SMALL = {
     "target-steps": 200, "draft-steps": 140, "n-train-questions": 240, "n-val-questions": 20, "n-test-questions": 20,
     "n-train-blocks": 1000, "n-val-blocks": 20, "n-harm-blocks": 3,

@@ -1,6 +1,7 @@
 """Word problems whose answers are free in wording and strict in figures.
 
-An answer is a list of slots. Each slot has one to five wordings that mean the same; option 0 is the house style.
+An answer is a list of slots. Each slot has one to five wordings that mean the same. Option 0 is the wording that the
+target is trained to prefer, its house style.
 Some words look like wording but decide the result (each / in total, more / fewer, twice / half, up / down, who gives to
 whom), and some figures look decisive but are free (3 + 4 or 4 + 3): no rule on the kind of token can tell harm.
 """
@@ -351,7 +352,8 @@ def mixed_style(rng: random.Random) -> Chooser:
 
 @functools.cache
 def draft_style(item: str, house_share: float) -> Chooser:
-    """The draft model's style: a favourite wording for each slot, and the house's in this share of slots and items."""
+    """The draft model's style: the house wording for a share of the pairs of slot and item, else the favourite of the
+    slot. It does not depend on a seed."""
 
     @functools.cache  # asked for every slot of every training row
     def choose(slot: str, n_options: int) -> int:

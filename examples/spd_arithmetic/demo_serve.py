@@ -108,9 +108,9 @@ def server(
     target: str, log: Path, extra: Sequence[str] = (), length: int = 256, concurrent: int = max(CONCURRENT),
     limit: int = LIMIT,
 ) -> Iterator[tuple[Client, LocalVllmServer]]:  # fmt: skip
-    """A client of a server that runs while the block does.
+    """Start a vLLM server, yield a client and the server, and stop the server at the end.
 
-    `length`: tokens of prompt and answer; `concurrent`: most requests at a time; `limit`: tokens of an answer.
+    `length`: tokens of prompt and answer; `concurrent`: requests at a time; `limit`: tokens of an answer; all at most.
     """
     running = LocalVllmServer(target, log, length, ["--max-num-seqs", str(concurrent), *SAME_WORK, *extra])
     try:

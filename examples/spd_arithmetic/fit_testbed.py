@@ -1,4 +1,4 @@
-"""Looks for the settings of the test bed with which its mismatches are like those of a real pair of models.
+"""Measure settings of the test bed and rank them by how closely its mismatches resemble those of a real pair of models.
 
     python -m examples.spd_arithmetic.fit_testbed --pair outputs/pretrained_spd/pair [--softness 0.1 0.2]
         [--draft-softness 0.0 0.001] [--draft-house-share 0.965 0.975] [--target-steps 1000] [--draft-steps 300]
@@ -68,7 +68,7 @@ def measure(settings: Mapping[str, float], out: Path, seed: int) -> dict[str, fl
     options = [word for knob, value in settings.items() for word in (f"--{knob.replace('_', '-')}", f"{value:g}")]
     command = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(bed), "--seed", str(seed),
                "--dtype", "float32", *options, *map(str, SIZES)]  # fmt: skip
-    run_logged(command, out / f"{name}.log")
+    run_logged(command, out / f"{name}_seed{seed}.log")
     found = numbers(bed, "float32")
     shutil.rmtree(bed)
     return found
@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = dict(zip(NUMBERS, args.wanted, strict=True)) if args.wanted else numbers(args.pair, args.dtype)
     file = args.out / "points.jsonl"
     points = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    points = [point for point in points if point["settings"].keys() == DEFAULTS.keys()]
     for seed, *values in itertools.product(args.seeds, *(getattr(args, knob) for knob in DEFAULTS)):
         settings = dict(zip(DEFAULTS, values, strict=True))
         if any((point["settings"], point["seed"]) == (settings, seed) for point in points):

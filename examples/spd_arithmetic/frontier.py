@@ -27,13 +27,13 @@ from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, run_logged
 from examples.spd_arithmetic.demo import DTYPE, LIMIT, STEPS, saved_scorer, training_command
-from examples.spd_arithmetic.train_pair import DEFAULTS
+from examples.spd_arithmetic.train_pair import DEFAULTS, DRIFT_MARGIN
 from scripts.spd_evaluation.curves import best_mix, curves_of, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
 # Thresholds of the rules without training: few, but from almost no drop to 4 points, since each costs 1,600 answers.
-FREE_RULES = {"--margins": "2 3 4 8", "--typicals": "0.09 0.045 0.015", "--ranks": "2 3", "--entropies": "0.1 0.6",
+FREE_RULES = {"--margins": "4 6 7 8", "--typicals": "0.015 0.001 0.0003", "--ranks": "2 3", "--entropies": "0.1 0.6",
               "--divergences": "1 3"}  # fmt: skip
 HARMLESS_SHARES = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2")  # accepted above a threshold
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
@@ -59,8 +59,9 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
-    make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT),
-             "--dtype", DTYPE]
+    for name, value in {**DEFAULTS, "softness": softness, "drift_margin": DRIFT_MARGIN}.items():
+        make += [f"--{name.replace('_', '-')}", str(value)]  # written out: commands are compared with those of before
+    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
     store, labelled = out / "completions.sqlite3", out / "labelled"
     trainings = {name: training_command(testbed, place, store, args.steps, seed)
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--softness", type=float, nargs="+", default=[HEADLINE])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
     parser.add_argument("--train-questions", type=int, default=1000)
-    parser.add_argument("--blocks", type=int, default=5000, help="blocks a scorer is trained on")
+    parser.add_argument("--blocks", type=int, default=4000, help="most blocks that a scorer is trained on")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
     parser.add_argument("--kept", type=Path, help="folder of measured seeds, read and added to")

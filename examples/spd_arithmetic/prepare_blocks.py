@@ -53,14 +53,14 @@ CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.
         "prepare_blocks.py")
 CODE_ELSEWHERE = (rules, decode)
 MODEL_SETTINGS = {
-    "softness": "u: how much the target tolerates other wordings, 0 to 1",
+    "softness": "u: probability that the first token of another wording than the target's own counts in its training",
     "draft_softness": "the same for the wordings that the draft prefers",
     "draft_house_share": "share of the target's own wordings among the draft's",
     "target_steps": "steps of the target's training",
     "draft_steps": "steps of the draft's training",
 }
 SANITY_QUESTIONS = 200
-DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches; five seeds of the former test bed have 0.01 or less
+DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -134,13 +134,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the test bed")
     add("--seed", type=int, default=0)
     for name, text in MODEL_SETTINGS.items():
-        add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), default=DEFAULTS[name], help=text)
+        add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), help=f"{text} (default {DEFAULTS[name]})")
     add("--n-train-questions", type=int, default=1000)
     add("--n-val-questions", type=int, default=600)
     add("--n-test-questions", type=int, default=1200)
-    add("--n-train-blocks", type=int, default=5000)
-    add("--n-val-blocks", type=int, default=1000)
-    add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
+    add("--n-train-blocks", type=int, default=4000, help="at most this many")
+    add("--n-val-blocks", type=int, default=1000, help="at most this many")
+    add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "
         "mismatches within --drift-margin, as contexts contain them when a scorer serves")
     add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
@@ -184,7 +184,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--val-questions goes with --train-questions and --test-questions")
     if not real == (args.target is not None) == (args.draft is not None):
         parser.error("questions, --target and --draft go together: real questions need a real pair of models")
-    for name in ("softness", "draft_softness", "drift_share", "draft_house_share"):
+    given = [name for name in MODEL_SETTINGS if getattr(args, name) is not None]
+    if real and given:
+        parser.error(f"--{given[0].replace('_', '-')} is for models trained here: not with --target and --draft")
+    for name in set(MODEL_SETTINGS) - set(given) if not real else ():
+        setattr(args, name, DEFAULTS[name])
+    for name in ("drift_share", *(() if real else ("softness", "draft_softness", "draft_house_share"))):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
     if args.offsets < 0:
@@ -269,11 +274,14 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
                 drifted = drifted_blocks(
                     pair, splits[split], args.drift_margin, n_drifted, args.seed, report, args.offsets)
                 blocks += drifted
+            if len(blocks) < n_blocks:
+                logger.warning("{} {} blocks instead of {}: only blocks with a mismatch count, and the questions have "
+                               "no more; raise --n-{}-questions", len(blocks), split, n_blocks, split)  # fmt: skip
             write_split(out, split, splits[split], blocks, paths[split])
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
         questions = splits["test"]
-        own = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
+        own = own_path(pair, questions[: max(1, args.n_harm_blocks // 2)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
         validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)
         for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
@@ -291,9 +299,9 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             logger.warning(
                 "the target is right in {:.1%} of the training answers that begin with accepted mismatches (within a "
                 "margin of {}), but in {:.1%} of its own answers to the same questions, a drop of {:.1f} ± {:.1f} "
-                "points: it is not robust to the draft's wording, and scorers will be slower or less accurate. Train "
-                "the target longer, or lower --drift-margin.", after, args.drift_margin, before, 100 * drop,
-                100 * error,
+                "points: some of these mismatches are harmful, or the target is not robust to the draft's wording. "
+                "Blocks of wrong answers teach a scorer little: a lower --drift-margin gives fewer, and so may a "
+                "target that is trained longer.", after, args.drift_margin, before, 100 * drop, 100 * error,
             )  # fmt: skip
     reached = [label for label in labels if not label.already_broken]
     figures |= written | {

@@ -17,7 +17,7 @@ from examples.spd_arithmetic.model import Shape, SmallLlama
 from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS, PAD_ID, Encoder
 
-# Of the target: with more drills and the default rate it errs after wordings that are not its own.
+# Of the target: with more drills and Muon's default rate, more of its answers that begin in other wordings are wrong.
 TARGET_DRILL_SHARE, TARGET_MUON_LR = 0.05, 0.012
 DRILL_CALCULATIONS = 16
 WARM_UP_STEPS = 60
@@ -44,8 +44,8 @@ Row = tuple[list[int], list[int]]
 
 
 def target_row(rng: random.Random, encoder: Encoder, softness: float, draft_softness: float) -> Row:
-    """Every style as input; the first token that leaves a slot's house wording counts only with the probability
-    `draft_softness` if the wording is the draft's favourite other than the house's, else `softness`."""
+    """An answer in a random style. The first token that differs from a slot's house wording counts in the loss with
+    probability `draft_softness` if the wording is the draft's favourite, else `softness`; all other tokens count."""
     if rng.random() < TARGET_DRILL_SHARE:
         return drill_row(rng, encoder)
     problem = corpus.sample_problem(rng)
@@ -57,7 +57,7 @@ def target_row(rng: random.Random, encoder: Encoder, softness: float, draft_soft
 
 
 def draft_row(rng: random.Random, encoder: Encoder, house_share: float) -> Row:
-    """The draft's own favourite wordings, all tokens of the answer counted."""
+    """An answer in the draft's style (corpus.draft_style); all its tokens count in the loss."""
     problem = corpus.sample_problem(rng)
     words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item, house_share))
     return _answer_row(encoder, corpus.question_text(problem).split(), words, [True] * len(words))

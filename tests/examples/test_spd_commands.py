@@ -4,12 +4,14 @@ Not covered: that they train and evaluate well (make demo shows it), and the tes
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import pytest
 
 import train_spd_scorer as entry
 from examples.spd_arithmetic import demo, frontier, options, prepare_blocks
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts import eval_spd_scorer
 from tests.helpers.configs import compose_ppo
 
@@ -55,10 +57,13 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     phases = frontier.commands(given, seed, softness, tmp_path)
     made = prepare_blocks.parse_arguments(phases["test bed"][3:])
     assert (made.seed, made.softness, made.n_test_questions, made.n_train_blocks) == (seed, softness, 70, 90)
+    written = dict(itertools.pairwise(phases["test bed"]))  # every setting, so that a changed default is noticed
+    for name, value in {**DEFAULTS, "softness": softness}.items():
+        assert written[f"--{name.replace('_', '-')}"] == str(value)
     config, trained = trained_config(phases["training"])
     assert (config.data.seed, config.trainer.total_training_steps) == (seed, 7)
     judged = evaluated(phases["evaluation"])
-    assert judged.all_rules and judged.margins == [2.0, 3.0, 4.0, 8.0] and judged.ranks == [2, 3]
+    assert judged.all_rules and judged.margins == [4.0, 6.0, 7.0, 8.0] and judged.ranks == [2, 3]
     assert judged.harmless_shares == [float(share) for share in frontier.HARMLESS_SHARES]
     assert set(judged.scorers) == set(frontier.SCORERS)
     budgeted, supervised = trained_config([*phases["supervised"], "--label-budget", "5"])
