@@ -194,6 +194,7 @@ def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_pat
         (["--questions", "a"], "name either --questions"), (["--train-questions", "a"], "name either --questions"),
         (["--val-questions", "a"], "--val-questions goes with"), (["--tensor-parallel", "2"], "needs --engine vllm"),
         (["--questions", "a", "--draft", "d"], "go together"),
+        (["--questions", "a", "--target", "t", "--draft", "d", "--softness", "0"], "--softness is for models trained"),
         (["--device", "cuda", "--no-ray"], "--no-ray is for a CPU"),
     ],
 )  # fmt: skip
