@@ -37,12 +37,12 @@ console = Console()
 
 def train(args: argparse.Namespace, option: str, seed: int) -> Path:
     """The scorer of one option and seed, trained here or by an earlier run."""
-    testbed, run = args.testbed, args.out / f"{option}-seed{seed}"
-    command = training_command(testbed, run, args.out / "completions.sqlite3", args.steps, seed)
+    testbed, run = args.testbed, args.runs / f"{option}-seed{seed}"
+    command = training_command(testbed, run, args.runs / "completions.sqlite3", args.steps, seed)
     command += ["trainer.report=false", *(setting.format(testbed=testbed) for setting in OPTIONS[option])]
     scorer = saved_scorer(run, args.steps)
     if not scorer.exists():
-        run_logged(command, args.out / f"{option}-seed{seed}.log")
+        run_logged(command, args.runs / f"{option}-seed{seed}.log")
         console.print(f"trained {option}, seed {seed}")
     return scorer
 
@@ -98,7 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     args.testbed, args.out = args.testbed.resolve(), args.out.resolve()
     if not (args.testbed / "testbed.json").exists():
         parser.error(f"--testbed {args.testbed} holds no test bed; make demo makes one")
-    args.out.mkdir(parents=True, exist_ok=True)
+    bed = json.loads((args.testbed / "testbed.json").read_text())["fingerprint"]
+    args.runs = args.out / bed[:12]  # scorers of another test bed are not reused
+    args.runs.mkdir(parents=True, exist_ok=True)
     jobs = [(option, seed) for seed in args.seeds for option in args.options]
     try:
         with ThreadPoolExecutor(2) as pool:

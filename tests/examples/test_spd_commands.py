@@ -76,11 +76,13 @@ def test_each_option_of_the_reward_changes_what_it_names(tmp_path, monkeypatch):
     ran = {}
     monkeypatch.setattr(options, "run_logged", lambda command, log: ran.update({log.stem: command}))
     monkeypatch.setattr(options, "judge", lambda testbed, scorers: pytest.fail("judged"))
-    (tmp_path / "testbed.json").write_text("{}")
+    (tmp_path / "testbed.json").write_text('{"fingerprint": "0123456789abcdef"}')
     with pytest.raises(pytest.fail.Exception, match="judged"):
         options.main(["--testbed", str(tmp_path), "--out", str(tmp_path / "o"), "--seeds", "1"])
     configs = {name.removesuffix("-seed1"): trained_config(command)[0] for name, command in ran.items()}
     assert configs.keys() == options.OPTIONS.keys()
+    runs = {Path(config.trainer.default_local_dir).parent for config in configs.values()}
+    assert runs == {tmp_path / "o" / "0123456789ab"}  # of this test bed
     default = configs.pop("default").spd
     assert configs["gain"].spd.reward.length == "gain" != default.reward.length
     assert configs["mask"].spd.reward.zero_length == "mask" != default.reward.zero_length
