@@ -9,7 +9,7 @@
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
-#   make frontier                 scorers and rules swept, five seeds (a quarter of an hour per seed on 2 cores; resumes)
+#   make frontier                 scorers and rules swept, five seeds (about 10 minutes per seed on 2 cores; resumes)
 #   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (about 15 minutes)
 #   make test-quick               the tests that start no process (about 6 minutes)
 #   make test-all                 every test

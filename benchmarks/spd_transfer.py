@@ -37,7 +37,7 @@ def _item(text: str) -> str:
 SIDES: dict[str, Callable[[str], bool]] = {
     "chains of up to 3 steps": lambda text: _steps(text) <= 3,
     "no sharing and halving": lambda text: not {"gives", "gets", "half"} & set(text.split()),
-    "half of the items": lambda text: _item(text) in ITEMS[::2],  # which wordings the draft prefers depends on the item
+    "half of the items": lambda text: _item(text) in ITEMS[::2],  # the draft leaves the target's wording at some only
 }
 """Which questions belong to the side that the scorer is trained on, by their text."""
 

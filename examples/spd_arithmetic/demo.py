@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
-from examples.spd_arithmetic.train_pair import DRIFT_MARGIN
 from verl.report.page import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
@@ -53,7 +52,6 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(args.seed)]
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
-    make += ["--drift-margin", str(DRIFT_MARGIN)]
     store = args.out / "completions.sqlite3"
     validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
     validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]

@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     args.testbed, args.out = args.testbed.resolve(), args.out.resolve()
     if not (args.testbed / "testbed.json").exists():
         parser.error(f"--testbed {args.testbed} holds no test bed; make demo makes one")
-    bed = json.loads((args.testbed / "testbed.json").read_text())["fingerprint"]
-    args.runs = args.out / bed[:12]  # scorers of another test bed are not reused
+    fingerprint = json.loads((args.testbed / "testbed.json").read_text())["fingerprint"]
+    args.runs = args.out / fingerprint[:12]  # scorers of another test bed are not reused
     args.runs.mkdir(parents=True, exist_ok=True)
     jobs = [(option, seed) for seed in args.seeds for option in args.options]
     try:

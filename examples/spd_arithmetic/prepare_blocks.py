@@ -60,6 +60,7 @@ MODEL_SETTINGS = {
     "draft_steps": "steps of the draft's training",
 }
 SANITY_QUESTIONS = 200
+DRIFT_MARGIN = 4.0  # of --target and --draft
 DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
@@ -143,8 +144,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "
         "mismatches within --drift-margin, as contexts contain them when a scorer serves")
-    add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
-        "logit of its own token is larger by at most this")
+    add("--drift-margin", type=float, help="threshold of that rule: a mismatch passes if the target's logit of its own "
+        f"token is larger by at most this (default {DRIFT_MARGIN:g}; {train_pair.DRIFT_MARGIN:g} without --target)")
     add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "
         "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
     add("--gamma", type=int, default=8, help="drafted tokens per round")
@@ -187,11 +188,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     given = [name for name in MODEL_SETTINGS if getattr(args, name) is not None]
     if real and given:
         parser.error(f"--{given[0].replace('_', '-')} is for models trained here: not with --target and --draft")
-    for name in set(MODEL_SETTINGS) - set(given) if not real else ():
-        setattr(args, name, DEFAULTS[name])
-    for name in ("drift_share", *(() if real else ("softness", "draft_softness", "draft_house_share"))):
-        if not 0.0 <= getattr(args, name) <= 1.0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
+    if not real:
+        for name in MODEL_SETTINGS:
+            setattr(args, name, getattr(args, name) if name in given else DEFAULTS[name])
+    if args.drift_margin is None:
+        args.drift_margin = DRIFT_MARGIN if real else train_pair.DRIFT_MARGIN
+    for name in ("drift_share", "softness", "draft_softness", "draft_house_share"):
+        value = getattr(args, name)
+        if value is not None and not 0.0 <= value <= 1.0:
+            parser.error(f"--{name.replace('_', '-')} {value}: expected 0 to 1")
     if args.offsets < 0:
         parser.error(f"--offsets {args.offsets}: expected 0 or more")
     for name in ("processes", "tensor_parallel"):
@@ -281,6 +286,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
         questions = splits["test"]
+        # About two blocks of a question have a mismatch.
         own = own_path(pair, questions[: max(1, args.n_harm_blocks // 2)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
         validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)

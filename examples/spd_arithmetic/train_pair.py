@@ -23,7 +23,8 @@ CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
 #: mismatches are like those of the pair of examples.pretrained.spd.
 DEFAULTS = {"softness": 0.1, "draft_softness": 0.0, "draft_house_share": 0.975, "target_steps": 1000,
             "draft_steps": 300}  # fmt: skip
-#: Within it the target of these settings accepts about a quarter of the mismatches, most of them harmful.
+#: Of prepare_blocks --drift-margin: with these settings about a quarter of the mismatches lie within it, almost none
+#: within the 4 of a real pair.
 DRIFT_MARGIN = 10.0
 REPORT_EVERY = 5
 Report = Callable[..., None]
