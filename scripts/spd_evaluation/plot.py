@@ -52,10 +52,14 @@ def save_plot(rows: Sequence[EvaluationRow], questions: int, path: Path) -> None
     _draw(whole, rows, "accepted_per_forward", "accepted draft tokens per target forward")
     _draw(close, rows, "accepted_per_forward", "accepted draft tokens per target forward")
     _draw(cost, rows, "forwards_per_question", "target forwards per question")
-    top = max(row.accuracy + 1.96 * row.accuracy_se for row in rows)
     reference = next(row.accuracy for row in rows if row.rule == "exact")
     floor = 100 * reference - ZOOM_POINTS
-    for axes in (close, cost):
+    near = [row for row in rows if 100 * row.accuracy >= floor and row.rule not in ("target", "ngram")]
+    top = min(1.0, max(row.accuracy + 1.96 * row.accuracy_se for row in near))
+    for axes, field in ((close, "accepted_per_forward"), (cost, "forwards_per_question")):
+        places = [getattr(row, field) for row in near]
+        margin = 0.06 * (max(places) - min(places)) or 0.5
+        axes.set_xlim(min(places) - margin, max(places) + margin)
         axes.set_ylim(floor, 100 * top + 0.5)
     _name_thresholds(close, rows, floor)
     whole.set_title("all rules")
