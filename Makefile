@@ -4,7 +4,7 @@
 #   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
-#   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (hours on 2 cores; resumes)
+#   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (about an hour on 2 cores; resumes)
 #   make demo-pretrained-dllm     iterative refinement of the scorer's target next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it

@@ -17,17 +17,18 @@ from examples.spd_arithmetic.demo import LIMIT
 from examples.spd_arithmetic.pair import Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.tokenizer import Encoder
+from examples.spd_arithmetic.train_pair import DRIFT_MARGIN
 from examples.spd_arithmetic.workers import Workers
 
 QUESTIONS, BLOCKS, GAMMA, BATCH = 400, 2000, 8, 200  # five blocks a question, half of them drifted, as in the demo
-MARGIN, OFFSETS = 4.0, 8
+OFFSETS = 8
 
 
 def prepare(pair: Pair, questions: Sequence[Question]) -> list[blocks.DraftedBlock]:
     """The blocks of a train split."""
     nothing = lambda *_: None  # noqa: E731
     own = blocks.own_path(pair, questions, BLOCKS // 2, 0, nothing, OFFSETS).blocks
-    return own + blocks.drifted_blocks(pair, questions, MARGIN, BLOCKS // 2, 0, nothing, OFFSETS)
+    return own + blocks.drifted_blocks(pair, questions, DRIFT_MARGIN, BLOCKS // 2, 0, nothing, OFFSETS)
 
 
 def run() -> list[Row]:

@@ -127,9 +127,10 @@ def _read(file: Path) -> Seed:
 
 
 def compare(seeds: Sequence[Seed]) -> list[dict[str, Any]]:
-    """For each drop that is allowed on validation questions, and each curve: means over seeds of what its choice does
-    on test questions, with standard errors between seeds. `saved` is exact match's target forwards over the curve's
-    own, where the choice has the fewest; `speed` and `drop` belong to the choice with the most accepted per forward.
+    """Choose thresholds on validation questions, for each allowed drop and curve, and measure them on test questions.
+
+    Values are means over seeds with standard errors. `speed` and `drop` are those of the choice with the most accepted
+    tokens per forward; `saved` is exact match's number of target forwards over that of the choice with the fewest.
     """
     tests = [curves_of(seed.test) for seed in seeds]
     validations = [curves_of(seed.validation) for seed in seeds]

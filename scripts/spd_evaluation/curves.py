@@ -1,4 +1,4 @@
-"""Rules and scorers compared at an equal drop: points between two thresholds are a coin for each question."""
+"""Compares rules and scorers at an equal drop; between two thresholds, each question uses one of them at random."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; the defaults fit 90 minutes on two idle cores."""
+    """How much of everything; with the defaults, one seed takes about an hour on two cores."""
 
     train: int = 1600  # questions
     val: int = 150
@@ -110,7 +110,7 @@ def rl_command(model: Path, data: Path, folder: Path, steps: int, seed: int, lim
 
 
 def write_rl_data(folder: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> None:
-    """train.parquet and val.parquet of GRPO, which never sees a validation question."""
+    """Write GRPO's train.parquet and val.parquet; the validation questions are never trained on."""
     folder.mkdir(exist_ok=True)
     counts = {**sizes.counts, "train": max(sizes.train, sizes.rl_questions)}
     drawn = tasks.draw(counts, seed=seed, gsm8k=gsm8k)

@@ -53,8 +53,8 @@ def has_other_settings(stage: Stage, out: Path) -> bool:
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:
     """Run a stage unless it ended with the same key; returns its seconds over all attempts.
 
-    OUT/stages/NAME.json records key, command and time, OUT/stages/NAME.log is its output. A stage that was stopped runs
-    again on what it has written; with another key that is removed first.
+    OUT/stages/NAME.json records key, command and time, and OUT/stages/NAME.log has the output. A stopped stage is run
+    again and resumes from its own files; if its key has changed, they are removed first.
     """
     record, kept = out / "stages" / f"{stage.name}.json", record_of(stage, out)
     if kept["ended"]:
