@@ -97,7 +97,7 @@ demo-refine-rl: env
 	@$(PY) -m examples.refine_rl_arithmetic.demo
 
 frontier: env
-	@$(PY) -m examples.spd_arithmetic.frontier
+	@$(PY) -m examples.spd_arithmetic.frontier --results benchmarks/results/spd_seeds.json
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 LATER = chaos or demo or benchmark or audit or long or v2 or sglang or environments or gateway

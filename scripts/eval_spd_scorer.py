@@ -126,10 +126,10 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
                          for row, count in zip(rows, counts, strict=True)]
             best = measures.choose_threshold(rows, args.max_val_drop, drops)
             chosen.append(Run("test", name, best.threshold))
-            drop, error = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
+            drop, error, *of_labels = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
             if drop + 1.96 * error > args.max_val_drop:
                 asked = len(job.questions["validation"])
-                needed = measures.questions_needed(drop, error, args.max_val_drop, asked)
+                needed = measures.questions_needed(drop, error, args.max_val_drop, asked, *of_labels)
                 advice = "that is above it with any number of questions" if needed is None else (
                     f"to show that, about {needed} validation questions are needed, and there are {asked}")  # fmt: skip
                 console.print(f"[yellow]{name}: no threshold keeps the drop on validation questions within "

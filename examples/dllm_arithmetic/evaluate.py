@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dllm_reasoning.inference.generator import GenerationResult, iterative_generate
 from examples.dllm_arithmetic.corpus import final_answer
 from recipe.spd.rollout.answers import is_correct
+from verl.utils.accelerator import get_device_name
 from verl.utils.kv_cache import Prefills
+from verl.utils.tokenizer import stop_ids
 
 LIMIT, TIMED = 128, 40
 MODES: dict[str, dict[str, Any]] = {
@@ -47,8 +49,9 @@ class Subject:
         text_answers: bool = False,
     ) -> None:  # fmt: skip
         """`limit`: tokens of an answer; `text_answers`: the end of an answer is a word or a number, not a result."""
-        self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(directory).to(get_device_name()).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.ends = stop_ids(self.tokenizer, str(directory))
         self.truths, self.block, self.batch, self.timed = list(questions["answer"]), block, batch, timed
         self.limit, self.text_answers = limit, text_answers
         encode = self.tokenizer
@@ -60,7 +63,7 @@ class Subject:
 
     def generate(self, prompts: list[list[int]], mode: str, prefills: Prefills | None = None) -> GenerationResult:
         """The answers of one mode."""
-        return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
+        return iterative_generate(self.model, prompts, self.ends, self.tokenizer.pad_token_id,
                                   max_new_tokens=self.limit, return_details=True, prefills=prefills,
                                   **self.options(mode))  # fmt: skip
 
@@ -95,7 +98,7 @@ class Subject:
         """Whether an answer, which has ended, gives the right result."""
         if not self.text_answers:
             return final_answer(text) == truth
-        return ids[-1:] == [self.tokenizer.eos_token_id] and is_correct(text, truth)
+        return bool(ids) and ids[-1] in self.ends and is_correct(text, truth)
 
     def speed(self, mode: str) -> float:
         """Tokens per second, one question at a time."""

@@ -6,8 +6,9 @@
 Each seed is a test bed, three trainings (GRPO, supervised with as many completions, GRPO from the supervised scorer)
 and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
 all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
-over seeds at the demo's softness in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds go to a folder
-as well, and those that are there already are not measured again: the measurement can be spread over machines.
+over seeds at the demo's softness in OUT/spd_seeds.json, or the file of --results. With --kept, rows of whole seeds go
+to a folder as well, and those that are there already with the same settings are not measured again: the measurement can
+be spread over machines.
 """
 
 import argparse
@@ -43,7 +44,6 @@ HEADLINE = DEFAULTS["softness"]  # of the demo
 MAX_VAL_DROP = "0.015"  # the upper end of an interval that is a point wide: about one point on other questions
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 97.5 %, 2 seeds and more
-RESULTS = ROOT / "benchmarks" / "results" / "spd_seeds.json"
 console = Console()
 
 
@@ -86,7 +86,9 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
     """The rows of one seed, made here or by an earlier run with the same commands; every phase is done once."""
     out = args.out / f"u{softness:g}-seed{seed}"
     kept = args.kept and args.kept / f"{out.name}.json"
-    if kept and kept.exists():
+    settings = {**DEFAULTS, "softness": softness, "drift_margin": DRIFT_MARGIN, "questions": args.questions,
+                "train_questions": args.train_questions, "blocks": args.blocks, "steps": args.steps}  # fmt: skip
+    if kept and kept.exists() and json.loads(kept.read_text()).get("settings") == settings:
         console.print(f"u = {softness:g}, seed {seed}: {kept}")
         return _read(kept)
     planned, record, measured = commands(args, seed, softness, out), out / "commands.json", out / "measured.json"
@@ -107,7 +109,7 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
         done[name] = planned[name]
     rows = {split: json.loads((out / f"{name}.json").read_text()) for split, name in
             (("test", "evaluation"), ("validation", "validation"))}  # fmt: skip
-    measured.write_text(json.dumps({"questions": rows["test"]["questions"], **{s: rows[s]["rows"] for s in rows}}))
+    measured.write_text(json.dumps({"settings": settings, **{split: rows[split]["rows"] for split in rows}}))
     console.print(f"u = {softness:g}, seed {seed}: {measured}")
     if kept:
         args.kept.mkdir(parents=True, exist_ok=True)
@@ -262,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
     parser.add_argument("--kept", type=Path, help="folder of measured seeds, read and added to")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the figures over seeds")
+    parser.add_argument("--results", type=Path, help="file of the figures over seeds (default OUT/spd_seeds.json)")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     result = {}
@@ -287,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
         }  # fmt: skip
         if softness == HEADLINE:
-            args.results.write_text(json.dumps(figures, indent=1) + "\n")
+            (args.results or args.out / "spd_seeds.json").write_text(json.dumps(figures, indent=1) + "\n")
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
     return 0
 

@@ -130,30 +130,36 @@ def _lookup(context: Sequence[int], gamma: int, longest: int) -> Sequence[int]:
 
 
 def choose_threshold(
-    rows: Sequence[EvaluationRow], max_drop: float, drops: Sequence[tuple[float, float]] | None = None
+    rows: Sequence[EvaluationRow], max_drop: float, drops: Sequence[tuple[float, ...]] | None = None
 ) -> EvaluationRow:
     """The fastest row whose drop is at most `max_drop` at the upper end of its 95 % interval; without one, that of the
     lowest end.
 
-    To be called with rows of the validation split. `drops` (drop, standard error) are estimates in place of the rows'
+    To be called with rows of the validation split. `drops` (drop, standard error, ...) are estimates in place of the rows'
     own, which are paired with exact match on the same questions.
     """
     if not rows:
         raise ValueError("no validation rows to choose a threshold from; give at least one scorer threshold")
     drops = drops or [(row.drop, row.drop_se) for row in rows]
-    upper = [drop + 1.96 * error for drop, error in drops]
+    upper = [drop + 1.96 * error for drop, error, *_ in drops]
     good = [k for k in range(len(rows)) if upper[k] <= max_drop]
     if good:
         return rows[max(good, key=lambda k: (rows[k].accepted_per_forward, -upper[k]))]
     return rows[min(range(len(rows)), key=lambda k: (upper[k], -rows[k].accepted_per_forward))]
 
 
-def questions_needed(drop: float, error: float, max_drop: float, questions: int) -> int | None:
+def questions_needed(
+    drop: float, error: float, max_drop: float, questions: int, error_of_labels: float = math.inf
+) -> int | None:  # fmt: skip
     """Validation questions with which this drop's 95 % interval would end at `max_drop`; None if the drop is above it.
 
-    The standard error `error` of a drop measured on `questions` falls with the root of their number.
+    The standard error of a drop measured on `questions` falls with the root of their number. Where labelled mismatches
+    contribute to the estimate (`error_of_labels`, see pooled_drop), their part of its precision stays.
     """
-    return math.ceil(questions * (1.96 * error / (max_drop - drop)) ** 2) if drop < max_drop else None
+    if drop >= max_drop:
+        return None
+    fixed = error_of_labels**-2
+    return math.ceil(questions * ((1.96 / (max_drop - drop)) ** 2 - fixed) / (error**-2 - fixed))
 
 
 Labelled = Sequence[Sequence[tuple[float, bool]]]
@@ -193,8 +199,9 @@ def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
     return sorted({harmless[min(int(share * len(harmless)), len(harmless) - 1)] for share in shares}, reverse=True)
 
 
-def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelled) -> tuple[float, float]:
-    """Two estimates of the drop at a row's threshold in one, weighted by their precision; (drop, standard error).
+def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelled) -> tuple[float, float, float]:
+    """Two estimates of the drop at a row's threshold in one, weighted by their precision: (drop, its standard error,
+    that of the second estimate alone).
 
     The first is the row's own, paired on `questions` whole answers; 1 / questions is added in quadrature to its error,
     so that no difference on few questions does not count as certain. The second counts harmful accepts among the
@@ -213,7 +220,7 @@ def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelle
     whole = row.drop, math.hypot(row.drop_se, 1 / questions)
     weights = [1 / error**2 for _, error in (counted, whole)]
     drop = sum(w * d for w, (d, _) in zip(weights, (counted, whole), strict=True)) / sum(weights)
-    return drop, 1 / math.sqrt(sum(weights))
+    return drop, 1 / math.sqrt(sum(weights)), counted[1]
 
 
 def accuracy_on_curve(rows: Sequence[EvaluationRow], accepted_per_forward: float) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from examples.demo_runner import PhaseFailed
 from examples.pretrained.spd import cut, demo, gains, reward, serve, tasks
@@ -159,6 +159,7 @@ def test_a_stage_runs_once_resumes_and_starts_again_with_other_settings(tmp_path
     assert result.read_text() == "xx"  # other settings: removed; then continued
     reading = [Stage("two", ["true"], result, (given,)).key for given in (stage, failing)]
     assert reading[0] != reading[1]
+    assert Stage("two", ["true"], result).key != Stage("two", ["true"], result, given="{}").key
 
 
 def test_gains_at_an_equal_drop_by_hand():
@@ -191,6 +192,14 @@ def test_a_draft_has_the_first_layers_and_the_last_one(tmp_path, tied):
     assert torch.equal(whole(ids, use_cache=False).logits, draft(ids).logits) and draft.config.num_hidden_layers == 3
     with pytest.raises(SystemExit, match="give 2 to 4"):
         cut.cut(Path(target), tmp_path / "none", 5)
+    assert demo.head_inputs(Path(target)) == ("logits" if tied else "pair")
+
+
+def test_a_model_without_a_list_of_layers_is_refused_before_it_is_trained(tmp_path):
+    GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32).save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit, match="cannot be cut from gpt2 models"):
+        demo.main(["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "stages").exists()
 
 
 def test_every_stage_follows_those_that_it_reads(tmp_path):
@@ -204,8 +213,14 @@ def test_every_stage_follows_those_that_it_reads(tmp_path):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
     names = [stage.name for stage in stages]
     assert names[:6] == ["target", "answers_val", "answers_train", "cut", "draft", "blocks"]
-    same = [a.key == b.key for a, b in zip(stages, all_stages(draft_layers=5), strict=True)]
+    def equal(**sizes):
+        return [a.key == b.key for a, b in zip(stages, all_stages(**sizes), strict=True)]
+
+    same = equal(draft_layers=5)
     assert same[:3] == [True] * 3 and not any(same[3:])  # the target stays, what follows the draft does not
+    assert not any(equal(train=1700))  # of which the target's command has the file only
+    again = {stage.name for stage, kept in zip(stages, equal(further_test=9), strict=True) if not kept}
+    assert again == {f"seed{seed}/{name}" for seed in (0, 1) for name in ("evaluation", "served")}
     watched = [stage.name for stage in stages if demo.watched(stage, demo.Sizes())]
     assert watched[:2] == ["target", "draft"] and len(watched) == 8
     reinforced = all_stages(rl_steps=4)
@@ -232,14 +247,19 @@ def test_a_served_pair_is_measured_and_compared_with_the_recipes_decoder(tmp_pat
     (tmp_path / "questions_test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": 0.0}]
     (tmp_path / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    runs = [{"rule": rule, "threshold": threshold, "correct": [True], "accepted": [accepted], "rounds": [1]}
+            for rule, threshold, accepted in (("exact", None, 2), ("scorer_sweep", 5.0, 3), ("refined_sweep", 0.0, 4))]
+    (tmp_path / "by_question.json").write_text(json.dumps({"validation": runs, "test": []}))
     serve.main([
-        "--target", pair.target, "--draft", pair.draft, "--scorer", pair.scorer, "--pair", str(tmp_path),
+        "--target", pair.target, "--draft", pair.draft, "--scorers", "scorer=nowhere", f"refined={pair.scorer}",
+        "--pair", str(tmp_path),
         "--evaluation", str(tmp_path), "--gamma", str(GAMMA), "--out", str(tmp_path / "served.json"),
         "--dtype", "float32",  # in which answers do not depend on how many tokens a forward has
     ])  # fmt: skip
     record = json.loads((tmp_path / "served.json").read_text())
-    assert (record["questions"], record["threshold"]) == (6, 0.0)
-    assert record["exact_equals_greedy"] == record["scorer_equals_decoder"] == 6
+    assert (record["questions"], record["scorer"], record["threshold"]) == (6, "refined", 0.0)
+    assert all(record[f"{name}_equals_{other}"] == 6
+               for name, other in (("exact", "greedy"), ("exact", "decoder"), ("scorer", "decoder")))  # fmt: skip
     greedy, exact, scorer = (record["results"][name] for name in ("greedy", "exact", "scorer"))
     assert greedy["tokens_per_draft"] is None and scorer["tokens_per_draft"] > exact["tokens_per_draft"] > 1
     assert min(result["tokens_per_cpu_second"] for result in (greedy, exact, scorer)) > 0

@@ -117,9 +117,9 @@ def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
     counted, counted_se = 3 * rate, 3 * math.sqrt(rate * (1 - rate) / 6)  # 600 mismatches judged on 200 questions
     whole_se = math.sqrt(0.003**2 + 0.005**2)
     weights = 1 / counted_se**2, 1 / whole_se**2
-    drop, error = measures.pooled_drop(row, 200, 600, LABELLED)
+    drop, error, error_of_labels = measures.pooled_drop(row, 200, 600, LABELLED)
     assert drop == pytest.approx((weights[0] * counted + weights[1] * 0.01) / sum(weights))
-    assert error == pytest.approx(1 / math.sqrt(sum(weights)))
+    assert error == pytest.approx(1 / math.sqrt(sum(weights))) and error_of_labels == pytest.approx(counted_se)
     # Above every z the first mismatch of each block is rejected, and nothing broke.
     strict = measures.pooled_drop(row_of(3.0, 0.0, 2.0), 200, 600, LABELLED)
     assert strict[0] < drop
@@ -131,6 +131,10 @@ def test_the_questions_that_a_drop_needs_are_counted_from_its_error():
     assert measures.questions_needed(0.0, 0.02, 0.01, 40) == 615  # 40 * (1.96 * 0.02 / 0.01)**2 = 614.7
     assert measures.questions_needed(0.005, 0.0025, 0.01, 100) == 97  # 100 * 0.98**2 = 96.04
     assert measures.questions_needed(0.01, 0.001, 0.01, 100) is None
+    # Precisions of 100**2 by labels and 50**2 by 40 answers; 196**2 are wanted, so that the answers' part is to be
+    # (196**2 - 100**2) / 50**2 = 11.37 times as large.
+    error = 1 / math.sqrt(100**2 + 50**2)
+    assert measures.questions_needed(0.0, error, 0.01, 40, 0.01) == 455
 
 
 def test_curve_is_read_between_its_points():

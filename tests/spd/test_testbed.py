@@ -422,6 +422,16 @@ def test_half_of_the_offsets_are_0_and_the_others_are_drawn_evenly_from_the_seed
     assert blocks.drawn_offsets(3, 0, 0) == [0, 0, 0]
 
 
+def test_tokens_before_the_first_block_count_in_no_forward(tiny_testbed, shared_work, asked):
+    both = tiny_pair(tiny_testbed[0], shared_work)
+    path = blocks.own_path(both, asked, 1000, 0, quiet, offsets=8)
+    starts = blocks.drawn_offsets(len(asked), 8, 0)
+    decoding = both.speculative(asked, pair.EXACT, quiet, starts)
+    assert sum(starts) > 0 and min(map(len, decoding.tokens)) > max(starts)
+    decoded = sum(map(len, decoding.tokens)) - sum(starts)
+    assert path.tokens_per_forward == decoded / sum(decoding.rounds) <= path.accepted_per_forward + 1
+
+
 def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
     rows = pd.read_parquet(tiny_testbed[0] / "blocks_train.parquet")
     assert rows.block_id.str.split("/").str[1].value_counts().to_dict() == {"own": 10, "drifted": 10}

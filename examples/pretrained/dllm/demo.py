@@ -10,6 +10,7 @@ and a picture for each seed. Stages are kept and resume as in examples.pretraine
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
+from dllm_reasoning.inference.adaptive import MOST_BRANCHED
 from examples.demo_runner import ROOT, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
@@ -30,7 +32,7 @@ from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
 from examples.pretrained.spd.stages import Stage, has_other_settings
-from verl.utils.accelerator import default_dtype
+from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
 LR = 2e-4
@@ -82,7 +84,7 @@ def write_test(
 
 def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: int) -> list[str]:
     """Refinement with packed windows; the twin's optimizer, batches and learning rate."""
-    device = spd.device_here()
+    device = get_device_name()
     settings = {
         "data.train_files": f"{data}.train.parquet", "data.val_files": f"{data}.val.parquet", "data.max_length": 512,
         "data.train_batch_size": sizes.batch, "data.micro_batch_size_per_gpu": sizes.batch // 4,
@@ -227,6 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in (out, pair):
         folder.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    if not 2 <= sizes.block <= math.isqrt(MOST_BRANCHED):
+        parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
+                     "feeds the square of it")  # fmt: skip
     model = spd.begin("Iterative refinement of a pretrained model", args.model)
     gsm8k = args.gsm8k and args.gsm8k.resolve()
     made = spd.pair_stages(model, pair, spd.Sizes(), spd.SEED, gsm8k)

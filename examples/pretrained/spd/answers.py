@@ -19,15 +19,15 @@ from recipe.spd.rollout.answers import final_answer
 PART = 100  # questions that are lost when the command is killed
 
 
-def engine(model: str, seed: int, limit: int = 1024, sequences: int = 128) -> Any:
+def engine(model: str, seed: int) -> Any:
     """vLLM in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                    "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
     from vllm import LLM
 
-    from verl.utils.accelerator import default_dtype
+    from verl.utils.accelerator import default_dtype, get_device_name
 
-    return LLM(model, dtype=default_dtype("cpu"), enforce_eager=True, max_model_len=limit, max_num_seqs=sequences,
+    return LLM(model, dtype=default_dtype(get_device_name()), enforce_eager=True, max_model_len=1024, max_num_seqs=128,
                seed=seed, block_size=32, kv_cache_memory_bytes=2**30)  # fmt: skip
 
 

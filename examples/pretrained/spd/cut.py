@@ -9,16 +9,26 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+
+def check(model: Path, layers: int) -> None:
+    """Raise SystemExit if `cut` cannot make a draft of so many layers from the model; reads its configuration only."""
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        stack = getattr(AutoModelForCausalLM.from_config(config).base_model, "layers", None)
+    if stack is None or any(not hasattr(getattr(layer, "self_attn", None), "layer_idx") for layer in stack):
+        raise SystemExit(f"{model}: a draft cannot be cut from {config.model_type} models, whose layers are not "
+                         "model.layers[i] with self_attn, as in Llama or Qwen; give another --model")  # fmt: skip
+    if not 2 <= layers <= len(stack):
+        raise SystemExit(f"--draft-layers {layers}: the model has {len(stack)} layers; give 2 to {len(stack)}")
 
 
 def cut(model: Path, out: Path, layers: int) -> list[int]:
     """Write the smaller model; returns the numbers of its layers."""
+    check(model, layers)
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    depth = target.config.num_hidden_layers
-    if not 2 <= layers <= depth:
-        raise SystemExit(f"--layers {layers}: the model has {depth} layers; give 2 to {depth}")
-    kept = [*range(layers - 1), depth - 1]
+    kept = [*range(layers - 1), target.config.num_hidden_layers - 1]
     target.model.layers = torch.nn.ModuleList(target.model.layers[i] for i in kept)
     for place, layer in enumerate(target.model.layers):
         layer.self_attn.layer_idx = place

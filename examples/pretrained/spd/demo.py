@@ -30,22 +30,26 @@ from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
 from examples.demo_runner import TrainingWatch as Watch
 from examples.pretrained import fetch
 from examples.pretrained.demo import from_files, training_command
-from examples.pretrained.spd import tasks
+from examples.pretrained.spd import cut, tasks
 from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.stages import Stage, record_of, run
 from examples.spd_arithmetic.demo import saved_scorer
 from examples.spd_arithmetic.questions import PromptStyle, Question, write_questions
-from verl.utils.accelerator import default_dtype
+from recipe.spd.scorer.auto import SCORERS
+from recipe.spd.scorer.config import ScoringModelConfig
+from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
 # Few thresholds, since each decodes all validation questions; the first measurements had margins up to 9.
 RULES = ("--margins", 1, 2, 4, 8, "--typicals", 0.09, 0.03, 0.01, "--ranks", 2, 3, "--entropies", 0.1, 0.6,
-         "--divergences", 1, 3, "--harmless-shares", 0.9, 0.8, 0.7, 0.5)  # fmt: skip
+         "--divergences", 1, 3)  # fmt: skip
+# Dense where scorers start to lose accuracy: GRPO's scores fall from -5 to -50 between shares of 0.5 and 0.7.
+SHARES = ("--harmless-shares", 0.9, 0.8, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
 SEED = 0  # of questions, target and draft
 GAINS = ("spd_gain_over_best_rule", "spd_gain_over_exact")
 BATCH = 50  # questions that a process decodes together
 ROLES = ("supervised", "grpo", "refined")  # the scorers; refined: GRPO from the supervised one
-TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what the pair must reach before a scorer is trained on it
+TARGET_ACCURACY, DRAFT_ACCEPTED = 0.85, 3.0  # what a pair should reach; printed next to its figures
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def python(module: str, *arguments: Any) -> list[str]:
 
 def sft_command(model: Path, data: Path, folder: Path, steps: int, batch: int, lr: float, seed: int) -> list[str]:
     """Supervised fine-tuning of all weights on DATA.train.jsonl, validated on DATA.val.jsonl."""
-    device = device_here()
+    device = get_device_name()
     settings = {
         "data.train_files": f"{data}.train.jsonl", "data.val_files": f"{data}.val.jsonl", "data.max_length": 512,
         "data.multiturn.enable": "true", "data.train_batch_size": batch, "data.micro_batch_size_per_gpu": batch // 2,
@@ -120,13 +124,6 @@ def write_rl_data(folder: Path, sizes: Sizes, seed: int, gsm8k: Path | None = No
                  "extra_info": {"index": i, "entry": json.dumps(a.entry, default=str)}}
                 for i, a in enumerate(drawn[split])]  # fmt: skip
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
-
-
-def device_here() -> str:
-    """cuda where there is a GPU."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def write_conversations(rows: Sequence[Mapping[str, Any]], data: Path, held_out: int = 24) -> None:
@@ -197,7 +194,7 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
     tuned, (target, draft) = tuned_target(out, sizes), models_of(out, sizes)
     last = Stage(
         "target", sft_command(model, out / "target", out / "target_run", sizes.target_steps, sizes.batch, 2e-4, seed),
-        out / "target_run", (), lambda: write_target_data(out, sizes.counts, seed, gsm8k),
+        out / "target_run", (), lambda: write_target_data(out, sizes.counts, seed, gsm8k), f"{counts} {gsm8k}",
     )  # fmt: skip
     stages = [last]
 
@@ -211,15 +208,16 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
         last = Stage(
             "target_rl", rl_command(tuned, out / "rl", out / "target_rl_run", sizes.rl_steps, seed, limit_of(gsm8k)),
             out / "target_rl_run", (last,), lambda: write_rl_data(out / "rl", sizes, seed, gsm8k),
+            f"{sizes.rl_questions}",
         )  # fmt: skip
         stages.append(last)
     answers("answers_val", "val", target)
     written = answers("answers_train", "train", target, "--limit", str(sizes.draft_questions))
-    cut = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
+    shortened = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
                               sizes.draft_layers), out / "cut", (last,))  # fmt: skip
     distilled = Stage(
         "draft", sft_command(out / "cut", out / "draft", out / "draft_run", sizes.draft_steps, sizes.batch, 5e-4, seed),
-        out / "draft_run", (cut, written), lambda: write_draft_data(written.result, out),
+        out / "draft_run", (shortened, written), lambda: write_draft_data(written.result, out),
     )  # fmt: skip
     splits = [part for split in sizes.counts for part in (f"--{split}-questions", out / f"questions_{split}.jsonl")]
     drafted = {**sizes.counts, "train": sizes.block_questions}
@@ -229,11 +227,11 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
             "examples.spd_arithmetic.prepare_blocks", "--out", out / "pair", "--target", target, "--draft", draft,
             *splits, *numbers, "--instruction", tasks.INSTRUCTION, "--system", tasks.SYSTEM, "--max-new-tokens",
             limit_of(gsm8k), "--gamma", sizes.gamma, "--n-train-blocks", sizes.blocks, "--n-val-blocks",
-            sizes.harm_blocks, "--n-harm-blocks", sizes.harm_blocks, "--device", device_here(), "--seed", seed,
+            sizes.harm_blocks, "--n-harm-blocks", sizes.harm_blocks, "--device", get_device_name(), "--seed", seed,
             "--batch-size", BATCH,
         ), out / "pair", (distilled,), lambda: write_question_files(out, sizes.counts, seed, gsm8k),
     )  # fmt: skip
-    return [*stages, cut, distilled, blocks]
+    return [*stages, shortened, distilled, blocks]
 
 
 def tuned_target(out: Path, sizes: Sizes) -> Path:
@@ -248,17 +246,35 @@ def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
     return target, draft
 
 
-def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None) -> list[Stage]:
-    """The stages of one seed of the scorers on the pair of `out`, in order; they write to OUT/seedN."""
+def head_inputs(model: Path) -> str:
+    """What the scorers read: `logits`, or `pair` for a target whose logits the training cannot compute."""
+    from transformers import AutoConfig
+
+    wanted = ScoringModelConfig(head_inputs="logits", base_model_path=str(model))
+    try:
+        SCORERS[wanted.backbone].check_target(wanted, AutoConfig.from_pretrained(model))
+    except ValueError:
+        return "pair"
+    return wanted.head_inputs
+
+
+def scorer_stages(
+    blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path | None = None, inputs: str = "logits"
+) -> list[Stage]:
+    """The stages of one seed of the scorers on the pair of `out`, in order; they write to OUT/seedN.
+
+    `inputs`: spd.head_inputs of the scorers.
+    """
     (target, draft), folder, prepared = models_of(out, sizes), out / f"seed{seed}", out / "pair"
     train = python(
         "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", prepared / "blocks_train.parquet",
         "--metadata", prepared / "metadata_train.parquet", "--val-blocks", prepared / "blocks_val.parquet",
         "--val-metadata", prepared / "metadata_val.parquet", "--store", out / "completions.sqlite3",
         "--max-tokens", limit_of(gsm8k), "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps,
-        "--batch-size", sizes.scorer_batch, "--save-freq", max(1, sizes.scorer_steps // 3), "--device", device_here(),
+        "--batch-size", sizes.scorer_batch, "--save-freq", max(1, sizes.scorer_steps // 3),
+        "--device", get_device_name(),
     )  # fmt: skip
-    more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", "spd.head_inputs=logits"]
+    more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", f"spd.head_inputs={inputs}"]
 
     def training(role: str, reads: Stage, *options: str) -> Stage:
         command = [*train, "--output-dir", str(folder / role), *options, *more]
@@ -274,16 +290,18 @@ def scorer_stages(blocks: Stage, out: Path, sizes: Sizes, seed: int, gsm8k: Path
             "--compare", *(f"{role}={scorers[role]}" for role in ("supervised", "refined")),
             "--questions", out / "evaluation_test.jsonl", "--val-questions", out / "evaluation_val.jsonl",
             "--harm-labels", prepared / "harm_labels.jsonl", "--val-harm-labels", prepared / "harm_labels_val.jsonl",
-            "--max-new-tokens", limit_of(gsm8k), "--gamma", sizes.gamma, "--device", device_here(), "--all-rules",
-            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, *RULES, "--batch-size", BATCH,
+            "--max-new-tokens", limit_of(gsm8k), "--gamma", sizes.gamma, "--device", get_device_name(), "--all-rules",
+            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, *RULES, *SHARES, "--batch-size", BATCH,
             "--parts", out / "evaluated", "--out", folder / "evaluation",
         ), folder / "evaluation", (supervised, grpo, refined),
         lambda: write_evaluation_questions(out, target, sizes, SEED, gsm8k),
+        f"{sizes.further_val} {sizes.further_test}",
     )  # fmt: skip
     served = Stage(
         f"seed{seed}/served", python(
-            "examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--scorer", scorers["refined"],
-            "--pair", prepared, "--evaluation", folder / "evaluation", "--gamma", sizes.gamma,
+            "examples.pretrained.spd.serve", "--target", target, "--draft", draft, "--pair", prepared,
+            "--scorers", *(f"{'scorer' if role == 'grpo' else role}={scorers[role]}" for role in ROLES),
+            "--evaluation", folder / "evaluation", "--gamma", sizes.gamma,
             "--max-new-tokens", limit_of(gsm8k), "--out", folder / "served.json",
         ), folder / "served.json", (evaluation,),
     )  # fmt: skip
@@ -407,10 +425,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     model, gsm8k = begin("SPD scorer of a pretrained model", args.model), args.gsm8k and args.gsm8k.resolve()
-    stages = pair_stages(model, out, sizes, SEED, gsm8k)
+    cut.check(model, sizes.draft_layers)
+    stages, inputs = pair_stages(model, out, sizes, SEED, gsm8k), head_inputs(model)
     blocks = stages[-1]
     for seed in args.seeds:
-        stages += scorer_stages(blocks, out, sizes, seed, gsm8k)
+        stages += scorer_stages(blocks, out, sizes, seed, gsm8k, inputs)
     run_all = partial(run_stages, until(stages, args.until), out, partial(watched, sizes=sizes), describe)
     return run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
 

@@ -32,15 +32,19 @@ def curves(runs: Runs, chosen: Sequence[int] | None = None) -> Curves:
     }  # fmt: skip
 
 
+def best(validation: Runs, trained: bool, drop: float = DROP) -> str:
+    """The legend of the scorer (`trained`) or the rule that accepts the most draft tokens at this drop."""
+    known = {legend: speed_at(curve, drop) for legend, curve in curves(validation).items()}
+    return max((legend for legend in known if (legend in TRAINED) == trained), key=known.get)
+
+
 def gains(record: Mapping[str, Runs], drop: float = DROP, resamples: int = RESAMPLES) -> dict[str, Any]:
     """The best scorer and the best rule by validation questions, and what they accept on test questions at this drop.
 
     `spd_gain_over_best_rule` and `spd_gain_over_exact` with 95 % intervals, for which test questions are resampled:
     every curve sees the same ones.
     """
-    known = {legend: speed_at(curve, drop) for legend, curve in curves(record["validation"]).items()}
-    scorer, rule = (max((legend for legend in known if (legend in TRAINED) == trained), key=known.get)
-                    for trained in (True, False))  # fmt: skip
+    scorer, rule = (best(record["validation"], trained, drop) for trained in (True, False))
 
     def on_test(chosen: Sequence[int] | None = None) -> tuple[float, float, float]:
         test = curves(record["test"], chosen)

@@ -16,7 +16,7 @@ from examples.demo_runner import ROOT, console, run_logged
 
 @dataclass(frozen=True)
 class Stage:
-    """A command with what it writes; every setting that changes the result is in the command.
+    """A command with what it writes; every setting that changes the result is in the command or in `given`.
 
     Commands resume by themselves what they have begun with the same settings.
     """
@@ -26,12 +26,13 @@ class Stage:
     result: Path  # file or folder, removed before a run with other settings
     reads: tuple["Stage", ...] = ()
     before: Callable[[], None] | None = None  # prepares the command's input; cheap, and the same each time
+    given: str = ""  # the settings of `before` that are neither in the command nor in a stage that is read
 
     @property
     def key(self) -> str:
-        """Hash of the command, wherever the project's folder is, and of the stages that it reads."""
-        command = shlex.join(map(str, self.command)).replace(str(ROOT), ".")
-        parts = [command, *(stage.key for stage in self.reads)]
+        """Hash of the command and `given`, wherever the project's folder is, and of the stages that it reads."""
+        own = [shlex.join(map(str, self.command)), self.given]
+        parts = [part.replace(str(ROOT), ".") for part in own if part] + [stage.key for stage in self.reads]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
