@@ -18,12 +18,19 @@ import pandas as pd
 from benchmarks.harness import Row, say
 from examples.demo_runner import ROOT, run_logged
 from examples.spd_arithmetic.corpus import ITEMS
-from examples.spd_arithmetic.demo import DTYPE, LIMIT, MAX_VAL_DROP, STEPS, saved_scorer, training_command
+from examples.spd_arithmetic.demo import (
+    DTYPE,
+    HARMLESS_SHARES,
+    LIMIT,
+    MAX_VAL_DROP,
+    STEPS,
+    saved_scorer,
+    training_command,
+)
 from verl.utils.jsonl import read_objects
 
 BED = ROOT / "outputs" / "spd_arithmetic" / "testbed"
 OUT = ROOT / "outputs" / "spd_transfer"
-SHARES = ("0.9", "0.8", "0.7", "0.6")  # of harmless mismatches that the thresholds to choose from accept
 
 
 def _steps(text: str) -> int:
@@ -72,7 +79,7 @@ def evaluated(folder: Path, scorer: Path, side: str, validation: list[dict], tes
         "--val-questions", str(out / "validation.jsonl"), "--val-harm-labels", str(out / "labels.jsonl"),
         "--harm-labels", str(BED / "harm_labels.jsonl"), "--out", str(out),
         "--max-new-tokens", str(LIMIT), "--dtype", DTYPE, "--max-val-drop", MAX_VAL_DROP, "--margins", "4",
-        "--typicals", "0.045", "--harmless-shares", *SHARES,
+        "--typicals", "0.045", "--harmless-shares", *HARMLESS_SHARES["target"],
     ], out / "evaluation.log")  # fmt: skip
     return {row["rule"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}
 

@@ -135,8 +135,8 @@ def choose_threshold(
     """The fastest row whose drop is at most `max_drop` at the upper end of its 95 % interval; without one, that of the
     lowest end.
 
-    To be called with rows of the validation split. `drops` (drop, standard error, ...) are estimates in place of the rows'
-    own, which are paired with exact match on the same questions.
+    To be called with rows of the validation split. `drops` (drop, standard error, ...) are estimates in place of the
+    rows' own, which are paired with exact match on the same questions.
     """
     if not rows:
         raise ValueError("no validation rows to choose a threshold from; give at least one scorer threshold")

@@ -105,9 +105,9 @@ def main(argv: list[str] | None = None) -> None:
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     title = f"{len(questions)} test questions over HTTP, {legend.partition(',')[0]}, threshold {threshold:.3g}"
     console.print(result_table(title, results))
-    console.print(f"of {len(questions)} answers, {equal['exact_equals_greedy']} of exact match equal greedy decoding's; "
-                  f"{equal['exact_equals_decoder']} of exact match and {equal['scorer_equals_decoder']} of the scorer "
-                  "equal those of the recipe's own decoder", soft_wrap=True)  # fmt: skip
+    console.print(f"of {len(questions)} answers, {equal['exact_equals_greedy']} of exact match equal those of greedy "
+                  f"decoding; {equal['exact_equals_decoder']} of exact match and {equal['scorer_equals_decoder']} of "
+                  "the scorer equal those of the recipe's own decoder", soft_wrap=True)  # fmt: skip
 
 
 def own_decoder(
