@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
-from examples.spd_arithmetic.blocks import DraftedBlock
+from examples.spd_arithmetic.blocks import DraftedBlock, drawn_offsets
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.pair import PairFiles
 from examples.spd_arithmetic.questions import PromptStyle
@@ -203,3 +203,10 @@ def test_options_that_do_not_fit_are_refused(changes, message, capsys):
     with pytest.raises(SystemExit):
         prepare_blocks.parse_arguments(["--out", "o", *changes, *base])
     assert message in capsys.readouterr().err
+
+
+def test_half_of_the_offsets_are_0_and_the_others_are_drawn_evenly_from_the_seed():
+    drawn = drawn_offsets(9000, 8, 0)
+    assert drawn == drawn_offsets(9000, 8, 0) != drawn_offsets(9000, 8, 1)
+    assert 4300 < drawn.count(0) < 4700 and all(480 < drawn.count(offset) < 650 for offset in range(1, 9))
+    assert drawn_offsets(3, 0, 0) == [0, 0, 0]

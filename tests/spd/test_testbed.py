@@ -415,13 +415,6 @@ def test_blocks_start_anywhere_in_the_answer_and_stay_on_the_same_text(tiny_test
         assert (len(context) - len(question.prompt_ids) - least[question.question_id]) % 5 == 0
 
 
-def test_half_of_the_offsets_are_0_and_the_others_are_drawn_evenly_from_the_seed():
-    drawn = blocks.drawn_offsets(9000, 8, 0)
-    assert drawn == blocks.drawn_offsets(9000, 8, 0) != blocks.drawn_offsets(9000, 8, 1)
-    assert 4300 < drawn.count(0) < 4700 and all(480 < drawn.count(offset) < 650 for offset in range(1, 9))
-    assert blocks.drawn_offsets(3, 0, 0) == [0, 0, 0]
-
-
 def test_tokens_before_the_first_block_count_in_no_forward(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
     path = blocks.own_path(both, asked, 1000, 0, quiet, offsets=8)
