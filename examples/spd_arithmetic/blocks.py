@@ -54,8 +54,7 @@ def own_path(
 
     `offsets`: see drawn_offsets.
     """
-    starts = drawn_offsets(len(questions), offsets, seed)
-    decoding = pair.speculative(questions, EXACT, progress, starts)
+    decoding = pair.speculative(questions, EXACT, progress, drawn_offsets(len(questions), offsets, seed))
     if count and not decoding.blocks:
         raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
                          "nothing to judge; use another draft")
@@ -67,10 +66,7 @@ def own_path(
     blocks = [_block(q, c, d, t, correct[q.question_id], lengths[q.question_id] - len(c), "own")
               for q, c, d, t in sampled]
     rounds = sum(decoding.rounds)
-    # An answer that ends among the tokens before its first block is decoded from its beginning.
-    decoded = sum(len(ids) - (start if len(ids) > start else 0)
-                  for ids, start in zip(decoding.tokens, starts, strict=True))
-    return OwnPath(blocks, correct, sum(decoding.accepted) / rounds, decoded / rounds)
+    return OwnPath(blocks, correct, sum(decoding.accepted) / rounds, sum(decoding.decoded) / rounds)
 
 
 def drifted_blocks(pair: Pair, questions: Sequence[Question], margin: float, count: int, seed: int,

@@ -87,7 +87,8 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
     out = args.out / f"u{softness:g}-seed{seed}"
     kept = args.kept and args.kept / f"{out.name}.json"
     settings = {**DEFAULTS, "softness": softness, "drift_margin": DRIFT_MARGIN, "questions": args.questions,
-                "train_questions": args.train_questions, "blocks": args.blocks, "steps": args.steps}  # fmt: skip
+                "train_questions": args.train_questions, "blocks": args.blocks, "steps": args.steps,
+                "shares": list(HARMLESS_SHARES), "rules": FREE_RULES, "max_val_drop": MAX_VAL_DROP}  # fmt: skip
     if kept and kept.exists() and json.loads(kept.read_text()).get("settings") == settings:
         console.print(f"u = {softness:g}, seed {seed}: {kept}")
         return _read(kept)

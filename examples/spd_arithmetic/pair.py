@@ -49,6 +49,7 @@ class Decoding:
     rounds: list[int]  # target forwards
     accepted: list[int]  # draft tokens that stand in `tokens`
     blocks: list[Recorded]
+    decoded: list[int] = field(default_factory=list)  # tokens that the forwards gave, before answers are cut
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Pair:
         `offsets`: the first block of each answer starts after so many of the target's own tokens (default: none). The
         blocks are ordered by question and place, and may need `complete_blocks`.
         """
-        rows = list(zip((q.prompt_ids for q in questions), offsets or [0] * len(questions), strict=True))
+        offsets = offsets or [0] * len(questions)
+        rows = list(zip((q.prompt_ids for q in questions), offsets, strict=True))
         whole, blocks = Decoding([], [], [], []), []
         for part in self._map(partial(self._tasks.decode, self.files, margin), rows, progress):
             blocks += [(len(whole.tokens) + row, *block) for row, *block in part.pop("blocks")]
@@ -102,6 +104,9 @@ class Pair:
             question = questions[row]
             context = question.prompt_ids + whole.tokens[row][:start]
             whole.blocks.append((question, context, draft, target))
+        # An answer that ends among the tokens before its first block is decoded from its beginning.
+        whole.decoded = [len(ids) - (offset if len(ids) > offset else 0)
+                         for ids, offset in zip(whole.tokens, offsets, strict=True)]
         whole.tokens = [ids[: self.files.max_new_tokens] for ids in whole.tokens]
         return whole
 

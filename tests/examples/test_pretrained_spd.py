@@ -199,7 +199,7 @@ def test_a_model_without_a_list_of_layers_is_refused_before_it_is_trained(tmp_pa
     GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32).save_pretrained(tmp_path / "model")
     with pytest.raises(SystemExit, match="cannot be cut from gpt2 models"):
         demo.main(["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out" / "stages").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_stage_follows_those_that_it_reads(tmp_path):
@@ -208,6 +208,7 @@ def test_every_stage_follows_those_that_it_reads(tmp_path):
         return pair + [s for seed in (0, 1) for s in demo.scorer_stages(pair[-1], tmp_path, demo.Sizes(**sizes), seed)]
 
     stages = all_stages()
+
     assert len({stage.name for stage in stages}) == len({stage.result for stage in stages}) == len(stages)
     for number, stage in enumerate(stages):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
@@ -227,6 +228,7 @@ def test_every_stage_follows_those_that_it_reads(tmp_path):
     assert [stage.name for stage in reinforced[:5]] == [
         "target", "answers_val_sft", "target_rl", "answers_val", "answers_train",
     ]
+    assert reinforced[2].key != all_stages(rl_steps=4, rl_questions=1700)[2].key
     assert reinforced[2] in reinforced[4].reads and any("target_rl_run" in str(p) for p in reinforced[4].command)
 
 

@@ -226,12 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="OUT of examples.pretrained.spd.demo")
     args = parser.parse_args(argv)
     out, pair = args.out.resolve(), args.pair.resolve()
-    for folder in (out, pair):
-        folder.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     if not 2 <= sizes.block <= math.isqrt(MOST_BRANCHED):
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
+    for folder in (out, pair):
+        folder.mkdir(parents=True, exist_ok=True)
     model = spd.begin("Iterative refinement of a pretrained model", args.model)
     gsm8k = args.gsm8k and args.gsm8k.resolve()
     made = spd.pair_stages(model, pair, spd.Sizes(), spd.SEED, gsm8k)

@@ -422,10 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
     args = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_spd", "scorers").parse_args(argv)
     out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     model, gsm8k = begin("SPD scorer of a pretrained model", args.model), args.gsm8k and args.gsm8k.resolve()
     cut.check(model, sizes.draft_layers)
+    out.mkdir(parents=True, exist_ok=True)
     stages, inputs = pair_stages(model, out, sizes, SEED, gsm8k), head_inputs(model)
     blocks = stages[-1]
     for seed in args.seeds:
