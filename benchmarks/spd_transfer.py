@@ -88,7 +88,7 @@ def run() -> list[Row]:
     """For each split, scorer and side of the test questions: accepted tokens over exact match's, and the drop."""
     if not (BED / "testbed.json").exists():
         sys.exit(f"{BED} is not there: `make demo` makes the test bed that this benchmark takes")
-    made = json.loads((BED / "testbed.json").read_text())["fingerprint"]  # scorers of another test bed are not reused
+    fingerprint = json.loads((BED / "testbed.json").read_text())["fingerprint"]
     blocks, metadata = (pd.read_parquet(BED / f"{kind}_train.parquet") for kind in ("blocks", "metadata"))
     text_of = dict(zip(metadata["question_id"], metadata["question"], strict=True))
     validation, test = (
@@ -101,7 +101,8 @@ def run() -> list[Row]:
         say(f"{name}: {len(mine)} of {len(blocks)} blocks, {len(like)} of {len(validation)} validation questions")
         for scorer, chosen, asked in (("narrow", mine, like), ("mixed", blocks.sample(len(mine), random_state=0),
                                                                validation)):  # fmt: skip
-            folder = OUT / made[:12] / name.replace(" ", "_") / scorer
+            # Scorers of another test bed are not reused.
+            folder = OUT / fingerprint[:12] / name.replace(" ", "_") / scorer
             saved = trained(folder, chosen, metadata)
             for side, questions in (("inside", [q for q in test if inside(q["question"])]),
                                     ("outside", [q for q in test if not inside(q["question"])])):  # fmt: skip

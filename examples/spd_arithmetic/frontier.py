@@ -7,7 +7,7 @@ Each seed is a test bed, three trainings (GRPO, supervised with as many completi
 and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
 all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
 over seeds at the demo's softness in OUT/spd_seeds.json, or the file of --results. With --kept, rows of whole seeds go
-to a folder as well, and those that are there already with the same settings are not measured again: the measurement can
+to a folder as well, and those that are there already from the same commands are not measured again: the measurement can
 be spread over machines.
 """
 
@@ -86,13 +86,14 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
     """The rows of one seed, made here or by an earlier run with the same commands; every phase is done once."""
     out = args.out / f"u{softness:g}-seed{seed}"
     kept = args.kept and args.kept / f"{out.name}.json"
-    settings = {**DEFAULTS, "softness": softness, "drift_margin": DRIFT_MARGIN, "questions": args.questions,
-                "train_questions": args.train_questions, "blocks": args.blocks, "steps": args.steps,
-                "shares": list(HARMLESS_SHARES), "rules": FREE_RULES, "max_val_drop": MAX_VAL_DROP}  # fmt: skip
-    if kept and kept.exists() and json.loads(kept.read_text()).get("settings") == settings:
+    planned, record, measured = commands(args, seed, softness, out), out / "commands.json", out / "measured.json"
+    text = json.dumps(planned)
+    for folder, name in ((str(out), "OUT"), (sys.executable, "python"), (str(ROOT), ".")):
+        text = text.replace(folder, name)
+    portable = json.loads(text)  # the commands without this machine's folders
+    if kept and kept.exists() and json.loads(kept.read_text()).get("commands") == portable:
         console.print(f"u = {softness:g}, seed {seed}: {kept}")
         return _read(kept)
-    planned, record, measured = commands(args, seed, softness, out), out / "commands.json", out / "measured.json"
     done = json.loads(record.read_text()) if record.exists() else {}
     for number, (name, command) in enumerate(planned.items()):
         if list(done.items())[: number + 1] == list(planned.items())[: number + 1]:
@@ -110,7 +111,7 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
         done[name] = planned[name]
     rows = {split: json.loads((out / f"{name}.json").read_text()) for split, name in
             (("test", "evaluation"), ("validation", "validation"))}  # fmt: skip
-    measured.write_text(json.dumps({"settings": settings, **{split: rows[split]["rows"] for split in rows}}))
+    measured.write_text(json.dumps({"commands": portable, **{split: rows[split]["rows"] for split in rows}}))
     console.print(f"u = {softness:g}, seed {seed}: {measured}")
     if kept:
         args.kept.mkdir(parents=True, exist_ok=True)

@@ -91,15 +91,18 @@ def test_figures_of_a_seed_by_hand():
     assert accuracy_under_parallelism([row("greedy", 0.5, 1)], 0.5) == 50
 
 
-def test_a_pair_with_other_settings_is_kept(tmp_path, capsys):
+def test_a_window_that_is_too_wide_for_branches_is_refused_at_the_start(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        demo.main(["--block", "33", "--pair", str(tmp_path / "pair"), "--out", str(tmp_path / "out")])
+    assert "--block 33: give 2 to 32" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_pair_with_other_settings_is_kept(tmp_path):
     pair, model = tmp_path / "pair", tmp_path / "model"
     (pair / "stages").mkdir(parents=True)
     record = pair / "stages" / "target.json"
     record.write_text('{"key": "of other steps", "command": [], "seconds": 9.0, "ended": true}')
     (pair / "target_run").mkdir()
-    with pytest.raises(SystemExit):
-        demo.main(["--block", "33", "--pair", str(pair), "--out", str(tmp_path / "out")])
-    assert "--block 33: give 2 to 32" in capsys.readouterr().err and not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="stages/target.json is of a pair with other settings"):
         demo.main(["--pair", str(pair), "--model", str(model), "--out", str(tmp_path / "out")])
     assert (pair / "target_run").exists() and json.loads(record.read_text())["seconds"] == 9.0

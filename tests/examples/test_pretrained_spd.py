@@ -207,16 +207,15 @@ def test_every_stage_follows_those_that_it_reads(tmp_path):
         pair = demo.pair_stages(tmp_path / "model", tmp_path, demo.Sizes(**sizes), 0)
         return pair + [s for seed in (0, 1) for s in demo.scorer_stages(pair[-1], tmp_path, demo.Sizes(**sizes), seed)]
 
-    stages = all_stages()
+    def equal(**sizes):
+        return [a.key == b.key for a, b in zip(stages, all_stages(**sizes), strict=True)]
 
+    stages = all_stages()
     assert len({stage.name for stage in stages}) == len({stage.result for stage in stages}) == len(stages)
     for number, stage in enumerate(stages):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
     names = [stage.name for stage in stages]
     assert names[:6] == ["target", "answers_val", "answers_train", "cut", "draft", "blocks"]
-    def equal(**sizes):
-        return [a.key == b.key for a, b in zip(stages, all_stages(**sizes), strict=True)]
-
     same = equal(draft_layers=5)
     assert same[:3] == [True] * 3 and not any(same[3:])  # the target stays, what follows the draft does not
     assert not any(equal(train=1700))  # of which the target's command has the file only

@@ -130,15 +130,16 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
     name = f"u{frontier.HEADLINE:g}"
     kept = tmp_path / "kept" / f"{name}-seed0.json"
     record = json.loads(kept.read_text())
-    assert set(record) == {"settings", "test", "validation"} and record["settings"]["questions"] == 1000
+    assert set(record) == {"commands", "test", "validation"}
+    assert record["commands"]["training"] == ["python", "-c", script, str(log), "training", "OUT/run"]
     row_of_exact = next(r for r in record["test"] if r["rule"] == "exact")
     row_of_exact["accepted_per_forward"] = 1.0
     kept.write_text(json.dumps(record))
     assert frontier.main(options) == 0
     assert json.loads((tmp_path / "seeds.json").read_text())["seed_gain_min"] == 4.0  # read from the kept file
-    kept.write_text(json.dumps({**record, "settings": {**record["settings"], "questions": 9}}))
+    kept.write_text(json.dumps({**record, "commands": {**record["commands"], "evaluation": ["--questions", "9"]}}))
     assert frontier.main(options) == 0
-    assert json.loads((tmp_path / "seeds.json").read_text())["seed_gain_min"] == 2.0  # of other settings: not read
+    assert json.loads((tmp_path / "seeds.json").read_text())["seed_gain_min"] == 2.0  # of other commands: not read
     kept.unlink()
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 3  # nothing ran again
     (tmp_path / "out" / f"{name}-seed0" / "commands.json").write_text(json.dumps({}))

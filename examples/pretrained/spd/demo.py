@@ -25,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 import pandas as pd
+from transformers import AutoConfig
 
 from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
 from examples.demo_runner import TrainingWatch as Watch
@@ -214,7 +215,7 @@ def pair_stages(model: Path, out: Path, sizes: Sizes, seed: int, gsm8k: Path | N
     answers("answers_val", "val", target)
     written = answers("answers_train", "train", target, "--limit", str(sizes.draft_questions))
     shortened = Stage("cut", python("examples.pretrained.spd.cut", "--model", target, "--out", out / "cut", "--layers",
-                              sizes.draft_layers), out / "cut", (last,))  # fmt: skip
+                                    sizes.draft_layers), out / "cut", (last,))  # fmt: skip
     distilled = Stage(
         "draft", sft_command(out / "cut", out / "draft", out / "draft_run", sizes.draft_steps, sizes.batch, 5e-4, seed),
         out / "draft_run", (shortened, written), lambda: write_draft_data(written.result, out),
@@ -248,8 +249,6 @@ def models_of(out: Path, sizes: Sizes) -> tuple[Path, Path]:
 
 def head_inputs(model: Path) -> str:
     """What the scorers read: `logits`, or `pair` for a target whose logits the training cannot compute."""
-    from transformers import AutoConfig
-
     wanted = ScoringModelConfig(head_inputs="logits", base_model_path=str(model))
     try:
         SCORERS[wanted.backbone].check_target(wanted, AutoConfig.from_pretrained(model))
