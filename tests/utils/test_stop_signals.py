@@ -1,13 +1,17 @@
 """The first signal is a wish, a second one ends the process; handlers come back."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 
 import psutil
 import pytest
 from torch.utils.data import DataLoader
 
+from verl.trainer.run import prompt_stream
+from verl.trainer.run.prompt_stream import PromptLoader
 from verl.utils import stop_signals
 from verl.utils.stop_signals import StopSignals, obey_parent_only
 
@@ -48,6 +52,33 @@ def test_an_exit_of_the_programs_own_keeps_its_code():
         os.kill(os.getpid(), signal.SIGTERM)
         raise SystemExit(2)
     assert ended.value.code == 2
+
+
+@pytest.mark.process
+def test_a_loader_process_that_just_started_outlives_a_signal_of_the_group(monkeypatch):
+    begun = multiprocessing.get_context("fork").Semaphore(0)
+    signalled = multiprocessing.get_context("fork").Event()
+
+    def before_it_obeys(worker):
+        begun.release()
+        signalled.wait(10)
+        obey_parent_only(worker)
+
+    def send():
+        begun.acquire()
+        begun.acquire()
+        for worker in psutil.Process().children():
+            subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        signalled.set()
+
+    monkeypatch.setattr(prompt_stream, "obey_parent_only", before_it_obeys)
+    loader = PromptLoader(range(8), num_workers=2, batch_size=2)
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    batches = iter(loader)
+    sender.join()
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGINT}
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ import pytest
 
 from tests.dllm_reasoning.models import captured_warnings
 from tests.workers.gateway.parts import USER, run_program, worker_of
-from verl.trainer.ppo.data_loading import PromptLoader
+from verl.trainer.run.prompt_stream import PromptLoader
 from verl.workers.rollout.agent_loop.rows import is_lost
 from verl.workers.rollout.gateway.program import Limits, Program
 

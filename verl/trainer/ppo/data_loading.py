@@ -1,12 +1,11 @@
 """Data of an RL run: loaders of both data sets, the stream of prompts, the number of steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from loguru import logger
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.config.batch_sizes import steps_in_all
@@ -19,22 +18,12 @@ from verl.data.rl_dataset import collate_fn as default_collate_fn
 from verl.data.sampler import AbstractSampler
 from verl.environments.dataset import EnvironmentDataset
 from verl.protocol import DataProto
-from verl.trainer.run.prompt_stream import PromptStream
+from verl.trainer.run.prompt_stream import PromptLoader, PromptStream
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
-from verl.utils.stop_signals import obey_parent_only
-from verl.utils.threads import PROCESS_STARTS
 
 #: The settings of data.environment that decide on the training data.
 DRAWN_BY = ("name", "tasks", "params", "path", "url", "size", "seed", "system_prompt", "examples", "answer_format")
-
-
-class PromptLoader(StatefulDataLoader):
-    """A loader that forks its workers while no thread starts another process."""
-
-    def __iter__(self) -> Iterator[Any]:
-        with PROCESS_STARTS:
-            return super().__iter__()
 
 
 class RLData:
@@ -61,7 +50,6 @@ class RLData:
         options = {
             "num_workers": data.dataloader_num_workers,
             "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
-            "worker_init_fn": obey_parent_only,
         }
         self.train_loader = PromptLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options

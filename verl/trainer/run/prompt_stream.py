@@ -1,5 +1,8 @@
 """Draws batches of prompts from a StatefulDataLoader, epoch after epoch, from a position that can be saved."""
 
+import copy
+import multiprocessing
+import signal
 from typing import Any
 
 import numpy as np
@@ -8,8 +11,36 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.data.dynamicgen_dataset import DynamicGenDataset
 from verl.protocol import DataProto
+from verl.utils.stop_signals import obey_parent_only
+from verl.utils.threads import PROCESS_STARTS
 
 GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a loader whose data set grows
+
+
+class LoaderProcess(multiprocessing.Process):
+    """Starts while no thread starts another process, and with the signals that stop a run blocked.
+
+    It inherits this, so that a signal that arrives before `obey_parent_only` has run does not end it.
+    """
+
+    def start(self) -> None:
+        with PROCESS_STARTS:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+            try:
+                super().start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class PromptLoader(StatefulDataLoader):
+    """A loader whose processes outlive the signals that stop a run."""
+
+    def __init__(self, dataset: Any, *, num_workers: int = 0, **options: Any) -> None:
+        if num_workers:
+            context = copy.copy(multiprocessing.get_context())
+            context.Process = LoaderProcess
+            options.update(multiprocessing_context=context, worker_init_fn=obey_parent_only)
+        super().__init__(dataset, num_workers=num_workers, **options)
 
 
 class PromptStream:

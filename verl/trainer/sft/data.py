@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from omegaconf import ListConfig
 from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config.compose import to_omegaconf
 from verl.config.sft import SFTDataConfig
@@ -14,8 +13,8 @@ from verl.config.sft_engine import tokens_per_forward
 from verl.data.rl_dataset import collate_fn
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.protocol import DataProto
+from verl.trainer.run.prompt_stream import PromptLoader
 from verl.utils.fs import copy_to_local
-from verl.utils.stop_signals import obey_parent_only
 from verl.workers.actor.batch_cuts import micro_batches
 
 
@@ -66,13 +65,12 @@ class PaddedRows(Dataset):
         return row if item < len(self.dataset) else {**row, "loss_mask": torch.zeros_like(row["loss_mask"])}
 
 
-def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> StatefulDataLoader:
+def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> PromptLoader:
     """A loader of these shares. It draws from a generator of its own, so that reading never moves the model's."""
     generator = torch.Generator().manual_seed(0)
-    return StatefulDataLoader(
-        dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator,
-        worker_init_fn=obey_parent_only,
-    )  # fmt: skip
+    return PromptLoader(
+        dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator
+    )
 
 
 def cut(batch: Any, data: SFTDataConfig) -> list[Any]:
