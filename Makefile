@@ -6,6 +6,7 @@
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (about an hour on 2 cores; resumes)
 #   make demo-pretrained-dllm     iterative refinement of the scorer's target next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
+#                                 the three take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"; the last one also PAIR=DIR, the second one's folder
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -74,18 +75,19 @@ demo-grpo: env
 
 # What examples/pretrained needs, next to the environment.
 PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/pretrained.txt
+PRETRAINED_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT)) $(if $(SEEDS),--seeds $(SEEDS))
 
 demo-pretrained: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.demo $(if $(MODEL),--model $(MODEL))
+	@$(PY) -m examples.pretrained.demo $(PRETRAINED_OPTIONS)
 
 demo-pretrained-spd: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.spd.demo $(if $(MODEL),--model $(MODEL))
+	@$(PY) -m examples.pretrained.spd.demo $(PRETRAINED_OPTIONS)
 
 demo-pretrained-dllm: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL))
+	@$(PY) -m examples.pretrained.dllm.demo $(PRETRAINED_OPTIONS) $(if $(PAIR),--pair $(PAIR))
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo

@@ -25,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,6 +35,7 @@ from scripts.spd_evaluation.curves import best_mix, curves_of, speed, speed_at  
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import curves_in, save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, Task, visible_gpus  # noqa: E402
+from verl.planning.checks import load_model_part  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
@@ -374,7 +376,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.near_drop is not None and not args.all_rules:
         parser.error("--near-drop chooses among rules too: add --all-rules")
     if args.processes is None:
-        args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
+        cores = len(os.sched_getaffinity(0))
+        args.processes = cores if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
     args.rules = {}
     for text in args.rule:
@@ -396,6 +399,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     args = parse(argv)
+    for option in ("target", "draft"):
+        load_model_part(f"--{option}", getattr(args, option), AutoConfig.from_pretrained)
     args.out.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip

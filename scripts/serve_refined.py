@@ -11,11 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import AutoConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options  # noqa: E402
 from scripts.serve_spd import serve  # noqa: E402
+from verl.planning.checks import load_model_part  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--print", action="store_true", help="show vLLM's command instead of running it")
     args, rest = parser.parse_known_args(argv)
     try:
+        load_model_part("--model", args.model, AutoConfig.from_pretrained)
         options = self_draft_options(
             args.model, mode=args.mode, tokens_per_step=args.tokens_per_step, guesses=args.guesses
         )

@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipe.spd.vllm_plugin.serving import WORKS, engine_options  # noqa: E402
+from verl.planning.checks import load_model_part  # noqa: E402
 from verl.utils.accelerator import default_dtype, get_device_name  # noqa: E402
 
 
@@ -69,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check, then become vLLM's server."""
     args, rest = parse_arguments(argv)
     try:
+        for option in ("target", "draft"):
+            if model := getattr(args, option):
+                load_model_part(f"--{option}", model, AutoConfig.from_pretrained)
         options = engine_options(
             args.target, args.scorer, draft=args.draft, threshold=args.threshold, gamma=args.gamma,
             allow_foreign_target=args.allow_foreign_target, allow_foreign_drafter=args.allow_foreign_drafter,

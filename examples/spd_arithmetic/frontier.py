@@ -237,7 +237,8 @@ def show(comparison: Sequence[dict[str, Any]], title: str) -> Table:
 
 def _cell(values: dict[str, tuple[float, float]]) -> str:
     (drop, drop_se), (fast, fast_se), (saved, _) = (values[name] for name in ("drop", "speed", "saved"))
-    return f"{fast:.2f} ±{fast_se:.2f} ({saved:.2f}), {100 * drop:.1f} ±{100 * drop_se:.1f}"
+    errors = ("", "") if math.isnan(fast_se) else (f" ±{fast_se:.2f}", f" ±{100 * drop_se:.1f}")
+    return f"{fast:.2f}{errors[0]} ({saved:.2f}), {100 * drop:.1f}{errors[1]}"
 
 
 def verdicts(comparison: Sequence[dict[str, Any]]) -> list[str]:

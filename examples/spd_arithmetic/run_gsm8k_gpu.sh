@@ -26,11 +26,15 @@ done
 "$PYTHON" -m examples.spd_arithmetic.prepare_blocks --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
     --train-questions "$QUESTIONS" --test-questions "$TEST_QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
     --n-train-questions "${N_TRAIN:-1000}" --n-val-questions "${N_VAL:-300}" --n-test-questions "${N_TEST:-1000}"
-"$PYTHON" train_spd_scorer.py --device cuda --backbone target --model "$OUT/testbed/target" \
-    --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet" \
-    --val-blocks "$OUT/testbed/blocks_val.parquet" --val-metadata "$OUT/testbed/metadata_val.parquet" \
-    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --save-freq "$STEPS" \
-    --epochs 1000
+train=(
+    "$PYTHON" train_spd_scorer.py --device cuda --backbone target --head-inputs pair
+    --model "$OUT/testbed/target" --draft "$OUT/testbed/draft"
+    --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet"
+    --val-blocks "$OUT/testbed/blocks_val.parquet" --val-metadata "$OUT/testbed/metadata_val.parquet"
+    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --epochs 1000
+)
+"${train[@]}" --supervised
+"${train[@]}" --adapter "$OUT/run/supervised" --save-freq "$STEPS"
 "$PYTHON" scripts/eval_spd_scorer.py --device cuda --out "$OUT" --max-new-tokens 400 \
     --target "$OUT/testbed/target" --draft "$OUT/testbed/draft" \
     --scorer "$OUT/run/global_step_$STEPS/actor/huggingface" \

@@ -97,14 +97,14 @@ def test_a_window_that_is_too_wide_for_branches_is_refused_at_the_start(tmp_path
     assert "--block 33: give 2 to 32" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_pair_with_other_settings_is_kept(tmp_path):
-    pair, model = tmp_path / "pair", tmp_path / "model"
+def test_a_pair_with_other_settings_is_kept(tmp_path, tiny_llama):
+    pair = tmp_path / "pair"
     (pair / "stages").mkdir(parents=True)
     record = pair / "stages" / "target.json"
     record.write_text('{"key": "of other steps", "command": [], "seconds": 9.0, "ended": true}')
     (pair / "target_run").mkdir()
-    with pytest.raises(SystemExit, match="stages/target.json is of a pair with other settings"):
-        demo.main(["--pair", str(pair), "--model", str(model), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="stages/target.json is of another model, or of a pair with other settings"):
+        demo.main(["--pair", str(pair), "--model", tiny_llama, "--out", str(tmp_path / "out")])
     assert (pair / "target_run").exists() and json.loads(record.read_text())["seconds"] == 9.0
 
 

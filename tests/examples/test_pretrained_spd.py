@@ -4,6 +4,7 @@ Not covered: the figures of the pretrained pair (`make demo-pretrained-spd` show
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -195,11 +196,32 @@ def test_a_draft_has_the_first_layers_and_the_last_one(tmp_path, tied):
     assert demo.head_inputs(Path(target)) == ("logits" if tied else "pair")
 
 
-def test_a_model_without_a_list_of_layers_is_refused_before_it_is_trained(tmp_path):
-    GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32).save_pretrained(tmp_path / "model")
+def test_a_model_without_a_chat_template_or_a_list_of_layers_is_refused_before_it_is_trained(tmp_path, tiny_llama):
+    model, tokenizer = tmp_path / "model", hf_tokenizer(tiny_llama)
+    GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32).save_pretrained(model)
+    tokenizer.save_pretrained(model)
     with pytest.raises(SystemExit, match="cannot be cut from gpt2 models"):
-        demo.main(["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+        demo.main(["--model", str(model), "--out", str(tmp_path / "out")])
+    tokenizer.chat_template = None
+    shutil.rmtree(model)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(SystemExit, match="its tokenizer has no chat template"):
+        demo.main(["--model", str(model), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pair_of_another_model_is_kept(tmp_path, tiny_llama):
+    out = tmp_path / "out"
+    command = ["--out", str(out), "--until", "target", "--draft-layers", "2", "--model"]
+    file = out / "stages" / "target.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"key": "of another model", "command": [], "seconds": 5.0, "ended": True}))
+    (out / "target_run").mkdir()
+    with pytest.raises(SystemExit, match="has a pair of another model, or with other settings of its target"):
+        demo.main([*command, tiny_llama])
+    assert (out / "target_run").exists()
+    with pytest.raises(SystemExit, match="no-model: the folder does not exist"):
+        demo.main([*command, str(tmp_path / "no-model")])
 
 
 def test_every_stage_follows_those_that_it_reads(tmp_path):

@@ -230,8 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 2 <= sizes.block <= math.isqrt(MOST_BRANCHED):
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
-    for folder in (out, pair):
-        folder.mkdir(parents=True, exist_ok=True)
     model = spd.begin("Iterative refinement of a pretrained model", args.model)
     gsm8k = args.gsm8k and args.gsm8k.resolve()
     made = spd.pair_stages(model, pair, spd.Sizes(), spd.SEED, gsm8k)
@@ -248,8 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
     for stage in earlier:
         if has_other_settings(stage, pair):
-            raise SystemExit(f"{pair / 'stages' / stage.name}.json is of a pair with other settings; make the pair "
-                             "with the defaults of examples.pretrained.spd.demo, or name another --pair")  # fmt: skip
+            raise SystemExit(f"{pair / 'stages' / stage.name}.json is of another model, or of a pair with other "
+                             "settings than the defaults of examples.pretrained.spd.demo: name another folder with "
+                             "--pair (PAIR=DIR of make)")  # fmt: skip
+
+    for folder in (out, pair):
+        folder.mkdir(parents=True, exist_ok=True)
 
     def run_all() -> None:
         spd.run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)

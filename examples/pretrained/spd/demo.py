@@ -33,11 +33,12 @@ from examples.pretrained import fetch
 from examples.pretrained.demo import from_files, training_command
 from examples.pretrained.spd import cut, tasks
 from examples.pretrained.spd.gains import DROP, gains
-from examples.pretrained.spd.stages import Stage, record_of, run
+from examples.pretrained.spd.stages import Stage, has_other_settings, record_of, run
 from examples.spd_arithmetic.demo import saved_scorer
 from examples.spd_arithmetic.questions import PromptStyle, Question, write_questions
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
+from verl.planning.checks import ModelError, load_model_part
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -379,18 +380,27 @@ def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.Argument
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
     parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"of the {seeds_of}")
-    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--out", type=Path, default=out, help=f"default: {out.relative_to(ROOT)}")
     parser.add_argument("--until", help="the last stage to run")
     for name, value in vars(sizes).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
     return parser
 
 
 def begin(title: str, model: Path | None) -> Path:
-    """Show the title, make SIGTERM end the running command too, and return the model's folder, fetched if None."""
+    """Show the title, make SIGTERM end the running command too, and return the model's folder, fetched if None.
+
+    Ends the command if it is no folder with a tokenizer that has a chat template.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console.rule(title)
     if model is not None:
+        try:
+            tokenizer = load_model_part("--model", str(model.resolve()), hf_tokenizer)
+        except ModelError as error:
+            raise SystemExit(str(error)) from None
+        if tokenizer.chat_template is None:
+            raise SystemExit(f"--model {model}: its tokenizer has no chat template; name an instruction-tuned model")
         return model.resolve()
     fetch.main([])
     return fetch.OUT / "model"
@@ -426,6 +436,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut.check(model, sizes.draft_layers)
     out.mkdir(parents=True, exist_ok=True)
     stages, inputs = pair_stages(model, out, sizes, SEED, gsm8k), head_inputs(model)
+    if has_other_settings(stages[0], out):
+        raise SystemExit(f"{out} has a pair of another model, or with other settings of its target: name another "
+                         "folder with --out (OUT=DIR of make), or delete this one")  # fmt: skip
     blocks = stages[-1]
     for seed in args.seeds:
         stages += scorer_stages(blocks, out, sizes, seed, gsm8k, inputs)
