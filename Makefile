@@ -6,7 +6,7 @@
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (about an hour on 2 cores; resumes)
 #   make demo-pretrained-dllm     iterative refinement of the scorer's target next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
-#                                 the three take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"; the last one also PAIR=DIR, the second one's folder
+#                                 the three take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"; demo-pretrained-dllm also PAIR=DIR, the OUT of demo-pretrained-spd
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)

@@ -30,6 +30,7 @@ from transformers import AutoConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from recipe.spd.scorer.config import ScoringModelConfig  # noqa: E402
 from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.curves import best_mix, curves_of, speed, speed_at  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
@@ -401,6 +402,8 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     args = parse(argv)
     for option in ("target", "draft"):
         load_model_part(f"--{option}", getattr(args, option), AutoConfig.from_pretrained)
+    for directory in {*args.scorers.values(), *filter(None, [args.untrained])}:
+        ScoringModelConfig.load(Path(directory))
     args.out.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip

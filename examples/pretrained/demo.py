@@ -184,9 +184,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
     console.rule("GRPO of a pretrained model")
-    model = args.model.resolve() if args.model else fetch.main([])
+    model = fetch.model_folder(args.model)
     trained = {f"seed {seed}": args.out / f"seed{seed}" for seed in args.seeds}
     runs, seconds = trained | {"control, learning rate 0": args.out / "control"}, []
+    for record in (run / "seconds.json" for run in runs.values()):
+        if record.exists() and f"actor_rollout_ref.model.path={model}" not in json.loads(record.read_text())["command"]:
+            raise SystemExit(f"{args.out} has a training of another model: name another folder with --out (OUT=DIR of "
+                             "make), or delete this one")  # fmt: skip
     try:
         for (name, run), seed in zip(runs.items(), [*args.seeds, args.seeds[0]], strict=True):
             steps, lr = (args.steps, args.lr) if run in trained.values() else (CONTROL_STEPS, 0.0)

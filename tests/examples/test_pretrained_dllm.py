@@ -103,7 +103,7 @@ def test_a_pair_with_other_settings_is_kept(tmp_path, tiny_llama):
     record = pair / "stages" / "target.json"
     record.write_text('{"key": "of other steps", "command": [], "seconds": 9.0, "ended": true}')
     (pair / "target_run").mkdir()
-    with pytest.raises(SystemExit, match="stages/target.json is of another model, or of a pair with other settings"):
+    with pytest.raises(SystemExit, match="stages/target.json: target was made by another command .* --pair .PAIR=DIR"):
         demo.main(["--pair", str(pair), "--model", tiny_llama, "--out", str(tmp_path / "out")])
     assert (pair / "target_run").exists() and json.loads(record.read_text())["seconds"] == 9.0
 

@@ -419,9 +419,10 @@ def test_workers_end_with_a_killed_parent():
 
 
 def test_a_question_in_both_splits_is_refused(house, tmp_path):
+    scorer = str(save_scorer(house, "target", tmp_path / "scorer"))
     with pytest.raises(ValueError, match="12 questions are in both splits"):
         load_script().main([
-            "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", "none",
+            "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", scorer,
             "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
             "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         ])  # fmt: skip

@@ -134,8 +134,11 @@ def test_public_keys_of_the_recipe_are_frozen_and_the_scorer_s_defaults_are_the_
 def test_yaml_and_code_agree_on_the_reward_and_the_settings_are_complete():
     config = OmegaConf.to_container(composed(["actor_rollout_ref.model.path=m"]), resolve=True)
     assert config["spd"]["reward"] == asdict(SPDRewardConfig())
-    settings = SPDSettings.from_custom(config["actor_rollout_ref"]["rollout"]["custom"])
+    custom = config["actor_rollout_ref"]["rollout"]["custom"]
+    settings = SPDSettings.from_custom(custom)
     assert settings.target_path == "m" and settings.rollout.rounds == 1
+    custom["rollout"]["server_args"] = ["--tensor-parallel-size", 2]  # as Hydra reads it
+    assert SPDSettings.from_custom(custom).rollout.server_args == ["--tensor-parallel-size", "2"]
     assert config["algorithm"]["norm_adv_by_std_in_grpo"] is False
 
 

@@ -56,6 +56,7 @@ def test_an_exit_of_the_programs_own_keeps_its_code():
 
 @pytest.mark.process
 def test_a_loader_process_that_just_started_outlives_a_signal_of_the_group(monkeypatch):
+    others = set(psutil.Process().children())  # of tests before
     begun = multiprocessing.get_context("fork").Semaphore(0)
     signalled = multiprocessing.get_context("fork").Event()
 
@@ -65,9 +66,8 @@ def test_a_loader_process_that_just_started_outlives_a_signal_of_the_group(monke
         obey_parent_only(worker)
 
     def send():
-        begun.acquire()
-        begun.acquire()
-        for worker in psutil.Process().children():
+        started = [begun.acquire(timeout=30) for _ in range(2)]
+        for worker in set(psutil.Process().children()) - others if all(started) else ():
             subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
         signalled.set()
 

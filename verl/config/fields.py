@@ -112,6 +112,8 @@ def type_name(hint: Any) -> str:
     """An annotation in the words of messages: `int or null`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join(type_name(h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return f"list of {' or '.join(map(type_name, typing.get_args(hint)))}"
     return "null" if hint is types.NoneType else str(getattr(hint, "__name__", hint))
 
 

@@ -31,7 +31,7 @@ from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
-from examples.pretrained.spd.stages import Stage, has_other_settings
+from examples.pretrained.spd.stages import Stage, refuse_other_settings
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -245,10 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = spd.until(stages, args.until)
     earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
     for stage in earlier:
-        if has_other_settings(stage, pair):
-            raise SystemExit(f"{pair / 'stages' / stage.name}.json is of another model, or of a pair with other "
-                             "settings than the defaults of examples.pretrained.spd.demo: name another folder with "
-                             "--pair (PAIR=DIR of make)")  # fmt: skip
+        refuse_other_settings(stage, pair, "--pair", "PAIR")
+    refuse_other_settings(stages[0], out)
 
     for folder in (out, pair):
         folder.mkdir(parents=True, exist_ok=True)

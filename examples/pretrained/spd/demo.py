@@ -33,12 +33,11 @@ from examples.pretrained import fetch
 from examples.pretrained.demo import from_files, training_command
 from examples.pretrained.spd import cut, tasks
 from examples.pretrained.spd.gains import DROP, gains
-from examples.pretrained.spd.stages import Stage, has_other_settings, record_of, run
+from examples.pretrained.spd.stages import Stage, record_of, refuse_other_settings, run
 from examples.spd_arithmetic.demo import saved_scorer
 from examples.spd_arithmetic.questions import PromptStyle, Question, write_questions
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
-from verl.planning.checks import ModelError, load_model_part
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -390,20 +389,11 @@ def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.Argument
 def begin(title: str, model: Path | None) -> Path:
     """Show the title, make SIGTERM end the running command too, and return the model's folder, fetched if None.
 
-    Ends the command if it is no folder with a tokenizer that has a chat template.
+    Raises SystemExit if `model` is not a folder of a model whose tokenizer has a chat template.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console.rule(title)
-    if model is not None:
-        try:
-            tokenizer = load_model_part("--model", str(model.resolve()), hf_tokenizer)
-        except ModelError as error:
-            raise SystemExit(str(error)) from None
-        if tokenizer.chat_template is None:
-            raise SystemExit(f"--model {model}: its tokenizer has no chat template; name an instruction-tuned model")
-        return model.resolve()
-    fetch.main([])
-    return fetch.OUT / "model"
+    return fetch.model_folder(model)
 
 
 def until(stages: Sequence[Stage], name: str | None) -> Sequence[Stage]:
@@ -436,9 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut.check(model, sizes.draft_layers)
     out.mkdir(parents=True, exist_ok=True)
     stages, inputs = pair_stages(model, out, sizes, SEED, gsm8k), head_inputs(model)
-    if has_other_settings(stages[0], out):
-        raise SystemExit(f"{out} has a pair of another model, or with other settings of its target: name another "
-                         "folder with --out (OUT=DIR of make), or delete this one")  # fmt: skip
+    refuse_other_settings(stages[0], out)
     blocks = stages[-1]
     for seed in args.seeds:
         stages += scorer_stages(blocks, out, sizes, seed, gsm8k, inputs)

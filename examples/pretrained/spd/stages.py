@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ class Stage:
 
     @property
     def key(self) -> str:
-        """Hash of the command and `given`, wherever the project's folder is, and of the stages that it reads."""
-        own = [shlex.join(map(str, self.command)), self.given]
+        """Hash of the command and `given`, whatever the folders of the project and of the interpreter, and of the
+        stages that it reads."""
+        own = [shlex.join(map(str, self.command[self.command[0] == sys.executable :])), self.given]
         parts = [part.replace(str(ROOT), ".") for part in own if part] + [stage.key for stage in self.reads]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -49,6 +51,17 @@ def has_other_settings(stage: Stage, out: Path) -> bool:
     """Whether OUT/stages has a record of this stage with other settings, whose result `run` would remove."""
     file = out / "stages" / f"{stage.name}.json"
     return file.exists() and json.loads(file.read_text())["key"] != stage.key
+
+
+def refuse_other_settings(stage: Stage, out: Path, option: str = "--out", variable: str = "OUT") -> None:
+    """Raise SystemExit if OUT has a result of this stage with other settings, such as that of another model."""
+    if has_other_settings(stage, out):
+        file = out / "stages" / f"{stage.name}.json"
+        before = json.loads(file.read_text())["command"]
+        new = [str(part) for part in stage.command[1:] if str(part) not in before]
+        differs = f"now with {' '.join(new)}" if new else "now with other data, or after other stages"
+        raise SystemExit(f"{file}: {stage.name} was made by another command ({differs}). Name another folder with "
+                         f"{option} ({variable}=DIR of make), or delete this one.")  # fmt: skip
 
 
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:

@@ -20,7 +20,7 @@ GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a lo
 class LoaderProcess(multiprocessing.Process):
     """Starts while no thread starts another process, and with the signals that stop a run blocked.
 
-    It inherits this, so that a signal that arrives before `obey_parent_only` has run does not end it.
+    The new process inherits the blocked signals, so none that arrives before `obey_parent_only` runs ends it.
     """
 
     def start(self) -> None:
@@ -30,6 +30,9 @@ class LoaderProcess(multiprocessing.Process):
                 super().start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def terminate(self) -> None:
+        self.kill()  # the DataLoader waits for the process then, which could hang before it obeys a SIGTERM
 
 
 class PromptLoader(StatefulDataLoader):
