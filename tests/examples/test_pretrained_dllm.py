@@ -14,7 +14,7 @@ from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism
 from examples.pretrained.dllm import demo, serve
 from examples.pretrained.spd import tasks
-from examples.pretrained.spd.stages import Stage
+from examples.pretrained.stages import Stage
 from tests.dllm_reasoning.test_vllm_drafter import prompts, refined  # noqa: F401
 from tests.examples.test_dllm_demo import read
 from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset

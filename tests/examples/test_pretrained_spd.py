@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from examples.demo_runner import PhaseFailed
 from examples.pretrained.spd import cut, demo, gains, reward, serve, tasks
-from examples.pretrained.spd.stages import Stage, run
+from examples.pretrained.stages import Stage, run
 from examples.spd_arithmetic.questions import PromptStyle, read_splits
 from recipe.spd.rollout.answers import final_answer, is_correct
 from tests.examples.test_grpo_demo import trained_config
@@ -220,6 +220,9 @@ def test_a_pair_of_another_model_is_kept(tmp_path, tiny_llama):
     file.write_text(json.dumps({"key": "of another model", "command": made, "seconds": 5.0, "ended": True}))
     (out / "target_run").mkdir()
     with pytest.raises(SystemExit, match=f"command .now with model.partial_pretrain={model}.. Name .* --out"):
+        demo.main([*command, tiny_llama])
+    file.unlink()
+    with pytest.raises(SystemExit, match="target_run exists, but was not made by this command"):
         demo.main([*command, tiny_llama])
     assert (out / "target_run").exists()
     with pytest.raises(SystemExit, match="no-model: there is no such folder"):

@@ -31,7 +31,7 @@ from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, paired
 from examples.pretrained.spd import demo as spd
 from examples.pretrained.spd import tasks
-from examples.pretrained.spd.stages import Stage, refuse_other_settings
+from examples.pretrained.stages import Stage, refuse_other_settings, run_stages
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -252,8 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run_all() -> None:
-        spd.run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
-        spd.run_stages(chosen, out, partial(watched, sizes=sizes), describe)
+        run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
+        run_stages(chosen, out, partial(watched, sizes=sizes), describe)
 
     return spd.run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
 

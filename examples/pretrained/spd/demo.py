@@ -27,13 +27,12 @@ from typing import Any
 import pandas as pd
 from transformers import AutoConfig
 
-from examples.demo_runner import ROOT, PhaseFailed, console, make_progress
-from examples.demo_runner import TrainingWatch as Watch
+from examples.demo_runner import ROOT, PhaseFailed, console
 from examples.pretrained import fetch
 from examples.pretrained.demo import from_files, training_command
 from examples.pretrained.spd import cut, tasks
 from examples.pretrained.spd.gains import DROP, gains
-from examples.pretrained.spd.stages import Stage, record_of, refuse_other_settings, run
+from examples.pretrained.stages import Stage, refuse_other_settings, run_stages
 from examples.spd_arithmetic.demo import saved_scorer
 from examples.spd_arithmetic.questions import PromptStyle, Question, write_questions
 from recipe.spd.scorer.auto import SCORERS
@@ -322,24 +321,6 @@ def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
     if name not in steps:
         return None
     return stage.result / "supervised" if name == "supervised" else stage.result, steps[name]
-
-
-def run_stages(
-    stages: Sequence[Stage], out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
-    describe: Callable[[Mapping[str, float]], str],
-) -> None:
-    """Run the stages that have not ended; raises PhaseFailed.
-
-    `watched` gives the folder of metrics and the steps of a training, which has a progress bar with the text of
-    `describe`, and None of other stages.
-    """
-    for stage in stages:
-        training = None if record_of(stage, out)["ended"] else watched(stage)
-        if training is None:
-            run(stage, out)
-            continue
-        with make_progress() as progress:
-            run(stage, out, Watch(progress, {stage.name: training}, describe))
 
 
 def report(out: Path, seeds: Sequence[int]) -> None:

@@ -7,12 +7,12 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.demo_runner import ROOT, console, run_logged
+from examples.demo_runner import ROOT, TrainingWatch, console, make_progress, run_logged
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,16 @@ def has_other_settings(stage: Stage, out: Path) -> bool:
 
 
 def refuse_other_settings(stage: Stage, out: Path, option: str = "--out", variable: str = "OUT") -> None:
-    """Raise SystemExit if OUT has a result of this stage with other settings, such as that of another model."""
+    """Raise SystemExit if OUT has a result of this stage with other settings, such as that of another model, or one
+    without a record, which may be that of another command."""
+    file, advice = out / "stages" / f"{stage.name}.json", f"Name another folder with {option} ({variable}=DIR of make)"
+    if stage.result.exists() and not file.exists():
+        raise SystemExit(f"{stage.result} exists, but was not made by this command. {advice}, or delete this one.")
     if has_other_settings(stage, out):
-        file = out / "stages" / f"{stage.name}.json"
         before = json.loads(file.read_text())["command"]
         new = [str(part) for part in stage.command[1:] if str(part) not in before]
         differs = f"now with {' '.join(new)}" if new else "now with other data, or after other stages"
-        raise SystemExit(f"{file}: {stage.name} was made by another command ({differs}). Name another folder with "
-                         f"{option} ({variable}=DIR of make), or delete this one.")  # fmt: skip
+        raise SystemExit(f"{file}: {stage.name} was made by another command ({differs}). {advice}, or delete this one.")
 
 
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:
@@ -94,3 +96,21 @@ def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> flo
         record.write_text(json.dumps(kept, indent=1))
     console.print(f"  took {kept['seconds']:.0f} s")
     return kept["seconds"]
+
+
+def run_stages(
+    stages: Sequence[Stage], out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
+    describe: Callable[[Mapping[str, float]], str],
+) -> None:
+    """Run the stages that have not ended; raises PhaseFailed.
+
+    `watched` gives the folder of metrics and the steps of a training, which has a progress bar with the text of
+    `describe`, and None of other stages.
+    """
+    for stage in stages:
+        training = None if record_of(stage, out)["ended"] else watched(stage)
+        if training is None:
+            run(stage, out)
+            continue
+        with make_progress() as progress:
+            run(stage, out, TrainingWatch(progress, {stage.name: training}, describe))
