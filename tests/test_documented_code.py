@@ -4,6 +4,7 @@ import asyncio
 import re
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -20,7 +21,6 @@ from tests.reward.test_managers import TOKENIZER, batch
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import get_sft_dataset_class
-from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.agent_loop.base import DictConfigWrap
@@ -50,7 +50,7 @@ def test_every_block_has_a_test():
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
         ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/quickstart.md", 0), ("docs/quickstart.md", 1),
         ("docs/rewards.md", 0), ("docs/rewards.md", 1), ("docs/rewards.md", 2), ("docs/rewards.md", 3),
-        ("docs/serving.md", 0), ("docs/spd.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/serving.md", 0), ("docs/spd.md", 0), ("dllm_reasoning/README.md", 0), ("dllm_reasoning/README.md", 1),
     }  # fmt: skip
 
 
@@ -193,14 +193,24 @@ def test_the_data_are_rows_of_the_data_set(tmp_path, tiny_llama):
     assert row["reward_model"]["ground_truth"] == str(a + b) and row["data_source"] == "openai/gsm8k"
 
 
+def test_answers_of_main_generation_become_data_of_a_refinement(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answers = [f"it is {i}" for i in range(60)]
+    answers[7] = "cut " * 300
+    chats = [[{"role": "system", "content": "brief"}, {"role": "user", "content": f"{i} ?"}] for i in range(60)]
+    rows = {"prompt": chats, "responses": [[answer] for answer in answers]}
+    pd.DataFrame(rows).to_parquet("answers.parquet")
+    names_after("dllm_reasoning/README.md", replaced=[("DIR", tiny_llama)])
+    train, val = (pd.read_parquet(f"own_answers{name}.parquet") for name in ("", "_val"))
+    kept = [i for i in range(60) if i != 7]
+    assert len(train) == 9 and [*train["instruction"], *val["instruction"]] == [f"{i} ?" for i in kept]
+    assert [*train["output"], *val["output"]] == [answers[i] for i in kept]
+
+
 def test_generation_in_blocks(tiny_llama):
-    tokenizer, model = hf_tokenizer(tiny_llama), create_huggingface_actor(tiny_llama)
-    prompt = torch.tensor([[5, 6, 7]])
-    names = names_after(
-        "dllm_reasoning/README.md", model=model, input_ids=prompt, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    assert names["answer"].tolist() == names["output_ids"][0, 3:].tolist() == names["details"].tokens[0]
+    names = names_after("dllm_reasoning/README.md", 1, replaced=[("DIR", tiny_llama)])
+    given = names["input_ids"].shape[1]
+    assert names["answer"].tolist() == names["output_ids"][0, given:].tolist() == names["details"].tokens[0]
 
 
 @pytest.mark.process
