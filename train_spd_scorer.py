@@ -257,8 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HydraException as error:
         sys.exit(str(error))
     os.environ.update(_create_training_env(args))
-    command = shlex.join(build_training_command(args, train, val))
-    logger.info("training in this process; the same as: {}", command)
     if args.supervised:
         from recipe.spd.supervised import train_supervised
         from verl.trainer.main_ppo import dry_run, exit_if_wrong
@@ -268,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_if_wrong(config, known)
         logger.info("supervised scorer: {}", train_supervised(config, args.label_budget, args.patience))
     else:
+        command = shlex.join(build_training_command(args, train, val))
+        logger.info("training in this process; the same as: {}", command)
         run_training(config, known)
     return 0
 

@@ -76,7 +76,9 @@ def load_job(args: argparse.Namespace) -> Job:
     return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels), labels)
 
 
-def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
+def evaluate(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[list[EvaluationRow], list[EvaluationRow], int, dict[str, bool]]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
     Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
@@ -117,7 +119,7 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         if args.near_drop is None:
             pool.submit([*scorers_of["test"], *harms, *rivals])
         chooser = make_rows(pool, validation)
-        chosen = []
+        chosen, kept = [], {}
         for name, runs in sweeps["validation"].items():
             mine = [(row, run) for row, run in zip(chooser, validation, strict=True) if run in runs]
             rows = [row for row, _ in mine]
@@ -130,14 +132,16 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
             best = measures.choose_threshold(rows, args.max_val_drop, drops)
             chosen.append(Run("test", name, best.threshold))
             drop, error, *of_labels = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
-            if drop + 1.96 * error > args.max_val_drop:
+            kept[name] = drop + 1.96 * error <= args.max_val_drop
+            if not kept[name]:
                 asked = len(job.questions["validation"])
                 needed = measures.questions_needed(drop, error, args.max_val_drop, asked, *of_labels)
                 advice = "that is above it with any number of questions" if needed is None else (
                     f"to show that, about {needed} validation questions are needed, and there are {asked}")  # fmt: skip
                 console.print(f"[yellow]{name}: no threshold keeps the drop on validation questions within "
                               f"--max-val-drop {args.max_val_drop:g} at the end of its 95 % interval; "
-                              f"{best.threshold:.3g} has the lowest, {100 * drop:.1f} ± {100 * error:.1f} points: "
+                              f"{best.threshold:.3g} has the lowest, {100 * drop:.1f} ± {100 * error:.1f} points"
+                              f"{', estimated from answers and labelled mismatches' if drops else ''}: "
                               f"{advice}[/yellow]")
 
         if args.near_drop is not None:
@@ -165,7 +169,7 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
         rows[-1].seconds = None
-    return rows, chooser, len(job.questions["test"])
+    return rows, chooser, len(job.questions["test"]), kept
 
 
 def runs_near(rows: Sequence[EvaluationRow], drop: float, scorers: Collection[str]) -> list[Run]:
@@ -408,12 +412,15 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        rows, validation, questions = evaluate(args, progress)
+        rows, validation, questions, kept = evaluate(args, progress)
     shutil.rmtree(args.out / FINISHED, ignore_errors=True)
     record = {"questions": questions, "dtype": args.dtype, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
-    choice = {"rule": f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval", "chosen": chosen,
+    rule = f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval"
+    if not kept["scorer"]:
+        rule = f"lowest end of the drop's 95 % interval, since none is at most {args.max_val_drop}"
+    choice = {"rule": rule, "met": kept["scorer"], "chosen": chosen,
               "rows": [asdict(row) for row in validation]}
     (args.out / "validation.json").write_text(json.dumps(choice, indent=1) + "\n")
     save_plot(rows, questions, args.out / "evaluation.png")

@@ -85,6 +85,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]:
     """One row per prompt: prompt, response, tokens, forwards, tokens_per_forward, seconds of its batch."""
     settings = GenerationSettings(**{field.name: getattr(args, field.name) for field in fields(GenerationSettings)})
+    folder = Path(args.model_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        export = f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIR"
+        raise ValueError(f"{folder} holds no config.json: it is no Hugging Face model. Export a checkpoint: {export}")
     tokenizer = hf_tokenizer(args.model_path)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {args.model_path!r} has no eos token; answers would never end.")

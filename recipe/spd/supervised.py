@@ -185,8 +185,11 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
         if not len(blocks):
             raise ValueError(f"no block of the {what} data has a right baseline to label; prepare others.")
     harmful = sum(not all(values) for values in labelled[0].labels.values())
-    logger.info("{} blocks labelled by {} completions, {} with a harmful mismatch", len(labelled[0]), completions[0],
-                harmful)  # fmt: skip
+    logger.info(
+        "{} of {} blocks labelled by {} completions, {} with a harmful mismatch; left out: those whose own answer by "
+        "the target is wrong, and those beyond --label-budget",
+        len(labelled[0]), len(orders[0]), completions[0], harmful,
+    )  # fmt: skip
 
     settings = _settings(config, len(labelled[0]))
     trainer = SupervisedScorerTrainer(config, patience, settings, None, None, tokenizer, *labelled)

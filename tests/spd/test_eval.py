@@ -277,6 +277,7 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     )  # fmt: skip
     shown = capsys.readouterr().out
     assert "twin: no threshold keeps the drop" in shown and "12 held-out questions" in shown
+    assert choice["met"] is False and choice["rule"].startswith("lowest end of the drop")
     shown = " ".join(shown.split())
     assert "that is above it with any number of questions" in shown
     line = r"\d+ of \d+ runs, [1-9]\d* of \d+ answers and labelled blocks, [\d.]+ a second, about [\d.]+ minutes left"

@@ -70,7 +70,8 @@ class ScoringModelConfig(ScorerSettings):
         """Read spd_config.json. Raises FileNotFoundError, or ValueError for a damaged file or an unknown key."""
         file = directory / CONFIG_FILE
         if not file.is_file():
-            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer.")
+            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer. Of a "
+                                    "checkpoint, name global_step_N/actor/huggingface.")
         try:
             values = json.loads(file.read_text())
         except ValueError as error:
