@@ -22,6 +22,7 @@ from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
 from tests.helpers.sandbox import refused
+from verl.data.chat_template import render_chat
 from verl.protocol import DataProto
 from verl.reward.rows import LOST
 from verl.workers.rollout.agent_loop.manager import AgentLoopManager
@@ -180,6 +181,7 @@ def test_programs_that_hang_raise_flood_or_fork_are_answers(tmp_path, request):
         return worker.tokenizer(f"{written}<|im_end|>")["input_ids"]
 
     worker.server_manager = ScriptedEngine(worker.rollout_config, answer)
+    render_chat(worker.tokenizer, [{"role": "user", "content": "?"}])  # its process stays for further templates
     before = set(psutil.Process().children(recursive=True))
     raw = np.empty(len(PROGRAMS), dtype=object)
     raw[:] = [[{"role": "user", "content": f"question {i}"}] for i in range(len(PROGRAMS))]
