@@ -142,14 +142,14 @@ test-environments: env
 	  test -d $$venv/lib || { python3 -m venv $$venv && $(PY) -c "import site; print(*site.getsitepackages())" \
 	    > $$(echo $$venv/lib/python3*/site-packages)/environment.pth; } || exit 1; \
 	  $$venv/bin/pip --disable-pip-version-check -q install \
-	    $$($(PY) -c "from verl.environments.base import LIBRARIES as l; print(l['$$name'].package + '==' + l['$$name'].version)") || exit 1; \
-	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -m environments tests/environments -k $$name $(PYTEST_ARGS) || exit 1; \
+	    $$($(PY) -c "from verl.agents.environments.base import LIBRARIES as l; print(l['$$name'].package + '==' + l['$$name'].version)") || exit 1; \
+	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -m environments tests/agents/environments -k $$name $(PYTEST_ARGS) || exit 1; \
 	done
 
 test-gateway: env
 	@test -d $(AGENTS_VENV)/lib || { python3 -m venv $(AGENTS_VENV) && \
 	  $(AGENTS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/agents.txt; }
-	$(PYTEST) -m gateway tests/workers/gateway/test_agents_library.py $(PYTEST_ARGS)
+	$(PYTEST) -m gateway tests/agents/gateway/test_agents_library.py $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
@@ -160,7 +160,7 @@ chaos: env
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
 	@$(PY) -m tests.chaos --signal STOP
-	@$(PY) -m tests.experimental.agent_loop.test_killed_tools_run 10
+	@$(PY) -m tests.agents.agent_loop.test_killed_tools_run 10
 
 gpu-check: env
 	@mkdir -p outputs

@@ -18,9 +18,9 @@ from recipe.spd.scorer.heads import PairHead, ScoreHead
 from recipe.spd.scorer.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scorer.model import ScoringActor
 from recipe.spd.scorer.target import TargetHeadScorer
+from verl.data.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
 from verl.models.loading import register_model_loader, torch_dtype_of
 from verl.trainer.run.ranks import from_first_rank
-from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
 
 __all__ = [
     "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "PairHead",

@@ -25,22 +25,22 @@ from benchmarks.harness import Row, alternate, ratios, row, say
 from benchmarks.rl_rollout import engine_of, one_rank
 from examples.demo_runner import ROOT
 from tests.helpers.models import save_markov_llama
+from verl.agents.agent_loop.manager import AgentLoopManager
+from verl.agents.agent_loop.tool_parser import HermesToolParser
+from verl.agents.conversation import Conversation
+from verl.agents.message_encoder import MessageEncoder
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.runner import ToolRunner
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager
 from verl.reward.stream import RewardStream
+from verl.rollout import get_rollout_class
+from verl.rollout.replica import ServerClient
+from verl.rollout.sampling import GenerationRequest, Sampling
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
-from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.agent_loop.manager import AgentLoopManager
-from verl.workers.rollout.agent_loop.tool_parser import HermesToolParser
-from verl.workers.rollout.conversation import Conversation
-from verl.workers.rollout.message_encoder import MessageEncoder
-from verl.workers.rollout.replica import ServerClient
-from verl.workers.rollout.sampling import GenerationRequest, Sampling
-from verl.workers.rollout.tools.base_tool import BaseTool
-from verl.workers.rollout.tools.runner import ToolRunner
-from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config, tool_schemas
 
 CONVERSATIONS, GROUPS, SHARED, OWN = 64, 8, 128, 32  # words of a prompt: those of all, those of its group
 CALLS_SHARE, MOST_CALLS, SHORTEST, LONGEST = 0.57, 6, 8, 48

@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 from benchmarks.agents import config_of, save_model, served
 from benchmarks.harness import Row, row, say
 from benchmarks.rl_rollout import one_rank
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agents.gateway.server import Gateway
+from verl.agents.gateway.session import Session, SessionSettings
+from verl.agents.message_encoder import MessageEncoder
+from verl.rollout.replica import ServerClient
 from verl.utils.http_json import HttpClient
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
-from verl.workers.rollout.agent_loop.server_manager import AsyncLLMServerManager
-from verl.workers.rollout.gateway.server import Gateway
-from verl.workers.rollout.gateway.session import Session, SessionSettings
-from verl.workers.rollout.message_encoder import MessageEncoder
-from verl.workers.rollout.replica import ServerClient
 
 REQUESTS, REPETITIONS, AGENTS, TURNS = 100, 7, 64, 4
 GREEDY = {"temperature": 0.0}

@@ -10,9 +10,9 @@ from benchmarks.harness import Row, row
 from benchmarks.rl_rollout import engine_of, one_rank
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy import get_policy
-from verl.workers.rollout import get_rollout_class
+from verl.rollout import get_rollout_class
+from verl.training.engine.fsdp import FSDPEngine
+from verl.training.policy import get_policy
 
 WORDS, LENGTH, PROMPT = 8, 3, (5, 6, 7, 5, 6, 7)
 SAMPLES, TEMPERATURE, LENIENCE = 4000, 0.7, 3.0

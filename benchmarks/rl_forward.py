@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, row
-from verl.workers.policy.causal_lm import CausalLMPolicy
+from verl.training.policy.causal_lm import CausalLMPolicy
 
 GROUPS, N, PROMPT, RESPONSE, VOCABULARY = 4, 8, 256, 64, 1024
 REPETITIONS = 5

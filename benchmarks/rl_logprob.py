@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, resident_bytes, restart_peak, row
-from verl.workers.policy.causal_lm import CausalLMPolicy
+from verl.training.policy.causal_lm import CausalLMPolicy
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 128_000, 1024
 REPETITIONS = 5

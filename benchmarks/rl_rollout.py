@@ -20,9 +20,9 @@ from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy import get_policy
-from verl.workers.rollout import get_rollout_class
+from verl.rollout import get_rollout_class
+from verl.training.engine.fsdp import FSDPEngine
+from verl.training.policy import get_policy
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 8, 64, 64
 LARGE = {"width": 512, "layers": 8, "vocabulary": 32_000}  # its weights are sent

@@ -27,10 +27,10 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.planning.memory_trace import MicroBatch, trace_update
-from verl.utils.sequence_parallel import set_ulysses_sequence_parallel_group
-from verl.utils.sharding import full_tensor, local_tensor
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy import get_policy
+from verl.training.engine import FSDPEngine
+from verl.training.parallel.sequence_parallel import set_ulysses_sequence_parallel_group
+from verl.training.parallel.sharding import full_tensor, local_tensor
+from verl.training.policy import get_policy
 
 WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=8192)
 DEEP: dict[str, int] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)

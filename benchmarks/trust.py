@@ -26,13 +26,13 @@ from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
 from verl.trainer.ppo.turn_rows import to_rows
-from verl.workers.actor import DataParallelPPOActor
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy import get_policy
+from verl.training.actor import DataParallelPPOActor
+from verl.training.engine.fsdp import FSDPEngine
+from verl.training.policy import get_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "outputs" / "pretrained" / "model"
-FAULTS = "tests/workers/test_weight_check.py"
+FAULTS = "tests/rollout/test_weight_check.py"
 SYNCS = 100
 PROMPTS, SAMPLES = 8, 4
 REPETITIONS = 5

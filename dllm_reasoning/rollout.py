@@ -13,10 +13,10 @@ from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
+from verl.rollout.base import register_rollout
+from verl.rollout.hf_rollout import HFRollout, choose
+from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.utils.problems import Problem, register_check, wrong
-from verl.workers.rollout.base import register_rollout
-from verl.workers.rollout.hf_rollout import HFRollout, choose
-from verl.workers.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 
 LOGITS_AT_ONCE = 2**28  # numbers; a forward of more is never chosen for the sake of drafts
 

@@ -7,7 +7,7 @@ read as text (syntax trees, yaml) and compared with that list, and nothing of th
 where anything differs, or a name in the modules of the release's reasons or a configuration key is missing, without a
 reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
 here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
-tables; where a module for imports of verl alone is at a path that verl does not have.
+tables; where verl.compat serves a path that verl does not have.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def known_keys() -> set[str]:
 def tables_of(parts: dict[str, list[page.Row]], version: str) -> list[str]:
     """The tables of docs/migrating.md: the counts, the reasons, and of 0.7.0 the modules for imports of verl."""
     tables = [page.markdown(parts), page.reasons_table(parts)]
-    return [*tables, compat.table(ROOT)] if version == facts.VERSIONS[0] else tables
+    return [*tables, compat.table()] if version == facts.VERSIONS[0] else tables
 
 
 def check_changes(file: Path, release: Facts, parts: dict[str, list[page.Row]], version: str = "0.7.0") -> list[str]:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     unfounded = check_changes(migrating, release, parts, version)
     paths = {path for known in facts.VERSIONS if facts.stored(known).is_file()
              for path in Facts.load(facts.stored(known)).modules}  # fmt: skip
-    misplaced = compat.misplaced(ROOT, dict.fromkeys(paths, ""))
+    misplaced = compat.misplaced(dict.fromkeys(paths, ""))
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page.html(f"verl {version} and this tree", parts, unfounded), encoding="utf-8")

@@ -5,7 +5,6 @@ that it includes, and the keys whose default follows another key.
 """
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, Rollou
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
-from verl.config.megatron import MegatronPPOConfig, TransformerOverrides  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import (  # noqa: E402
@@ -57,11 +55,6 @@ hydra:
     - pkg://verl.trainer.config
 """
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
-SIZES = (
-    "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-)  # fmt: skip
-COMMON = ("param_offload", "seed", "dtype", "sequence_parallel")  # of Megatron's engine and FSDP2's
 # Classes that upstream's yaml files name by no _target_.
 WITHOUT_TARGET = {
     DataConfig, SamplerConfig, TrainerConfig, SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig,
@@ -137,12 +130,10 @@ def unused_always(owner: type, name: str) -> str:
 
 
 def target_of(owner: type) -> str | None:
-    """The import path under which users of verl know a dataclass."""
-    if owner in WITHOUT_TARGET:
-        return None
-    name = owner.__name__
-    modules = (verl.workers.config, verl.trainer.config)
-    return next((f"{module.__name__}.{name}" for module in modules if vars(module).get(name) is owner), None)
+    """The import path of a dataclass that verl's yaml files name, too."""
+    name, modules = owner.__name__, (verl.workers.config, verl.trainer.config)
+    of_verl = any(getattr(module, name, None) is owner for module in modules)
+    return f"{owner.__module__}.{name}" if of_verl and owner not in WITHOUT_TARGET else None
 
 
 def yaml_text(value: Any) -> str:
@@ -157,32 +148,6 @@ def _follow(prefix: str, *names: str) -> dict[str, str]:
     return {name: f"${{{prefix}.{name}}}" for name in names}
 
 
-def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
-    """ppo_trainer with Megatron's sections, which the settings of FSDP2 follow."""
-    values = {"reward_model.strategy": "fsdp2"}
-    roles = {ACTOR: f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
-             "critic": "critic.model.fsdp_config"}  # fmt: skip
-    for role, engine in roles.items():
-        values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in COMMON}
-        values |= {f"{engine}.strategy": "fsdp2", f"{role}.megatron.seed": seed}
-        values[f"{role}.megatron.sequence_parallel"] = True  # without effect on a rank that splits no layer
-        values[f"{engine}.tensor_parallel_size"] = f"${{{role}.megatron.tensor_model_parallel_size}}"
-        if role != "actor_rollout_ref.ref":
-            values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
-            values |= {f"{role}.grad_clip": "${.optim.clip_grad}", f"{role}.optim.clip_grad": 1.0}
-            values |= {f"{role}.optim.optimizer": "adam", f"{role}.optim.lr_wsd_decay_steps": None}
-    values["critic.nccl_timeout"] = "${actor_rollout_ref.nccl_timeout}"
-    values[f"{ACTOR}.use_remove_padding"] = "${.megatron.use_remove_padding}"
-    layers = (f"override_transformer_config.{field.name}" for field in dataclasses.fields(TransformerOverrides))
-    inherited = ("param_offload", "seed", "dtype", "use_remove_padding", *layers)
-    ref = "actor_rollout_ref.ref.megatron"
-    values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in inherited}
-    values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in SIZES} | {f"{ref}.forward_only": True}
-    title = "Settings of python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: Megatron's keys, on FSDP2."
-    return File(title, MegatronPPOConfig(algorithm=ppo.algorithm), ("ppo_trainer",), {"": ppo}, values)
-
-
-@functools.cache
 def files() -> dict[str, File]:
     """{path in the repository: file} of every generated yaml file."""
     ppo, sft = PPOConfig(algorithm=AlgoConfig(filter_groups=FilterGroupsConfig())), SFTConfig()
@@ -236,14 +201,6 @@ def files() -> dict[str, File]:
                 "data_loader_seed": seed, "share_prompt_forward": "${verl.default:share_prompt_forward}", **profiled,
             },
             omitted=("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
-        ),
-        "actor/megatron_actor": File(
-            "The PPO update of the policy, with Megatron's keys.", MegatronPPOConfig().actor_rollout_ref.actor,
-            ("dp_actor",), {"": roles.actor},
-            {
-                key.removeprefix(f"{ACTOR}."): value
-                for key, value in _megatron_tree(ppo, seed).values.items() if key.startswith(f"{ACTOR}.")
-            },
         ),
         "algorithm/rollout_correction": File(
             "Correction for a rollout policy that differs from the trained one.", RolloutCorrectionConfig.disabled()
@@ -402,7 +359,6 @@ def files() -> dict[str, File]:
         (f"trainer.{local_dir}",),
         head=SEARCHPATH,
     )  # fmt: skip
-    paths["verl/trainer/config/ppo_megatron_trainer.yaml"] = _megatron_tree(ppo, seed)
     separate = {
         f"{ROLLOUT}.n": "${rollout.n}", f"{ROLLOUT}.mode": "async", "trainer.total_epochs": "${rollout.total_epochs}",
         f"{ROLLOUT}.calculate_log_probs": True, f"{ACTOR}.use_rollout_log_probs":

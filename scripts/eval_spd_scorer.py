@@ -36,9 +36,9 @@ from scripts.spd_evaluation.curves import best_mix, curves_of, speed, speed_at  
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import curves_in, save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, Task, visible_gpus  # noqa: E402
+from verl.data.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.planning.checks import load_model_part  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
-from verl.utils.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
@@ -209,7 +209,7 @@ def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
 
 DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
             "dtype")  # fmt: skip
-CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")), "verl/utils/kv_cache.py",
+CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")), "verl/models/kv_cache.py",
         *(f"recipe/spd/scorer/{name}.py" for name in ("cached_scorer", "heads", "masks", "model", "own", "target")),
         *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 

@@ -34,14 +34,14 @@ from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
+from verl.training.engine import FSDPEngine
+from verl.training.policy import get_policy
+from verl.training.policy.attention import BACKENDS
+from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.training.policy.packing import pack, to_device
+from verl.training.policy.prefix_tree import prefix_tree
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy import get_policy
-from verl.workers.policy.attention import BACKENDS
-from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.packing import pack, to_device
-from verl.workers.policy.prefix_tree import prefix_tree
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {

@@ -22,7 +22,7 @@ from tests.helpers.models import save_tiny_llama
 from tests.helpers.rl_run import overrides
 from tests.helpers.spd_run import ROOT, ranks_of
 from tests.helpers.watched_runs import family, wait_until
-from verl.checkpoint.publish import TRACKER
+from verl.training.checkpoint.publish import TRACKER
 
 LIMIT_S = 15  # watchdog limit for each phase of a step
 CLOSING_S = 60  # limit for writing stack traces and shutting down the ranks and Ray

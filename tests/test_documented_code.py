@@ -19,13 +19,13 @@ from tests.helpers.documents import ROOT, pages
 from tests.helpers.sft_run import compose_sft
 from tests.reward.test_managers import TOKENIZER, batch
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
+from verl.agents.agent_loop.base import DictConfigWrap
+from verl.agents.tools.tool_registry import initialize_tools_from_config
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.sft_dataset import get_sft_dataset_class
+from verl.rollout.replica import TokenOutput
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.agent_loop.base import DictConfigWrap
-from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config
 
 BLOCK = re.compile(r"(?<!\.py -->\n)^```(python|yaml)\n(.*?)^```", re.S | re.M)  # without the files of the tree
 BLOCKS = {

@@ -19,5 +19,6 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'verl' has no attribute {name!r}")
 
 
+importlib.import_module("verl.compat").install()
 for _module in filter(None, (m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","))):
     importlib.import_module(_module)

@@ -17,9 +17,9 @@ from dllm_reasoning.inference.adaptive import commit_rule
 from dllm_reasoning.inference.commit_rules import CommitRule, Row
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
-from verl.utils.kv_cache import Prefills, drop_rows
-from verl.workers.rollout.hf_rollout import choose
-from verl.workers.rollout.sampling import right_padded
+from verl.models.kv_cache import Prefills, drop_rows
+from verl.rollout.hf_rollout import choose
+from verl.rollout.sampling import right_padded
 
 
 @dataclass

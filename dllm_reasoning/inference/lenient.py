@@ -7,7 +7,7 @@ import torch
 from dllm_reasoning.inference.adaptive import AdaptiveWindows
 from dllm_reasoning.inference.commit_rules import Row
 from verl.algos.acceptance import LenientAcceptance
-from verl.workers.rollout.hf_rollout import invert
+from verl.rollout.hf_rollout import invert
 
 
 class LenientDraws:

@@ -7,7 +7,7 @@ from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem, warn_once
-from verl.utils.kv_cache import Prefills, RowCache
+from verl.models.kv_cache import Prefills, RowCache
 
 
 class ModelRunner:

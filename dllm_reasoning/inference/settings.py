@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from dllm_reasoning.utils.attention import warn_once
 from verl.config.fields import check_settings, refuse_unknown, setting
-from verl.workers.rollout.sampling import Sampling
+from verl.rollout.sampling import Sampling
 
 ADD_EOS_LENGTH = 127  # for models that were trained without a window
 WINDOW_KEY, NOISE_KEY = "dllm_window", "dllm_noise_token_id"  # in the model's config.json

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dllm_reasoning.inference.settings import NOISE_KEY, SelfDraftSettings, trained_window
-from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
+from verl.rollout.vllm_rollout.platform_worker import PlatformWorker
 
 
 class SelfDrafter:

@@ -20,13 +20,13 @@ from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.config.model import LOGITS_CHUNK
+from verl.training.parallel.sequence_parallel import get_ulysses_sequence_parallel_group
+from verl.training.policy.attention import FLASH, NAME_OF_FLASH, make_packable
+from verl.training.policy.causal_lm import call_as_forward, causal_model, decoder_of
+from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.training.policy.layout_probe import in_float32, layout_difference
+from verl.training.policy.packing import Packing
 from verl.utils.problems import one_line
-from verl.utils.sequence_parallel import get_ulysses_sequence_parallel_group
-from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable
-from verl.workers.policy.causal_lm import call_as_forward, causal_model, decoder_of
-from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.layout_probe import in_float32, layout_difference
-from verl.workers.policy.packing import Packing
 
 Backward = Callable[[torch.Tensor, bool], None]
 """Takes a scalar loss and whether it is the last before ranks exchange gradients (BaseEngine.backward)."""

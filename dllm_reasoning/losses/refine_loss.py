@@ -14,11 +14,11 @@ from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
 from dllm_reasoning.utils.attention import window_of
 from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
-from verl.workers.actor.base import AuxiliaryLoss, register_auxiliary_loss
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy.attention import NAME, NAME_OF_FLASH
-from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import Packing, on_host, pack_batch
+from verl.training.actor.base import AuxiliaryLoss, register_auxiliary_loss
+from verl.training.engine import FSDPEngine
+from verl.training.policy.attention import NAME, NAME_OF_FLASH
+from verl.training.policy.causal_lm import causal_model
+from verl.training.policy.packing import Packing, on_host, pack_batch
 
 
 @register_auxiliary_loss("refine_loss")

@@ -24,11 +24,11 @@ from verl.data.rl_dataset import custom_dataset_class
 from verl.trainer.run.ranks import all_reduce_values
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.training.policy.causal_lm import causal_model
+from verl.training.policy.packing import on_host, to_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.problems import Problem, wrong
-from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import on_host, to_device
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings

@@ -18,13 +18,13 @@ from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.reward.pool import ExternFunction, Failure, GradingPool
 from verl.trainer.run.ranks import all_gather_object
 from verl.utils.accelerator import get_device_id
 from verl.utils.distributed import host_barrier, initialize_global_process_group
-from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import one_line
 from verl.utils.tokenizer import stop_ids

@@ -8,7 +8,7 @@ from loguru import logger
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl.workers.policy.causal_lm import causal_model
+from verl.training.policy.causal_lm import causal_model
 
 FULL = "full attention"
 

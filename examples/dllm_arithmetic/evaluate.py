@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dllm_reasoning.inference.generator import GenerationResult, iterative_generate
 from examples.dllm_arithmetic.corpus import final_answer
 from recipe.spd.rollout.answers import is_correct
+from verl.models.kv_cache import Prefills
 from verl.utils.accelerator import get_device_name
-from verl.utils.kv_cache import Prefills
 from verl.utils.tokenizer import stop_ids
 
 LIMIT, TIMED = 128, 40

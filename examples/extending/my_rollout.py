@@ -6,8 +6,8 @@
 import torch
 
 from verl import DataProto
-from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import build_rollout_batch
+from verl.rollout.base import BaseRollout, register_rollout
+from verl.rollout.sampling import build_rollout_batch
 
 
 @register_rollout("random_words")

@@ -29,8 +29,8 @@ from examples.dllm_arithmetic.demo import trained_model
 from examples.grpo_arithmetic.acceptance import lines
 from examples.grpo_arithmetic.demo import describe
 from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw_curves, same_steps, series, time_table
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.report.page import write_report
-from verl.utils.fingerprint import model_dir_fingerprint
 
 BUDGET_S = {"set-up": 400.0, "student": 240.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
 STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6

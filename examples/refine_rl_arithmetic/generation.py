@@ -22,8 +22,8 @@ from benchmarks.harness import alternate
 from benchmarks.rl_rollout import engine_of, one_rank
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.protocol import DataProto
-from verl.workers.policy import get_policy
-from verl.workers.rollout import get_rollout_class
+from verl.rollout import get_rollout_class
+from verl.training.policy import get_policy
 
 LIMIT, REPETITIONS = 128, 3
 CALLS = {"1": 8, "4": 4, "16": 2, "64": 1, "tail": 1}  # questions of a batch -> batches

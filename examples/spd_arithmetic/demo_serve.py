@@ -28,7 +28,7 @@ from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer
 from examples.spd_arithmetic.serving import Question, accuracy, choose_threshold, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 MIDDLEWARE = "recipe.spd.vllm_plugin.http.CountsMiddleware"
 CONCURRENT = (1, 4, 16)

@@ -45,8 +45,8 @@ from examples.spd_arithmetic.workers import RayWorkers, Workers
 from recipe.spd.rollout import decoder as decode
 from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.measures import mean_and_error
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.accelerator import default_dtype
-from verl.utils.fingerprint import model_dir_fingerprint
 
 HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.py", "blocks.py", "workers.py",

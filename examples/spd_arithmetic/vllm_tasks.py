@@ -25,7 +25,7 @@ ENGINE_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 @cache
 def _engines(files: PairFiles) -> dict[str, LLM]:
     """The engines of target and draft, once per process."""
-    from verl.workers.rollout.vllm_rollout.vllm_rollout import start_engine
+    from verl.rollout.vllm_rollout.vllm_rollout import start_engine
 
     on_cuda = files.device != "cpu"
     os.environ.setdefault("OMP_NUM_THREADS", str(files.threads))

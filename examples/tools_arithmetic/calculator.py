@@ -4,8 +4,8 @@ import ast
 import operator
 from typing import Any
 
-from verl.workers.rollout.tools.base_tool import BaseTool
-from verl.workers.rollout.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 

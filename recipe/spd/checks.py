@@ -21,9 +21,9 @@ from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import StoreError
 from recipe.spd.settings import SPDSettings
 from verl.config.compose import to_plain
+from verl.data.fingerprint import folder_fingerprint, model_folder
 from verl.planning.checks import ModelError, check_url, load_model_part
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
-from verl.utils.fingerprint import folder_fingerprint, model_folder
 from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
 from verl.utils.tokenizer import hf_tokenizer

@@ -35,8 +35,8 @@ from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.rollout import RolloutConfig
 from verl.trainer.sft.data import RankShares
 from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.training.parallel.sharding import full_tensor
 from verl.utils.distributed import destroy_global_process_group
-from verl.utils.sharding import full_tensor
 from verl.utils.tokenizer import hf_tokenizer
 
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.audit import compat
 from scripts.audit.keys import FAMILIES
-from verl.utils.metric.names import unknown_metrics
+from verl.report.metric_names import unknown_metrics
 
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w\-.]+/)*[\w\-.]+(?:/|\.(?:py|yaml|md|sh|jinja|txt|html))")
@@ -52,6 +53,7 @@ class Tree:
         self.runs = {p[i:j] for p in parts for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
         self.words = {part for key in parts for part in key}
         self.words.update(name for f in sources for name in (f.stem, f.parent.name))
+        self.words.update(part for path in compat.rows() for part in path.split("."))
         for file in sources:
             self.words.update(_words(ast.parse(file.read_text(encoding="utf-8"))))
 
@@ -61,8 +63,10 @@ class Tree:
         if piece.startswith("make "):
             return "" if piece.split()[1] in self.targets else "the Makefile does not have this target"
         if piece.startswith("python -m "):
-            place = self.root / piece.split()[2].replace(".", "/")
-            return "" if place.is_dir() or place.with_suffix(".py").is_file() else "the module does not exist"
+            module = piece.split()[2]
+            place = self.root / module.replace(".", "/")
+            there = place.is_dir() or place.with_suffix(".py").is_file() or module in compat.rows()
+            return "" if there else "the module does not exist"
         if METRIC.fullmatch(metric := piece.replace("...", "*")):
             return "the metric does not exist" if unknown_metrics([metric]) else ""
         if FILE.fullmatch(piece):

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from scripts.audit.names import Finding
 from scripts.audit.sources import flat, yaml_of
 from verl.config import aliases
-from verl.utils.metric.names import METRICS
+from verl.report.metric_names import METRICS
 
 CONFIG = "verl/trainer/config"
 #: upstream's file -> our composed tree
@@ -27,7 +27,7 @@ TREES = {
 #: composed tree of ours -> the module of its yaml files
 OURS = {
     **dict.fromkeys(TREES.values(), "verl.trainer.config"), "dapo_trainer": "recipe.dapo.config",
-    "ppo_megatron_trainer": "verl.trainer.config", "fully_async_ppo_trainer": "verl.trainer.config",
+    "fully_async_ppo_trainer": "verl.trainer.config",
     "one_step_off_ppo_trainer": "verl.trainer.config", "spd_trainer": "recipe.spd.config",
     "iterative_refine": "dllm_reasoning.config",
 }  # fmt: skip

@@ -228,8 +228,9 @@ def compare_names(path: str, theirs: dict[str, Signature | None]) -> list[Findin
 
 
 def _defined_here(module: str, name: str) -> bool:
-    value = getattr(importlib.import_module(module), name)
-    return (inspect.isroutine(value) or isinstance(value, type)) and value.__module__ == module
+    entries = importlib.import_module(module)  # of a path that verl.compat serves, the live module
+    value = getattr(entries, name)
+    return (inspect.isroutine(value) or isinstance(value, type)) and value.__module__ == entries.__name__
 
 
 def difference(theirs: Signature, ours: Signature | None) -> str:

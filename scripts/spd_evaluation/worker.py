@@ -24,9 +24,9 @@ from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
+from verl.models.kv_cache import Prefills
 from verl.models.loading import torch_dtype_of
 from verl.utils.import_utils import load_extern_object
-from verl.utils.kv_cache import Prefills
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 

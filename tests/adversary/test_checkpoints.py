@@ -8,7 +8,7 @@ import json
 import pytest
 from loguru import logger
 
-from verl.checkpoint.publish import (
+from verl.training.checkpoint.publish import (
     CheckpointCorruptError,
     CheckpointWriter,
     find_valid_checkpoint,

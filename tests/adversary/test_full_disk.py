@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.disks import leave_free, small_disk
-from verl.checkpoint import CheckpointWriteError, CheckpointWriter
-from verl.checkpoint.publish import disk_full
 from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
 from verl.trainer.run.run_log import JsonlLog
+from verl.training.checkpoint import CheckpointWriteError, CheckpointWriter
+from verl.training.checkpoint.publish import disk_full
 
 PAGE = 4096
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from verl.workers.rollout.vllm_rollout.request_checks import checked_body, sampling_arguments
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.rollout.vllm_rollout.request_checks import checked_body, sampling_arguments
+from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 OF_ANOTHER_TYPE = ['"x"', "true", "[]", "{}", "[1]", '{"a": 1}', "NaN", "Infinity", "-Infinity", "1e400", str(2**70),
                    "-" + str(2**70), '"1"', '"NaN"']  # fmt: skip

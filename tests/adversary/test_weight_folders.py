@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 from verl.utils.weight_files import WeightFileError
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 INDEXES = ["", "null", "[]", "5", "{", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"a": 5}}',
            '{"weight_map": {"a": null}}', '{"weight_map": {"a": ""}}', '{"weight_map": {"a": "../../x"}}',

@@ -15,8 +15,8 @@ from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_tra
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
 from verl.config.roles import need_critic, reads_reference
+from verl.rollout import get_rollout_class
 from verl.utils.config import validate_config
-from verl.workers.rollout import get_rollout_class
 
 MODULES = {
     rl_forward: dict(GROUPS=1, N=2, PROMPT=16, RESPONSE=4, VOCABULARY=32, REPETITIONS=1),

@@ -118,7 +118,8 @@ def test_two_old_names_of_one_setting_must_agree():
     [
         ("trainer.v1.trainer_mode=colocate_async", "rollout.mode=async"),
         ("distillation.enabled=True", "algorithm.adv_estimator=opd"),
-        ("model_engine=megatron", "ppo_megatron_trainer"),
+        ("model_engine=megatron", "fsdp_config.tensor_parallel_size"),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron is not supported: FSDP2 trains every model"),
         (f"{ROLLOUT}.checkpoint_engine.backend=nccl", "Leave checkpoint_engine.backend out"),
         (f"{ROLLOUT}.full_determinism=True", "rollout.seed"),
         (f"{ROLLOUT}.nnodes=2", "trainer.nnodes"),

@@ -143,17 +143,6 @@ def test_object_columns_of_lists_are_cut():
     assert cut.non_tensor_batch["l"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]] and cut.batch["a"].shape == (4, 2)
 
 
-def test_megatrons_sequence_parallelism_needs_several_ranks_and_may_be_changed():
-    from verl.workers.config import McoreEngineConfig
-
-    one = McoreEngineConfig(tensor_model_parallel_size=1, sequence_parallel=True)
-    assert one.sequence_parallel is False
-    two = McoreEngineConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    assert two.sequence_parallel is True
-    two.sequence_parallel = False
-    assert two["sequence_parallel"] is False
-
-
 def test_shared_sequences_need_batches_without_padding():
     from verl.workers.config import FSDPActorConfig
 

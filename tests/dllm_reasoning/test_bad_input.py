@@ -13,9 +13,9 @@ from dllm_reasoning import train_iterative_refine
 from dllm_reasoning.config import IterativeRefineConfig
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
+from tests.config.test_defaults import at, leaves, plain
 from tests.dllm_reasoning import runs
 from tests.helpers.models import make_tokenizer
-from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.data.rl_dataset import DatasetError
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer

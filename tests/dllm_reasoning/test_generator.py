@@ -12,7 +12,7 @@ from dllm_reasoning.inference.adaptive import AdaptiveWindows, Window, commit_ru
 from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
-from verl.utils.kv_cache import Prefills
+from verl.models.kv_cache import Prefills
 
 details_of = partial(generator.iterative_generate, return_details=True)
 

@@ -11,7 +11,7 @@ from dllm_reasoning.losses.iterative_loss import IterativeLoss, prefix_problem, 
 from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import VOCABULARY, captured_warnings, samples, tiny
 from tests.models.families import model_of
-from verl.workers.policy.attention import NAME_OF_FLASH
+from verl.training.policy.attention import NAME_OF_FLASH
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
 SEEDS = [11, 12, 13]

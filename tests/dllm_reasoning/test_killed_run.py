@@ -19,7 +19,7 @@ from tests.dllm_reasoning import runs
 from tests.dllm_reasoning.test_trainer import rows_of
 from tests.helpers.configs import compose_ppo
 from tests.helpers.watched_runs import family, wait_until
-from verl.checkpoint.publish import published_steps
+from verl.training.checkpoint.publish import published_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = 4  # an epoch is 5 steps: the first checkpoint lies within one, and the run crosses several

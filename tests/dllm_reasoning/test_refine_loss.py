@@ -14,10 +14,10 @@ from tests.dllm_reasoning.models import tiny
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.config.actor import RefineLossConfig
-from verl.workers.actor import DataParallelPPOActor, base
+from verl.training.actor import DataParallelPPOActor, base
+from verl.training.policy import get_policy
+from verl.training.policy.packing import to_device
 from verl.workers.config import FSDPActorConfig
-from verl.workers.policy import get_policy
-from verl.workers.policy.packing import to_device
 
 WINDOW, NOISE, WINDOWS = 4, 3, 2
 

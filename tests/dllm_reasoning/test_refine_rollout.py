@@ -12,9 +12,9 @@ from tests.helpers.engines import FakeEngine, leave_group, make_actor, make_engi
 from tests.helpers.ranks import run_ranks
 from verl.algos.acceptance import LenientAcceptance
 from verl.protocol import DataProto
+from verl.rollout import get_rollout_class
+from verl.rollout.hf_rollout import HFRollout
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.hf_rollout import HFRollout
 
 LIMIT = 20
 

@@ -13,7 +13,7 @@ from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY, SelfDraftSettings, self_draft_options
 from scripts.serve_spd import flags_of
 from tests.helpers.models import save_tiny_llama
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 WINDOW, NOISE, EOS, LIMIT = 5, 3, 2, 24
 

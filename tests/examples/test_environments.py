@@ -7,7 +7,7 @@ import pytest
 
 from examples.demo_runner import ROOT
 from examples.environments import learn_sorted_numbers
-from tests.workers.gateway.parts import run_program, worker_of
+from tests.agents.gateway.parts import run_program, worker_of
 
 pytestmark = pytest.mark.process
 

@@ -21,11 +21,11 @@ from examples.pretrained.reward import compute_score
 from examples.pretrained.stages import Stage, run_stages
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
+from verl.agents.environments.processes import EnvironmentCalls, environment_rows
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
-from verl.environments.processes import EnvironmentCalls, environment_rows
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.accelerator import default_dtype
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.demo
 

@@ -15,10 +15,10 @@ from examples.tools_arithmetic import demo, make_start
 from examples.tools_arithmetic.calculator import calculate
 from examples.tools_arithmetic.reward import compute_score
 from tests.examples.test_grpo_demo import trained_config
-from verl.workers.rollout.agent_loop.tool_parser import HermesToolParser
-from verl.workers.rollout.message_encoder import MessageEncoder
-from verl.workers.rollout.tools.runner import ToolRunner
-from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config
+from verl.agents.agent_loop.tool_parser import HermesToolParser
+from verl.agents.message_encoder import MessageEncoder
+from verl.agents.tools.runner import ToolRunner
+from verl.agents.tools.tool_registry import initialize_tools_from_config
 
 pytestmark = pytest.mark.demo
 

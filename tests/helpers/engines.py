@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
-from verl.workers.actor import DataParallelPPOActor
+from verl.training.actor import DataParallelPPOActor
+from verl.training.engine import FSDPEngine
+from verl.training.policy import get_policy
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy import get_policy
 
 
 def make_engine(

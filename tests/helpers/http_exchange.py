@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from verl.workers.rollout.replica import ServerHandle
+from verl.rollout.replica import ServerHandle
 
 UNLIKE = ("rid", "serialized_named_tensors")  # parts of a request that differ from run to run
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import train_spd_scorer
 from tests.helpers.models import save_answering_llama
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 15

@@ -21,9 +21,9 @@ from transformers import (
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
-from verl.checkpoint import CheckpointWriter
 from verl.model_merger.__main__ import main
 from verl.model_merger.merge import MergedWeights, MergeOptions
+from verl.training.checkpoint import CheckpointWriter
 from verl.utils.weight_files import WeightFileError, write_safetensors
 from verl.workers.config import HFModelConfig
 
@@ -165,7 +165,7 @@ def write_rank_files(rank, world_size, model, folder):
     """What verl 0.7 leaves: one state dict of DTensors a rank; sharded over the ranks, and one whole copy a rank."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from verl.utils.sharding import apply_fsdp2, create_device_mesh
+    from verl.training.parallel.sharding import apply_fsdp2, create_device_mesh
 
     for name, size in (("sharded", -1), ("copies", 1)):
         module = AutoModelForCausalLM.from_pretrained(model)

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.engines import FakeEngine, make_engine
 from tests.models.families import FAMILIES, model_of
-from verl.checkpoint import CheckpointWriter
 from verl.model_merger.__main__ import main as merge
 from verl.protocol import DataProto
-from verl.utils.peft_weights import without_adapters
+from verl.rollout.hf_rollout import HFRollout
+from verl.training.checkpoint import CheckpointWriter
+from verl.training.peft_weights import without_adapters
+from verl.training.policy import get_policy
 from verl.workers.config import RolloutConfig
-from verl.workers.policy import get_policy
-from verl.workers.rollout.hf_rollout import HFRollout
 
 TABLE = Path(__file__).with_name("table.json")
 WORKS, UNSHARED, PADDED, REFUSED = "works", "works without shared prompts", "works with padding", "refused"

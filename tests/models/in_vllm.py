@@ -21,13 +21,13 @@ def observed_in_vllm(name: str) -> dict[str, str]:
     """Whether vLLM, with weights that the trainer sent, samples with the log-probs of the model, or the reason for
     which a run stops at its start. AssertionError if log-probs differ and the run would not stop.
     """
-    forkserver.set_forkserver_preload(["tests.helpers.engines", "tests.workers.test_vllm_rollout", *IMPORTS])
+    forkserver.set_forkserver_preload(["tests.helpers.engines", "tests.rollout.test_vllm_rollout", *IMPORTS])
     forkserver.ensure_running()  # imports what each process would import again
     return run_ranks(_observed, 1, name)[0]
 
 
 def _observed(rank: int, ranks: int, name: str) -> dict[str, str]:
-    from tests.workers.test_vllm_rollout import Hybrid, prompts
+    from tests.rollout.test_vllm_rollout import Hybrid, prompts
 
     model = model_of(name, **IN_VLLM.get(name, {}))
     with tempfile.TemporaryDirectory() as folder:

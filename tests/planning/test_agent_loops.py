@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.agents.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.config.compose import to_settings

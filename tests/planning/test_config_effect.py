@@ -2,7 +2,6 @@
 
 import pytest
 from loguru import logger
-from omegaconf import OmegaConf
 
 from scripts.config_files import describe
 from tests.helpers.configs import SOUND, compose_ppo
@@ -26,11 +25,6 @@ def test_defaults_and_followers_are_not_reported():
 def test_what_always_holds_is_reported_only_where_it_is_turned_off():
     held = ("actor_rollout_ref.actor.entropy_checkpointing", "actor_rollout_ref.model.use_fused_kernels")
     assert messages(*(f"{key}=true" for key in held)) == messages(*(f"{key}=false" for key in held)) == []
-    tree, key = compose_ppo(*SOUND, config_name="ppo_megatron_trainer"), "actor_rollout_ref.actor.megatron.use_mbridge"
-    assert unused_settings(tree, PPOConfig) == []
-    OmegaConf.update(tree, key, False)
-    (problem,) = unused_settings(tree, PPOConfig)
-    assert problem.message.startswith(f"{key}=false has no effect in this version: weights come from the model")
     assert describe(FSDPEngineConfig, "use_orig_params") == "Keep the original parameters (always: FSDP2 keeps them)."
 
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from tests.helpers.rl_run import compose_run
 from verl.config.model import LOGITS_CHUNK
 from verl.planning.memory_estimate import estimate_memory, measure_model, training_memory
-from verl.workers.policy import get_policy
+from verl.training.policy import get_policy
 
 
 def logits_of(model, tmp_path, micro, response, **policy):

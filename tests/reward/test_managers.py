@@ -21,12 +21,12 @@ from verl.reward.managers import (
     naive,
     register,
 )
+from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.pool import ExternFunction
 from verl.reward.rows import RewardError, drop_failed, split
 from verl.reward.rules import default_compute_score, gsm8k
 from verl.reward.sandbox import SandboxConfig
 from verl.trainer.ppo.reward import compute_reward
-from verl.workers.reward_manager.batch import BatchRewardManager
 
 TOKENIZER = make_tokenizer()
 

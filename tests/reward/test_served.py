@@ -20,11 +20,11 @@ from verl.config.reward_model import RewardModelModelConfig, RewardModelRolloutC
 from verl.reward.loading import load_served_reward
 from verl.reward.served import RewardModelManager, ServedRewardManager
 from verl.reward.stream import can_stream
+from verl.roles.reward_server import RewardModelServer
+from verl.rollout.replica import ServerHandle
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.trainer.main_ppo import TaskRunner
 from verl.workers.config import RewardModelConfig
-from verl.workers.roles.reward_server import RewardModelServer
-from verl.workers.rollout.replica import ServerHandle
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.process
 

@@ -12,11 +12,11 @@ from tests.reward.test_managers import TOKENIZER, batch, length_score
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RateLimitedRewardManager
+from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.rows import GRADED, RewardError, drop_failed
 from verl.reward.stream import RewardStream, can_stream
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.rollout_phase import RolloutPhase
-from verl.workers.reward_manager.batch import BatchRewardManager
 
 
 def naive_manager(function):

@@ -20,9 +20,9 @@ from scripts.loss_compare import TRAININGS
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.ranks import run_ranks
-from verl.checkpoint.publish import STEP_FOLDER
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.main_ppo import rl_checks
+from verl.training.checkpoint.publish import STEP_FOLDER
 from verl.utils.problems import WRONG
 
 ROOT = gpu_check.ROOT

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.helpers.configs import compose_ppo
+from verl.roles.reward_server import RewardServerWorker
+from verl.rollout.replica_worker import RolloutReplicaWorker
 from verl.single_controller.base.worker_group import registered_methods
 from verl.single_controller.ray.watchdog import METHODS, phase_of
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from verl.workers.roles.reward_server import RewardServerWorker
-from verl.workers.rollout.replica_worker import RolloutReplicaWorker
 
 ROLES = (ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, RewardModelWorker, RewardServerWorker,
          RolloutReplicaWorker)  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.models import save_answering_llama
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from recipe.spd.rollout.decoder import (
 )
 from scripts.spd_evaluation import rules
 from tests.helpers.models import WORDS, make_tokenizer
-from verl.utils.kv_cache import Prefills
+from verl.models.kv_cache import Prefills
 
 VOCAB = 23
 

@@ -8,7 +8,7 @@ import spd_scorer  # noqa: F401  (its loader)
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.ranks import run_ranks
 from tests.spd.test_own_ranks import step
-from verl.utils.sharding import full_tensor
+from verl.training.parallel.sharding import full_tensor
 from verl.workers.config import PluginConfig
 
 pytestmark = [pytest.mark.process]

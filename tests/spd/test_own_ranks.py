@@ -11,10 +11,10 @@ from recipe.spd.scorer.auto import AutoModelForSPDScoring
 from tests.helpers.engines import leave_group, make_engine, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.protocol import DataProto
-from verl.utils.peft_weights import full_weights
-from verl.workers.actor import DataParallelPPOActor
+from verl.training.actor import DataParallelPPOActor
+from verl.training.peft_weights import full_weights
+from verl.training.policy import get_policy
 from verl.workers.config import FSDPActorConfig, PluginConfig
-from verl.workers.policy import get_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 

@@ -16,7 +16,7 @@ from recipe.spd.settings import BACKBONES
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
-from verl.workers.policy import get_policy
+from verl.training.policy import get_policy
 
 MY_SCORER = "examples.extending.my_scorer"
 CONTEXTS = [[5, 6, 7, 8], [9, 10]]
@@ -259,7 +259,7 @@ def test_saved_and_loaded_scores_are_the_same(llama, tmp_path, settings):
 
 
 def test_merged_weights_of_an_adapted_model_save_as_a_whole_backbone(llama, tmp_path):
-    from verl.utils.peft_weights import full_weights
+    from verl.training.peft_weights import full_weights
 
     model = build(llama, backbone="own", lora_rank=4)
     with torch.no_grad():

@@ -14,8 +14,8 @@ import torch
 
 from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.store import Completion, CompletionStore
-from verl.workers.rollout.server_process import SUPERVISOR, LocalServerError, RunningServer
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.server_process import SUPERVISOR, LocalServerError, RunningServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """

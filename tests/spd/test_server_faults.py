@@ -14,8 +14,8 @@ import pytest
 
 from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, send, serving
 from tests.helpers.watched_runs import wait_until
-from verl.checkpoint.publish import verify_manifest
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.training.checkpoint.publish import verify_manifest
 
 STEPS = 1000  # more than a fast machine finishes before the last fault
 

@@ -17,9 +17,9 @@ from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.spd.test_client import FakeServer
 from verl.protocol import DataProto
+from verl.rollout.base import get_rollout_class
+from verl.training.policy import get_policy
 from verl.workers.config import RolloutConfig
-from verl.workers.policy import get_policy
-from verl.workers.rollout.base import get_rollout_class
 
 TOKENIZER = make_tokenizer([*WORDS, "answer", "is"])
 ANSWER, IS = TOKENIZER.convert_tokens_to_ids(["answer", "is"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.spd_run import SPDRuns, ended, running
-from verl.checkpoint.publish import verify_manifest
+from verl.training.checkpoint.publish import verify_manifest
 
 STEPS = 8
 # Metrics that depend on data and weights only, not on the machine or the store.

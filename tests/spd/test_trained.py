@@ -18,7 +18,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
-from verl.utils.sharding import local_tensor
+from verl.training.parallel.sharding import local_tensor
 from verl.workers.config import PluginConfig
 
 ADAPTERS = {"backbone": "own", "attention": "hybrid", "lora_rank": 4}

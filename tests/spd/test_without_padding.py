@@ -7,8 +7,8 @@ from tensordict import TensorDict
 
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.models.families import model_of
-from verl.workers.policy import get_policy
-from verl.workers.policy.packing import pack_rows, to_device
+from verl.training.policy import get_policy
+from verl.training.policy.packing import pack_rows, to_device
 
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 10], [30, 31, 32, 33]]
 DRAFTS = [[11, 12, 13], [14, 15], [40, 41, 42]]

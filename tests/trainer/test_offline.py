@@ -26,6 +26,8 @@ from verl.config.compose import to_settings
 from verl.config.offline import EvaluationConfig, EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.planning.offline import generation_entry
 from verl.reward.rows import RewardError
+from verl.rollout.vllm_rollout import vLLMRollout
+from verl.rollout.vllm_rollout.vllm_rollout import HARMLESS
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
@@ -33,8 +35,6 @@ from verl.trainer.main_generation import run_generation
 from verl.utils.distributed import shared_store
 from verl.utils.problems import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout.vllm_rollout import vLLMRollout
-from verl.workers.rollout.vllm_rollout.vllm_rollout import HARMLESS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollout.prompt_length=12",

@@ -6,10 +6,8 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import open_dict
 
-from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import compose_run
 from verl.profiling import profile as active
 from verl.trainer.main_ppo import TaskRunner
@@ -29,23 +27,6 @@ def test_timers_add_up_and_end_after_an_error():
     with pytest.raises(KeyError), p.marked_timer("c", timing):
         raise KeyError("x")
     assert timing["a"] > 1.0 and 0 < timing["b"] < 1 and 0 < timing["c"] < 1
-
-
-def test_timings_of_one_rank_are_its_own():
-    assert p.reduce_timing({"b": 2.0, "a": 1.0}) == {"a": 1.0, "b": 2.0}
-    assert p.gather_timing({"a": 1.0}) == {"a": [1.0]} and p.topk_reduce_ratio_min_max(3.0) == (0.0, 3.0, 3.0)
-
-
-def timings_of_ranks(rank, world_size):
-    timing = {"gen": 1.0 + rank}
-    assert p.reduce_timing(timing) == {"gen": 1.5} and p.gather_timing(timing) == {"gen": [1.0, 2.0]}
-    assert p.reduce_timing(timing, dist.ReduceOp.MAX) == {"gen": 2.0}
-    assert p.topk_reduce_ratio_min_max(timing["gen"], k=10) == (0.5, 1.0, 2.0)
-
-
-@pytest.mark.process
-def test_timings_of_two_ranks():
-    run_ranks(timings_of_ranks, 2)
 
 
 def test_memory_is_logged_before_and_after(caplog):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl.rollout.base import _ROLLOUT_REGISTRY, BaseRollout, get_rollout_class, register_rollout
 from verl.trainer.ppo.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
@@ -15,7 +16,6 @@ from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager import register as register_manager
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout, get_rollout_class, register_rollout
 
 
 class SilentRollout(BaseRollout):

@@ -14,7 +14,7 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
-from verl.config.compose import CHOICE, to_plain
+from verl.config.compose import CHOICE, MEGATRON_HINT, to_plain
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, wrong
 
@@ -82,8 +82,7 @@ _LORA = "only rank, alpha, merge, target_modules, exclude_modules and adapter_pa
 
 def _engine(value: Any) -> dict[str, Any]:
     if value != "dp":
-        hint = "FSDP2 (dp) is the only engine; Megatron's settings run on it with --config-name=ppo_megatron_trainer."
-        raise ValueError(hint)
+        raise ValueError(f"FSDP2 (dp) is the only engine. {MEGATRON_HINT}")
     return {}
 
 
@@ -152,6 +151,10 @@ RL: tuple[Alias, ...] = (
     Alias("critic.fsdp", "critic.model.fsdp_config", "0.8"),
     Alias(f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.tau_pos", "0.9"),
     Alias(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg", "0.9"),
+    *(
+        _refused(f"{role}.megatron", "0.7", (), MEGATRON_HINT)
+        for role in (_ACTOR, "actor_rollout_ref.ref", "critic", "reward_model")
+    ),
     _refused("distillation.enabled", "0.8", (False,), _OPD),
     _no_effect("distillation", "0.8", "read with distillation.enabled=true, which is refused"),
     Alias(f"model_engine.{CHOICE}", "", "0.8", "dp is FSDP2, the only engine; others are refused", _engine),

@@ -199,3 +199,8 @@ def with_derived_settings(config: DictConfig) -> DictConfig:
     for key, value in values.items():
         OmegaConf.update(config, key, asdict(value) if is_dataclass(value) else value)
     return config
+
+
+def tree_type(config_type: type, plain: Mapping[str, Any]) -> type:
+    """The dataclass that checks a tree: `config_type`, or that of the tree of asynchronous runs, which has more keys."""
+    return AsyncPPOConfig if config_type is PPOConfig and "async_training" in plain else config_type

@@ -118,9 +118,7 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             owner, section = (f"{prefix}.model", role["model"]) if prefix == "critic" else (prefix, role)
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
-            splits = splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
-            # Megatron's own default of sequence_parallel is true, whatever the number of ranks.
-            issues += [problem for problem in splits if problem.kind != UNUSED or "megatron" not in role]
+            issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
     if reward["enable"] and not serves_reward_model(config):  # servers make batches of their own
         dynamic = reward["use_dynamic_bsz"]
         issues += check_exactly_one_batch_size(reward, "reward_model", "micro_batch_size", ranks, dynamic)

@@ -16,6 +16,10 @@ from verl.config.fields import default_of, field_metadata, field_types, section_
 from verl.utils.import_utils import load_class_from_fqn
 
 Settings = TypeVar("Settings", bound=BaseConfig)
+MEGATRON_HINT = (
+    "Megatron is not supported: FSDP2 trains every model. Use ppo_trainer with strategy=fsdp2, where "
+    "fsdp_config.tensor_parallel_size splits the matrices of a layer over ranks."
+)
 CHOICE = "choice_of_a_group"  # key for the choice of a config group that the trees here do not have
 
 
@@ -138,6 +142,8 @@ def hydra_main(
 
         @functools.wraps(task)
         def main() -> None:
+            if re.search(r"--config-name[= ]\S*megatron|@\S*=\S*megatron", " ".join(sys.argv[1:])):
+                sys.exit(MEGATRON_HINT)
             sys.argv[1:] = [forced_override(argument, groups) for argument in sys.argv[1:]]
             if "LOGURU_LEVEL" not in os.environ:  # loguru's own default is DEBUG
                 os.environ["LOGURU_LEVEL"] = "INFO"

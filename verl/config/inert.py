@@ -49,11 +49,6 @@ ALWAYS: dict[str, str] = {
     "FSDPEngineConfig.use_orig_params": "FSDP2 keeps them",
     "FSDPEngineConfig.entropy_from_logits_with_chunking": "logits are computed in chunks",
     "FSDPEngineConfig.entropy_checkpointing": "chunks of logits are recomputed in the backward",
-    "McoreEngineConfig.grad_offload": "gradients are freed after each optimizer step",
-    "McoreEngineConfig.use_distributed_optimizer": "FSDP2 shards it",
-    "McoreEngineConfig.use_mbridge": "weights come from the model's folder, and checkpoints are those of FSDP2",
-    "McoreEngineConfig.vanilla_mbridge": "weights come from the model's folder, and checkpoints are those of FSDP2",
-    "McoreOptimizerConfig.use_checkpoint_opt_param_scheduler": "a resumed run continues with the checkpoint's",
     "HFModelConfig.use_fused_kernels": "log-probs come from hidden states, a chunk of logits at a time",
     "RewardModelModelConfig.use_fused_kernels": "a value head has none",
     "RewardModelRolloutConfig.data_parallel_size":

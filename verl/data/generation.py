@@ -16,8 +16,8 @@ from loguru import logger
 
 from verl.config.compose import to_plain
 from verl.config.offline import GenerationConfig
+from verl.data.fingerprint import data_fingerprint, model_dir_fingerprint, model_folder
 from verl.data.rl_dataset import DatasetError, RLHFDataset, no_chat_template
-from verl.utils.fingerprint import data_fingerprint, model_dir_fingerprint, model_folder
 from verl.utils.jsonl import read_objects
 from verl.utils.problems import Problem, one_line, wrong
 from verl.utils.weight_files import WeightFileError

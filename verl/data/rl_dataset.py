@@ -23,7 +23,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 from verl.utils.problems import one_line
 
-TOOLS = "pkg://verl.workers.rollout.tools.tool_registry"  # imported where there are tools
+TOOLS = "pkg://verl.agents.tools.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no supported model reads
 

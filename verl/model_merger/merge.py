@@ -14,10 +14,10 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
-from verl.checkpoint.publish import disk_full
 from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.models.loading import get_hf_auto_model_class, torch_dtype_of
-from verl.utils.peft_weights import hf_name
+from verl.models.stored_weights import hf_name
+from verl.training.checkpoint.publish import disk_full
 from verl.utils.weight_files import untie, write_safetensors
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from verl.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
-from verl.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
+from verl.training.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
+from verl.training.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
 from verl.utils.problems import one_line
 from verl.utils.weight_files import FILE_DTYPES, WeightFileError, safetensors_of
 

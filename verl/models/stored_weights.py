@@ -23,11 +23,15 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from verl.utils.peft_weights import hf_name
 from verl.utils.weight_files import FILE_DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
 
 BLOCK_BYTES = 16 << 20  # of a tensor, read and sent at a time
 MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count as this process's memory
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name without peft's wrappers."""
+    return name.replace("base_model.model.", "").replace(".base_layer", "").replace(".original_module", "")
 
 
 @dataclass

@@ -6,19 +6,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.agents.agent_loop.tool_parser import ToolParser
+from verl.agents.gateway.program import missing_file
+from verl.agents.interactions.interaction_registry import initialize_interactions_from_config
+from verl.agents.message_encoder import USER, MessageEncoder
+from verl.agents.tools.runner import ToolRunner
+from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import MultiTurnConfig
+from verl.rollout.replica import RolloutReplicaRegistry
 from verl.utils.problems import UNUSED, Problem, one_line, wrong
 from verl.utils.tokenizer import stop_ids
-from verl.workers.rollout.agent_loop.registry import _agent_loop_registry, resolve_config_path
-from verl.workers.rollout.agent_loop.tool_parser import ToolParser
-from verl.workers.rollout.gateway.program import missing_file
-from verl.workers.rollout.interactions.interaction_registry import initialize_interactions_from_config
-from verl.workers.rollout.message_encoder import USER, MessageEncoder
-from verl.workers.rollout.replica import RolloutReplicaRegistry
-from verl.workers.rollout.tools.runner import ToolRunner
-from verl.workers.rollout.tools.tool_registry import initialize_tools_from_config, tool_schemas
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"

@@ -106,7 +106,7 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
 
 def check_tensor_parallel(settings: BaseConfig, findings: Findings, key: str) -> Iterator[Problem]:
     """Whether as many ranks as `key` sets can split the layers of the model."""
-    from verl.utils.tensor_parallel import refusal
+    from verl.training.parallel.tensor_parallel import refusal
 
     size = select(settings, key)
     if size > 1 and findings.hf_config is not None and (reason := refusal(findings.hf_config, size)):

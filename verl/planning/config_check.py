@@ -11,11 +11,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import READS_SQUARES
 from verl.config.aliases import MODE, with_current_names
+from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
 from verl.config.fields import field_types, section_type, value_errors
-from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig

@@ -6,9 +6,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.asynchronous import tree_type
 from verl.config.compose import select
 from verl.config.fields import field_metadata, field_types, section_type
-from verl.config.megatron import tree_type
 from verl.planning.config_check import is_interpolation, paths, text
 from verl.utils.problems import UNUSED, Problem
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
+from verl.agents.environments.base import LIBRARIES
+from verl.agents.environments.hosting import EnvironmentFailed
+from verl.agents.environments.processes import START_S, EnvironmentCalls
 from verl.config.ppo import PPOConfig
-from verl.environments.base import LIBRARIES
-from verl.environments.hosting import EnvironmentFailed
-from verl.environments.processes import START_S, EnvironmentCalls
 from verl.planning.dry_run import print_rows
 from verl.utils.problems import Problem, one_line, wrong
 from verl.utils.visible_text import visible

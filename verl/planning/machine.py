@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.publish import published_steps
 from verl.config.common import RunConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.planning.memory_estimate import BYTES, ModelSize
+from verl.training.checkpoint.publish import published_steps
 from verl.utils.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
 
@@ -22,7 +22,7 @@ def checkpoints_layers(setting: bool | None, hf_config: Any, tokens: int, dtype:
 
     `ranks` share the memory of this machine.
     """
-    from verl.workers.engine.build import needs_checkpointing  # slow
+    from verl.training.engine.build import needs_checkpointing  # slow
 
     return needs_checkpointing(setting, hf_config, tokens, BYTES[dtype], available_memory() / ranks)
 

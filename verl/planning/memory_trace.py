@@ -28,14 +28,14 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import torch_dtype_of
-from verl.utils import sharding
-from verl.utils.peft_weights import without_adapters
+from verl.training.engine import build
+from verl.training.parallel import sharding
+from verl.training.peft_weights import without_adapters
+from verl.training.policy.attention import make_packable
+from verl.training.policy.causal_lm import call_as_forward, response_log_probs
+from verl.training.policy.packing import pack
+from verl.training.policy.prefix_tree import PrefixTree
 from verl.utils.problems import one_line
-from verl.workers.engine import build
-from verl.workers.policy.attention import make_packable
-from verl.workers.policy.causal_lm import call_as_forward, response_log_probs
-from verl.workers.policy.packing import pack
-from verl.workers.policy.prefix_tree import PrefixTree
 
 # Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
 # next one's weights, the last one's gradients) is not there in full.

@@ -106,8 +106,8 @@ def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
     from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
-    from verl.workers.policy import get_policy
-    from verl.workers.rollout.base import get_rollout_class
+    from verl.rollout.base import get_rollout_class
+    from verl.training.policy import get_policy
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     checks: dict[str, Callable[[], Any]] = {

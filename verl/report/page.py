@@ -21,9 +21,9 @@ import jinja2
 from markupsafe import Markup
 
 from verl.report.asynchronous import async_panels, idle_cards
+from verl.report.health import RULES
 from verl.report.plots import Curve, Panel, draw_panel
 from verl.utils.jsonl import read_objects
-from verl.utils.metric.health import RULES
 from verl.utils.visible_text import visible
 
 LARGEST = 1e200  # magnitude of a number that is drawn

@@ -25,7 +25,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.user_code import defined_at
 
-ENVIRONMENTS = "pkg://verl.environments.hosting"  # imported where data.environment is used
+ENVIRONMENTS = "pkg://verl.agents.environments.hosting"  # imported where data.environment is used
 
 
 def to_dict(mapping: Any) -> dict[str, Any]:

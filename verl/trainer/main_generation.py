@@ -28,17 +28,17 @@ from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
 from verl.planning.offline import generation_entry
 from verl.protocol import DataProto
+from verl.rollout.base import BaseRollout, get_rollout_class
+from verl.training.engine import FSDPEngine
+from verl.training.parallel.sharding import create_device_mesh
+from verl.training.policy import get_policy
 from verl.utils.distributed import (
     destroy_global_process_group,
     ensure_process_group,
     initialize_global_process_group,
     shared_store,
 )
-from verl.utils.sharding import create_device_mesh
 from verl.utils.tokenizer import stop_ids
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy import get_policy
-from verl.workers.rollout.base import BaseRollout, get_rollout_class
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -147,8 +147,8 @@ class TaskRunner:
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
         """The worker class that holds actor and rollout, with the class of its group."""
+        from verl.roles.actor_rollout_ref import ActorRolloutRefWorker
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(ActorRolloutRefWorker)
         self.mapping[Role.ActorRollout] = POOL
@@ -156,7 +156,7 @@ class TaskRunner:
 
     def add_critic_worker(self, config: PPOConfig) -> None:
         """The value model, where the estimator or critic.enable requests one; in the actor's processes."""
-        from verl.workers.roles.critic import CriticWorker
+        from verl.roles.critic import CriticWorker
 
         if need_critic(config):
             self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
@@ -167,8 +167,8 @@ class TaskRunner:
 
         With reward_model.rollout.name, those ranks run servers.
         """
-        from verl.workers.roles.reward_model import RewardModelWorker
-        from verl.workers.roles.reward_server import RewardServerWorker
+        from verl.roles.reward_model import RewardModelWorker
+        from verl.roles.reward_server import RewardServerWorker
 
         if config.reward_model.enable:
             cls = RewardServerWorker if serves_reward_model(config) else RewardModelWorker

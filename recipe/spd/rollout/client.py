@@ -16,7 +16,7 @@ from loguru import logger
 
 from recipe.spd.rollout.store import Completion, CompletionStore
 from recipe.spd.settings import SPDRolloutSettings
-from verl.utils.fingerprint import model_dir_fingerprint
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.request_router import RequestRouter
 
 URLS_VARIABLE = "SPD_VLLM_URLS"

@@ -19,7 +19,7 @@ from torch import nn
 
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
-from verl.utils.kv_cache import Prefills, RowCache, drop_rows
+from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 

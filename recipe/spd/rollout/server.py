@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 if TYPE_CHECKING:
     from recipe.spd.settings import SPDSettings

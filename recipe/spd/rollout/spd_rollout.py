@@ -34,18 +34,18 @@ from recipe.spd.rollout.store import CompletionStore
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, action_log_probs, fit_width
 from recipe.spd.settings import SPDSettings
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.protocol import DataProto
 from verl.reward.rows import LOST
+from verl.rollout.base import BaseRollout
+from verl.rollout.server_process import RunningServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.weight_check import WeightCheck, compare_modules
 from verl.trainer.ppo.batching import MASKED
 from verl.trainer.run.ranks import all_gather_object
-from verl.utils.fingerprint import model_dir_fingerprint
+from verl.training.actor.batch_cuts import micro_batches
+from verl.training.actor.optimizer_step import forward_in_order
 from verl.utils.tokenizer import stop_ids
-from verl.workers.actor.batch_cuts import micro_batches
-from verl.workers.actor.optimizer_step import forward_in_order
-from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.server_process import RunningServer
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
-from verl.workers.rollout.weight_check import WeightCheck, compare_modules
 
 __all__ = ["LostCompletionsError", "SPDRollout", "CompletionClient"]
 

@@ -15,7 +15,7 @@ from recipe.spd.scorer.model import ScoringActor
 from recipe.spd.scorer.own import OwnBackboneScorer, with_adapters
 from recipe.spd.scorer.target import TargetHeadScorer
 from recipe.spd.settings import BACKBONES
-from verl.utils.fingerprint import model_fingerprint
+from verl.data.fingerprint import model_fingerprint
 
 SCORERS: dict[str, type[ScoringActor]] = {"own": OwnBackboneScorer, "target": TargetHeadScorer}
 """spd.backbone -> its class."""

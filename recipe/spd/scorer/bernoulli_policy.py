@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import nn
 
-from verl.utils.peft_weights import without_adapters
-from verl.workers.policy.attention import make_packable
-from verl.workers.policy.base import Policy, check_temperature, register_policy
-from verl.workers.policy.causal_lm import call_as_forward
-from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
-from verl.workers.policy.packing import ON_HOST, OnHost, on_host
+from verl.training.peft_weights import without_adapters
+from verl.training.policy.attention import make_packable
+from verl.training.policy.base import Policy, check_temperature, register_policy
+from verl.training.policy.causal_lm import call_as_forward
+from verl.training.policy.layout_probe import agreeing_layouts, in_float32
+from verl.training.policy.packing import ON_HOST, OnHost, on_host
 
 MODEL_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
 

@@ -9,7 +9,7 @@ import torch
 from recipe.spd.data.blocks import build_spd_input, left_padded_layout
 from recipe.spd.scorer.masks import MASKS, create_position_ids, refuse_other_attention
 from recipe.spd.scorer.model import ScoringActor
-from verl.utils.kv_cache import RowCache, drop_rows
+from verl.models.kv_cache import RowCache, drop_rows
 
 SPARE_SLOTS = 256  # tokens by which contexts may grow before they are read again
 

@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
 from recipe.spd.scorer.files import CHECKPOINT_ADAPTERS, HEAD_FILE, KIND, different, shapes_of
-from verl.utils.peft_weights import without_adapters
+from verl.training.peft_weights import without_adapters
+from verl.training.policy.attention import make_packable
+from verl.training.policy.packing import OnHost, pack_rows
 from verl.utils.weight_files import tensor_shapes
-from verl.workers.policy.attention import make_packable
-from verl.workers.policy.packing import OnHost, pack_rows
 
 if TYPE_CHECKING:
     from recipe.spd.rollout.decoder import Block

@@ -20,9 +20,9 @@ from recipe.spd.scorer.files import ADAPTER_DIR, BACKBONE_DIR, adapter_file, dif
 from recipe.spd.scorer.heads import PairHead, ScoreHead
 from recipe.spd.scorer.masks import MASKS, create_position_ids
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, part_of, rows_at, save_head
-from verl.utils.fingerprint import architecture
+from verl.data.fingerprint import architecture
+from verl.training.policy.packing import OnHost
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
-from verl.workers.policy.packing import OnHost
 
 if TYPE_CHECKING:
     from recipe.spd.rollout.decoder import Block

@@ -15,8 +15,8 @@ from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
 from verl.trainer.run.ranks import any_rank
-from verl.utils.sharding import full_tensor
-from verl.workers.policy.packing import OnHost
+from verl.training.parallel.sharding import full_tensor
+from verl.training.policy.packing import OnHost
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,7 +13,7 @@ from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.target import TargetHeadScorer
 from verl.config.fields import check_settings, refuse_unknown, setting
-from verl.utils.fingerprint import cached_folder_fingerprint, model_folder
+from verl.data.fingerprint import cached_folder_fingerprint, model_folder
 
 WORKER = "recipe.spd.vllm_plugin.worker.SPDWorker"
 TESTED_VLLM = "0.32."

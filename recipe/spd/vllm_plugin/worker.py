@@ -20,9 +20,9 @@ from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.files import HEAD_FILE
 from recipe.spd.vllm_plugin.judge import ServedJudge
 from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
-from verl.utils.fingerprint import model_folder
+from verl.data.fingerprint import model_folder
+from verl.rollout.vllm_rollout.platform_worker import PlatformWorker
 from verl.utils.weight_files import safetensors_of
-from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
 
 
 class SPDWorker(PlatformWorker):

@@ -11,7 +11,7 @@ from recipe.spd.rollout.decoder import SpecResult, speculative_generate
 from scripts.spd_evaluation.rules import exact, scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import save_tiny_llama
-from verl.utils.fingerprint import cached_folder_fingerprint
+from verl.data.fingerprint import cached_folder_fingerprint
 
 LIMIT, GAMMA, EOS = 24, 5, 2
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
 from tests.spd.vllm_plugin.pair import EOS, GAMMA, LIMIT, make_pair, make_prompts
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.process
 THRESHOLDS = (-1.0, 0.0, 1.0)

@@ -17,8 +17,8 @@ from recipe.spd.vllm_plugin.serving import WORKER
 from scripts import serve_spd
 from scripts.serve_spd import given_values
 from tests.spd.vllm_plugin.pair import make_pair
-from verl.utils import fingerprint
-from verl.utils.fingerprint import cached_folder_fingerprint, folder_fingerprint
+from verl.data import fingerprint
+from verl.data.fingerprint import cached_folder_fingerprint, folder_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ Modules without a folder are in tests/trainer/fully_async.
 | that is possible by settings | test_settings: what_cannot_work_is_refused; tests/algos/test_decoupled |
 | prompts are lost or repeated across a resume | test_kills: a_killed_run_is_resumed; below: a_checkpoint_has |
 | a checkpoint is incomplete | test_kills: a_run_that_is_killed_while_it_saves; test_rollouter: a_checkpoint_has |
-| a continued generation forgets its budget | tests/workers/test_interrupted: an_interrupted_turn_is_one_answer |
+| a continued generation forgets its budget | tests/rollout/test_interrupted: an_interrupted_turn_is_one_answer |
 | a continued generation loses columns | below: samples_of_several_versions_have_all_columns |
 | a slow source of prompts is starved | test_rollouter: a_slow_source_of_prompts, prompts_that_take_longer |
 | a sample is recycled for ever | test_rollouter: prompts_that_are_too_old; test_journal: nothing_follows_an_end |
-| a cache of old weights is read | tests/workers/test_interrupted: tokens_before_and_after_new_weights |
+| a cache of old weights is read | tests/rollout/test_interrupted: tokens_before_and_after_new_weights |
 | a dead engine counts as success | below: a_server_that_has_ended; test_rollouter: a_dead_server_ends_the_run |
 | a start waits for ever for CPUs | test_modes: too_few_cpus_for_the_servers |
 | a run cannot be repeated bit for bit | test_runs: the replays of both runs; test_modes: conversations_with_tools |
@@ -36,6 +36,7 @@ import pytest
 import torch
 
 from tests.trainer.fully_async.test_rollouter import BATCH, N, Run, Worker
+from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
@@ -45,7 +46,6 @@ from verl.trainer.fully_async.samples import Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound, StalenessError
 from verl.trainer.fully_async.trainer import FullyAsyncTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.workers.rollout.agent_loop.base import AgentLoopOutput
 
 
 def queued(number, k, spans, **fields):

@@ -21,7 +21,7 @@ from tests.helpers.rl_run import overrides
 from tests.helpers.spd_run import processes_of
 from tests.trainer.fully_async.test_modes import PROGRAM
 from tests.trainer.fully_async.test_runs import check_journal, rows
-from verl.checkpoint.publish import TRACKER
+from verl.training.checkpoint.publish import TRACKER
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 STEPS = 9

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayError
 
-from tests.experimental.agent_loop.test_killed_tools_run import PARTS, save_calling_llama
+from tests.agents.agent_loop.test_killed_tools_run import PARTS, save_calling_llama
 from tests.helpers.rl_run import metrics_rows
 from tests.trainer.fully_async.test_runs import check_journal, composed, rows, train, weights
 from verl.trainer.fully_async.runner import FullyAsyncTaskRunner

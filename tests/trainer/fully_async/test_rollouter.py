@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto
 from verl.trainer.fully_async.journal import JOURNAL_FILE, Journal, Timeline
 from verl.trainer.fully_async.rollouter import Rollouter
 from verl.trainer.fully_async.samples import Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound
-from verl.workers.rollout.agent_loop.base import AgentLoopOutput
 
 BATCH, N = 2, 2
 

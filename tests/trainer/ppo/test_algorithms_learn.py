@@ -12,7 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.helpers.models import WORDS, make_tokenizer, save_markov_llama, save_tiny_llama
 from tests.helpers.rl_run import compose_run, metrics_rows
-from verl.utils.metric.names import unknown_metrics
+from verl.report.metric_names import unknown_metrics
 
 STEPS = 14
 ROLLOUT, ACTOR = "actor_rollout_ref__rollout__", "actor_rollout_ref__actor__"

@@ -11,10 +11,10 @@ from loguru import logger
 
 from tests.helpers.configs import compose_ppo
 from verl.protocol import DataProto
+from verl.report.health import RULES, best_of, best_of_groups
 from verl.report.page import collect_series, health_rows, write_report
 from verl.reward.rows import EXTRAS
 from verl.trainer.ppo.health import RunHealth
-from verl.utils.metric.health import RULES, best_of, best_of_groups
 
 PROMPTS, N, P, R, STEPS = 8, 4, 5, 16, 60
 

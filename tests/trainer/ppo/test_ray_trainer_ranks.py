@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
-from verl.checkpoint.publish import published_steps
 from verl.trainer.run.ray_session import SESSION_FILE
-from verl.utils.stop_signals import SAME_STOP_S
+from verl.trainer.run.stop_signals import SAME_STOP_S
+from verl.training.checkpoint.publish import published_steps
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
 SETTINGS = {

@@ -52,7 +52,7 @@ def test_a_run_compares_the_first_weights_before_anything_else(tmp_path, dtype):
 
 @pytest.mark.process
 def test_a_head_that_keeps_its_first_weights_ends_the_run_before_a_validation(tmp_path, monkeypatch):
-    from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
+    from verl.rollout.vllm_rollout.platform_worker import PlatformWorker
 
     monkeypatch.setattr(PlatformWorker, "_pack_again", staticmethod(lambda model: None))
     with pytest.raises(RuntimeError) as failed:
@@ -64,7 +64,7 @@ def test_a_head_that_keeps_its_first_weights_ends_the_run_before_a_validation(tm
 
 @pytest.mark.process
 def test_later_weights_are_compared_on_the_schedule(tmp_path, monkeypatch):
-    from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+    from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
     every = {"actor_rollout_ref__rollout__verify_weights_every": 2, "trainer__total_training_steps": 3,
              "trainer__test_freq": -1}  # fmt: skip

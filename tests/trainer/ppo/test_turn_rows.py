@@ -9,8 +9,8 @@ from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_r
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import fill_groups
 from verl.trainer.ppo.turn_rows import TURNS, from_rows, to_rows
-from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
-from verl.workers.policy import prefix_tree
+from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
+from verl.training.policy import prefix_tree
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ from verl.trainer.run.ray_session import run_here
 
 MODULE = '''
 from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
-from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.rollout.base import BaseRollout, register_rollout
 
 
 @register_policy_loss("raises_{n}")

@@ -7,9 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.checkpoint.publish import verify_manifest
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.prompt_stream import PromptStream
+from verl.training.checkpoint.publish import verify_manifest
 
 
 class OnTwoNodes:

@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from verl.data.fingerprint import data_fingerprint
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.utils.fingerprint import data_fingerprint
 
 
 class Numbers(Dataset):

@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.config.test_defaults import at, leaves, plain
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
-from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.config.compose import forced_override
 from verl.planning.sft import sft_entry
 from verl.trainer import fsdp_sft_trainer

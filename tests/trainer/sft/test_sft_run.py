@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
-from verl.checkpoint.publish import published_steps, verify_manifest
 from verl.trainer.fsdp_sft_trainer import extract_step
 from verl.trainer.run.nonfinite import NonFiniteRun
+from verl.training.checkpoint.publish import published_steps, verify_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])

@@ -17,8 +17,8 @@ from verl.config.compose import with_values
 from verl.trainer.run.ranks import all_reduce_max
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
+from verl.training.policy.packing import pack_batch, to_device
 from verl.utils.flops_counter import FlopsCounter
-from verl.workers.policy.packing import pack_batch, to_device
 
 
 @pytest.fixture
@@ -195,6 +195,6 @@ def test_validation_rows_are_seen_once_and_filled_up_without_counting():
 
 
 def test_packing_refuses_a_model_whose_attention_stays(pairs, tiny_llama, monkeypatch):
-    monkeypatch.setattr("verl.workers.policy.causal_lm.make_packable", lambda *_: False)
+    monkeypatch.setattr("verl.training.policy.causal_lm.make_packable", lambda *_: False)
     with pytest.raises(ValueError, match="data.packing=true: this model cannot compute batches without padding"):
         make_trainer(pairs, tiny_llama, data__packing="true")

@@ -9,7 +9,7 @@ REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager] | str] = Regi
     "Your own: set reward_manager.source=importlib and reward_manager.module.{path,name}, or register it in a module "
     "named by actor_rollout_ref.model.external_lib.",
 )
-REWARD_MANAGER_REGISTRY["batch"] = "verl.workers.reward_manager.batch.BatchRewardManager"  # imported when it is used
+REWARD_MANAGER_REGISTRY["batch"] = "verl.reward.managers.batch.BatchRewardManager"  # imported when it is used
 # Decorator: enter a manager, of batches or of single samples, under a name; a second one of that name is refused.
 register = REWARD_MANAGER_REGISTRY.register
 

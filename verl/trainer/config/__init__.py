@@ -1,8 +1,5 @@
-"""Compatibility with verl: import path of the settings of trainers, which are in `verl.config`; has the yaml files."""
-# ruff: noqa: F401, I001
+"""The yaml files of the trainers' settings, which are dataclasses in `verl.config`."""
 
-from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
-from verl.config.common import BaseModelConfig, CheckpointConfig, ModuleConfig, ProfileConfig
-from verl.config.common import RewardManagerConfig, TrainerConfig
-from verl.config.data import DataConfig, SamplerConfig
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
+import importlib
+
+__getattr__, __dir__ = importlib.import_module("verl.compat").add_names(__name__)

@@ -10,11 +10,18 @@ from urllib.error import HTTPError
 import numpy as np
 import ray
 
+from verl.agents.agent_loop.interruptible import InterruptibleWorker
+from verl.agents.agent_loop.manager import conversation_metrics, conversations_of
+from verl.agents.agent_loop.rows import batch_of, use_loop_scores
+from verl.agents.agent_loop.worker import SEED
 from verl.config.asynchronous import AsyncPPOConfig
 from verl.config.compose import to_omegaconf, with_values
 from verl.protocol import DataProto
 from verl.reward.rows import GRADED
 from verl.reward.stream import RewardStream, can_stream
+from verl.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from verl.rollout.sampling import GenerationRequest
+from verl.rollout.server_process import DIRECT
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.journal import Journal, Timeline
 from verl.trainer.fully_async.rollouter import Rollouter
@@ -25,13 +32,6 @@ from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.request_router import RequestRouter
-from verl.workers.rollout.agent_loop.interruptible import InterruptibleWorker
-from verl.workers.rollout.agent_loop.manager import conversation_metrics, conversations_of
-from verl.workers.rollout.agent_loop.rows import batch_of, use_loop_scores
-from verl.workers.rollout.agent_loop.worker import SEED
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
-from verl.workers.rollout.sampling import GenerationRequest
-from verl.workers.rollout.server_process import DIRECT
 
 STAYS_AWAKE = {"free_cache_engine": False, "lora_as_adapter": False}  # servers get all weights, and keep them
 ENGINE_FAILED = 503  # status of a server's GET /health

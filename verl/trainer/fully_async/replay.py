@@ -12,12 +12,12 @@ from typing import Any
 import ray
 from loguru import logger
 
+from verl.agents.agent_loop.interruptible import rest_of
+from verl.agents.agent_loop.server_manager import turn_seed
 from verl.config.asynchronous import AsyncPPOConfig
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.phase import AsyncPhase, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group
-from verl.workers.rollout.agent_loop.interruptible import rest_of
-from verl.workers.rollout.agent_loop.server_manager import turn_seed
 
 RECORD_FILE = "async_record.jsonl"
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from loguru import logger
 
+from verl.agents.agent_loop.interruptible import InterruptibleWorker
+from verl.agents.agent_loop.rows import is_lost
+from verl.agents.agent_loop.worker import SEED, get_trajectory_info
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.reward.stream import RewardStream
@@ -17,9 +20,6 @@ from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.journal import Journal, Timeline
 from verl.trainer.fully_async.samples import UNGRADED, Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound
-from verl.workers.rollout.agent_loop.interruptible import InterruptibleWorker
-from verl.workers.rollout.agent_loop.rows import is_lost
-from verl.workers.rollout.agent_loop.worker import SEED, get_trajectory_info
 
 RESTARTED = (journal.INTERRUPTED, journal.DRAWN)
 

@@ -17,8 +17,8 @@ class FullyAsyncTaskRunner(TaskRunner):
     """TaskRunner with FullyAsyncTrainer, whose ranks train only."""
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
+        from verl.roles.separate_actor import SeparateActorWorker
         from verl.single_controller.ray import RayWorkerGroup
-        from verl.workers.roles.separate_actor import SeparateActorWorker
 
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(SeparateActorWorker)
         self.mapping[Role.ActorRollout] = POOL

@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.trainer.fully_async import journal
 from verl.trainer.run.samples import json_value
-from verl.workers.rollout.agent_loop.base import AgentLoopOutput
 
 UNGRADED = object()
 ENDED = (journal.QUEUED, journal.FAILED)

@@ -26,7 +26,7 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.reward.rows import EXTRAS, LOST, MASKED, reward_extras
-from verl.workers.policy.prefix_tree import prefix_tree
+from verl.training.policy.prefix_tree import prefix_tree
 
 NO_BASELINE = "no_baseline"  # text in LOST that counts by itself, as MASKED does
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere

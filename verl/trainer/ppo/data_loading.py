@@ -8,18 +8,18 @@ from loguru import logger
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from verl.agents.environments.dataset import EnvironmentDataset
 from verl.config.batch_sizes import steps_in_all
 from verl.config.compose import to_omegaconf, to_settings
 from verl.config.data import DataConfig
 from verl.config.ppo import PPOConfig
+from verl.data import rl_dataset
 from verl.data.dynamicgen_dataset import DynamicGenDataset
+from verl.data.fingerprint import data_fingerprint
 from verl.data.rl_dataset import RLHFDataset, get_dataset_class
-from verl.data.rl_dataset import collate_fn as default_collate_fn
 from verl.data.sampler import AbstractSampler
-from verl.environments.dataset import EnvironmentDataset
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptLoader, PromptStream
-from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
 
 #: The settings of data.environment that decide on the training data.
@@ -49,7 +49,7 @@ class RLData:
             )
         options = {
             "num_workers": data.dataloader_num_workers,
-            "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
+            "collate_fn": rl_dataset.collate_fn if collate_fn is None else collate_fn,
         }
         self.train_loader = PromptLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options

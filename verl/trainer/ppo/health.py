@@ -13,10 +13,10 @@ from loguru import logger
 from verl.config.asynchronous import versions_allowed
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
+from verl.report.health import RULES, Rule, best_of_groups
 from verl.reward.rows import reward_extras
 from verl.trainer.ppo.batching import group_rows
 from verl.utils.jsonl import read_objects
-from verl.utils.metric.health import RULES, Rule, best_of_groups
 
 WINDOW = 10  # steps whose means are compared
 SHORTEST_ANSWER = 8  # tokens; shorter answers of different prompts may well be equal

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.run.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics  # noqa: F401
 from verl.utils.metric import reduce_metrics  # noqa: F401
-from verl.utils.metric.validation import bootstrap_metric, calc_maj_val, process_validation_metrics  # noqa: F401
 
 _EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
 

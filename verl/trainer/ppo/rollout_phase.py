@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agents.agent_loop.manager import manager_class
 from verl.config.compose import to_omegaconf
 from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.reward.rows import GRADED, LOST, drop_failed, place_scores
 from verl.reward.stream import RewardStream, can_stream
+from verl.rollout.replica import RolloutReplicaRegistry
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.run.validator import Validator
 from verl.utils.tokenizer import stop_ids
-from verl.workers.rollout.agent_loop.manager import manager_class
-from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 class RolloutPhase:

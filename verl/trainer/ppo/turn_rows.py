@@ -12,7 +12,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, kept_ids, mask_column, mask_tensor
-from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE
+from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE
 
 #: Column with the turns of each sample, a list of (start, end, prompt ids), where start and end are positions in the
 #: response. None stands for a single turn: the whole response after the sample's prompt.

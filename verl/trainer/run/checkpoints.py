@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from loguru import logger
 
-from verl.checkpoint import rng, should_save_ckpt_esi
-from verl.checkpoint.publish import (
+from verl.config.common import RunConfig
+from verl.trainer.run.prompt_stream import PromptStream
+from verl.trainer.run.ranks import from_first_rank, is_first_rank
+from verl.training.checkpoint import rng, should_save_ckpt_esi
+from verl.training.checkpoint.publish import (
     TRACKER,
     CheckpointCorruptError,
     CheckpointWriter,
     find_valid_checkpoint,
     verify_manifest,
 )
-from verl.config.common import RunConfig
-from verl.trainer.run.prompt_stream import PromptStream
-from verl.trainer.run.ranks import from_first_rank, is_first_rank
 from verl.utils.distributed import host_barrier
 from verl.utils.fs import copy_into
 from verl.utils.problems import one_line

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.ppo import PPOConfig
 from verl.trainer.run.failure import failure_message
+from verl.trainer.run.stop_signals import StopSignals
 from verl.utils import supervisor
-from verl.utils.stop_signals import StopSignals
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",

@@ -12,8 +12,8 @@ import torch
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.run.samples import sample_rows, write_jsonl
+from verl.trainer.run.validation_metrics import process_validation_metrics
 from verl.utils.metric import reduce_metrics
-from verl.utils.metric.validation import process_validation_metrics
 from verl.utils.tracking import ValidationGenerationsLogger
 
 

@@ -14,8 +14,8 @@ from verl.data.rl_dataset import collate_fn
 from verl.data.sft_dataset import get_sft_dataset_class
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptLoader
+from verl.training.actor.batch_cuts import micro_batches
 from verl.utils.fs import copy_to_local
-from verl.workers.actor.batch_cuts import micro_batches
 
 
 def create_sft_dataset(

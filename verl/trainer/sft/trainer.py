@@ -19,6 +19,7 @@ from tqdm import tqdm
 from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, samples_per_forward, steps_of_epochs
+from verl.data.fingerprint import data_fingerprint
 from verl.data.sft_dataset import SFTDataset
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
@@ -27,17 +28,16 @@ from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import all_reduce_max, all_reduce_values, any_rank
 from verl.trainer.run.run_log import RunLog, update_best
+from verl.trainer.run.stop_signals import StopSignals
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
-from verl.utils.fingerprint import data_fingerprint
+from verl.training.engine import FSDPEngine
+from verl.training.policy import CausalLMPolicy
+from verl.training.policy.base import Policy
+from verl.training.policy.packing import ON_HOST, OnHost, on_host, to_device
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import Problem
-from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.engine import FSDPEngine
-from verl.workers.policy import CausalLMPolicy
-from verl.workers.policy.base import Policy
-from verl.workers.policy.packing import ON_HOST, OnHost, on_host, to_device
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings

@@ -1,0 +1,195 @@
+"""Servers, workers and tools that die, hang or flood while conversations are held: real processes, none forgotten."""
+
+import asyncio
+import json
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.agents.agent_loop.scripted import ScriptedEngine
+from tests.agents.agent_loop.serve import ServerProcess
+from tests.agents.agent_loop.test_killed_tools_run import command, save_calling_llama
+from tests.agents.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
+from tests.helpers.chat_templates import FORMATS, byte_tokenizer
+from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.models import save_markov_llama
+from tests.helpers.rl_run import metrics_rows, overrides
+from tests.helpers.sandbox import refused
+from verl.agents.agent_loop.manager import AgentLoopManager
+from verl.agents.agent_loop.worker import AgentLoopWorkerBase
+from verl.data.chat_template import render_chat
+from verl.protocol import DataProto
+from verl.reward.rows import LOST
+from verl.rollout.replica import ServerHandle
+
+pytestmark = pytest.mark.process
+ANSWER = 12  # generated tokens: the call and its end, then "so" and the end
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    after = dict(zip(["add", *CALL], [*CALL, "<eos>"], strict=True)) | {"7": "so", "so": "<eos>"}
+    return save_markov_llama(tmp_path_factory.mktemp("markov"), WORDS, after, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def servers(model):
+    started = [ServerProcess(model) for _ in range(2)]
+    yield started
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+def hold(model, tmp_path):
+    """A function that holds conversations against servers: (handles, number, tool's class, more overrides)."""
+    made = []
+
+    def hold(handles, number, tool="LoggedTool", on_finished=None, **more):
+        log = tmp_path / "calls.log"
+        tools = tmp_path / "tools.yaml"
+        tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.{tool}", "config": {"log": str(log)}}]}))
+        settings = {"name": "vllm", "mode": "async", "agent__num_workers": 2, "server__retry_delay": 0.1,
+                    "agent__default_agent_loop": "tool_agent", "multi_turn__tool_config_path": tools}  # fmt: skip
+        settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in settings.items()}
+        sizes = {"data__max_prompt_length": 8, "data__max_response_length": 40}
+        config = compose_ppo(*overrides(tmp_path / "run", model, **sizes, **settings, **more))
+        group = SimpleNamespace(world_size=len(handles), rollout_server=lambda: handles)
+        manager = AgentLoopManager(config, group)
+        made.append(manager)
+        raw = np.empty(number, dtype=object)
+        raw[:] = [[{"role": "user", "content": "add"}]] * number
+        ids = torch.full((number, 8), 5)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+        meta = {"n": 1, "eos_token_id": 2, "pad_token_id": 0, "global_steps": 1}
+        prompts = DataProto.from_dict(tensors, {"raw_prompt": raw, "sample_index": np.arange(number)}, meta)
+        return manager.generate_sequences(prompts, on_finished)
+
+    yield hold
+    for manager in made:
+        manager.close()
+
+
+def wait_for(condition, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+@pytest.mark.chaos
+def test_a_worker_that_dies_is_replaced_and_its_conversations_start_again(ray_cluster, servers, hold, tmp_path):
+    finished = []
+    output = hold([servers[0].handle], 16, "DeadlyTool", lambda i, row: finished.append(i))
+    assert (tmp_path / "calls.log.struck").exists()
+    assert output.meta_info["metrics"]["agent_loop/restarted_workers"] == 1
+    assert output.batch["response_mask"].sum(1).tolist() == [ANSWER] * 16 and set(finished) == set(range(16))
+    assert not output.non_tensor_batch[LOST].any()
+    events = (tmp_path / "calls.log").read_text().split()
+    assert 16 <= events.count("begin") <= 16 + 8 and events.count("end") >= 16 - 8  # those of the dead are repeated
+
+
+@pytest.mark.chaos
+def test_conversations_of_a_server_that_dies_go_on_at_the_other_and_are_lost_without_one(
+    ray_cluster, servers, hold, tmp_path
+):
+    handles = [server.handle for server in servers]
+    log, go = tmp_path / "calls.log", tmp_path / "calls.log.go"
+
+    def strike(server):
+        wait_for(lambda: log.exists() and log.read_text().count("begin"))
+        server.kill()
+        go.touch()
+
+    killer = threading.Thread(target=strike, args=(servers[1],))
+    killer.start()
+    journal = {"actor_rollout_ref__rollout__multi_turn__journal_tool_calls": "false"}  # each call is made
+    output = hold(handles, 32, "HeldTool", **journal)
+    killer.join()
+    assert len(output) == 32 and not output.non_tensor_batch[LOST].any()
+    assert output.batch["response_mask"].sum(1).tolist() == [ANSWER] * 32
+    log.unlink()
+    go.unlink()
+    killer = threading.Thread(target=strike, args=(servers[0],))
+    killer.start()
+    output = hold(handles, 32, "HeldTool", **journal)
+    killer.join()
+    lost = output.non_tensor_batch[LOST]
+    assert len(output) == 32 and lost.any()  # the calls were running when the last server died
+    assert output.batch["response_mask"].sum(1)[~torch.tensor(lost)].tolist() == [ANSWER] * int((~lost).sum())
+
+
+@pytest.mark.chaos
+def test_every_sample_of_a_step_is_scored_or_dropped_when_the_slowest_are_cancelled(tmp_path):
+    model = save_calling_llama(tmp_path / "model", sharpness=20.0)
+    more = ["actor_rollout_ref.rollout.over_sample_rate=0.25", "trainer.total_training_steps=2", "trainer.save_freq=-1"]
+    subprocess.run([*command(tmp_path / "run", model, "UnevenTool"), *more], check=True, timeout=300)
+    rows = metrics_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        dropped = row["training/dropped_samples"]
+        assert row["training/requested_samples"] == 16 == row["training/scored_samples"] + dropped
+        assert dropped >= row["training/dropped_samples/lost"] >= 1
+        assert row["agent_loop/end/cancelled"] == row["training/dropped_samples/lost"] / 16 <= 0.25
+
+
+@pytest.mark.slow
+def test_remax_gets_its_greedy_answers_from_servers_that_are_awake(model, tmp_path):
+    more = ["algorithm.adv_estimator=remax", "trainer.total_training_steps=2", "trainer.save_freq=-1"]
+    subprocess.run([*command(tmp_path / "run", model), *more], check=True, timeout=300)
+    rows = metrics_rows(tmp_path / "run")
+    assert [row["training/scored_samples"] for row in rows] == [16, 16]
+    assert all(row["training/dropped_samples"] == 0 for row in rows)
+
+
+PROGRAMS = {
+    "while True: pass": "The program was stopped after 8 s.",
+    "1 / 0": "ZeroDivisionError",
+    "print('x' * 100_000_000)": "it printed more than 64 KiB",
+    "import os\nwhile True: os.fork()": "PermissionError",
+    "print(6 * 7)": "42",
+}
+
+
+def test_programs_that_hang_raise_flood_or_fork_are_answers(tmp_path, request):
+    if refused(request):
+        return
+    byte_tokenizer(FORMATS["qwen2.5"]).save_pretrained(tmp_path)
+    limits = {"seconds": 8, "output_kb": 64}
+    entry = {"class_name": "verl.tools.code_tool.CodeTool", "config": {"type": "native", **limits}}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    config = compose_ppo(*SOUND, f"actor_rollout_ref.model.path={tmp_path}")
+    rollout = {"prompt_length": 100, "response_length": 2000, "agent": {"default_agent_loop": "tool_agent"},
+               "multi_turn": {"tool_config_path": str(tmp_path / "tools.yaml"), "journal_tool_calls": False,
+                              "tool_response_truncate_side": "left"}}  # fmt: skip
+    OmegaConf.update(config, "actor_rollout_ref.rollout", rollout)
+    worker = AgentLoopWorkerBase(config, [ServerHandle("127.0.0.1:1")])
+    worker.tokenizer.pad_token = worker.tokenizer.eos_token
+
+    def answer(request_id, prompt_ids, sampling_params):
+        text = worker.tokenizer.decode(prompt_ids)
+        program = next((code for i, code in enumerate(PROGRAMS) if f"question {i}" in text))
+        call = json.dumps({"name": "code_interpreter", "arguments": {"code": program}})
+        written = "done" if "tool_response" in text else f"<tool_call>{call}</tool_call>"
+        return worker.tokenizer(f"{written}<|im_end|>")["input_ids"]
+
+    worker.server_manager = ScriptedEngine(worker.rollout_config, answer)
+    render_chat(worker.tokenizer, [{"role": "user", "content": "?"}])  # its process stays for further templates
+    before = set(psutil.Process().children(recursive=True))
+    raw = np.empty(len(PROGRAMS), dtype=object)
+    raw[:] = [[{"role": "user", "content": f"question {i}"}] for i in range(len(PROGRAMS))]
+    batch = DataProto(None, {"raw_prompt": raw}, {"sampling": {"logprobs": False}})
+    output = asyncio.run(asyncio.wait_for(worker.generate_sequences(batch), 60))
+    texts = worker.tokenizer.batch_decode(output.batch["responses"])
+    for text, expected in zip(texts, PROGRAMS.values(), strict=True):
+        answered = text.split("<tool_response>")[1].split("</tool_response>")[0]
+        assert expected in answered and len(answered) < 300 and text.count("done") == 1
+    assert output.non_tensor_batch["end_reason"].tolist() == ["stop"] * len(PROGRAMS)
+    assert not set(psutil.Process().children(recursive=True)) - before

@@ -1,0 +1,91 @@
+"""Conversations of environments in agent loop workers that are Ray actors, on a scripted engine."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+
+from tests.agents.agent_loop.scripted import ScriptedEngine
+from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.models import WORDS, make_tokenizer
+from verl.agents.agent_loop.manager import AgentLoopManager
+from verl.agents.agent_loop.worker import AgentLoopWorkerBase
+from verl.agents.environments.processes import environment_rows
+from verl.config.environment import EnvironmentConfig
+from verl.protocol import DataProto
+from verl.reward.rows import LOST
+from verl.rollout.replica import ServerHandle
+
+pytestmark = pytest.mark.process
+STUB = Path(__file__).parent / "stub"
+EOS, CRASHES = 2, 3
+
+
+class ScriptedWorker(AgentLoopWorkerBase):
+    """Answers no, then yes; in the conversation CRASHES an answer at which the environment raises."""
+
+    def __init__(self, *args, **kwargs):
+        sys.path.insert(0, str(STUB))
+        super().__init__(*args, **kwargs)
+        self.server_manager = ScriptedEngine(self.rollout_config, self.answer)
+
+    def answer(self, request_id, prompt_ids, sampling_params):
+        words = self.tokenizer.decode(prompt_ids).split()
+        word = "yes" if "again" in words else "crash" if words[2] == str(CRASHES) else "no"
+        return [*self.tokenizer(word)["input_ids"], EOS]
+
+    def children(self):
+        """The processes that this worker has started."""
+        return os.getpid(), [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+class Manager(AgentLoopManager):
+    agent_loop_workers_class = ScriptedWorker
+
+
+def test_each_worker_has_its_environment_and_rows_keep_their_order(ray_cluster, files, tmp_path):
+    tokenizer = make_tokenizer([*WORDS, "no", "yes", "crash", "again"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = EnvironmentConfig(name="skyrl_gym", size=8, val_size=1, max_turns=2)
+    rows = environment_rows(settings, files)["train"]
+    rollout = {"name": "vllm", "mode": "async", "prompt_length": 12, "response_length": 40, "agent.num_workers": 2}
+    config = compose_ppo(
+        *SOUND, f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"trainer.default_local_dir={tmp_path}/run",
+        *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()),
+    )  # fmt: skip
+    config.data.environment = dict(settings)
+    manager = Manager(config, SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")]))
+    try:
+        ids = torch.full((8, 4), 5)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+        columns = {"sample_index": np.arange(8), "raw_prompt": [row["prompt"] for row in rows],
+                   "extra_info": [row["extra_info"] for row in rows],
+                   "agent_name": [row["agent_name"] for row in rows]}  # fmt: skip
+        columns |= {name: np.fromiter(column, dtype=object) for name, column in columns.items() if name[0] != "s"}
+        meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1}
+        output = manager.generate_sequences(DataProto.from_dict(tensors, columns, meta))
+        processes = dict(ray.get([worker.children.remote() for worker in manager.agent_loop_workers]))
+    finally:
+        manager.close()
+    assert np.flatnonzero(output.non_tensor_batch[LOST]).tolist() == [CRASHES]
+    others = [i for i in range(8) if i != CRASHES]
+    prompts, responses = output.batch["prompts"][others], output.batch["responses"][others, :9]
+    assert [text.split()[-4] for text in tokenizer.batch_decode(prompts)] == [str(i) for i in others]
+    assert set(tokenizer.batch_decode(responses)) == {"no <eos> q : again a : yes <eos>"}
+    assert output.batch["response_mask"][others, :9].tolist() == [[1, 1, 0, 0, 0, 0, 0, 1, 1]] * 7
+    scores = output.non_tensor_batch["reward_scores"]
+    assert [scores[i] for i in others] == [{"score": 1.0, "acc": 1.0, "steps": 2}] * 7
+    metrics = output.meta_info["metrics"]
+    assert metrics["agent_loop/end/tool_failed"] == 1 / 8 and metrics["agent_loop/end/stop"] == 7 / 8
+    assert len(processes) == 2 and all(processes.values())
+    started, until = [pid for pids in processes.values() for pid in pids], time.monotonic() + 20
+    while any(map(psutil.pid_exists, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in started if psutil.pid_exists(pid)]

@@ -1,0 +1,92 @@
+"""Interactions: the GSM8K partner by hand, and files that list interactions."""
+
+import asyncio
+
+import pytest
+
+from verl.agents.interactions.base import BaseInteraction
+from verl.agents.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.agents.interactions.interaction_registry import (
+    get_interaction_class,
+    initialize_interactions_from_config,
+)
+
+RIGHT = (True, "Your response is correct!", 1.0, {})
+WRONG = (False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {})
+
+
+def said(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def test_gsm8k_judges_the_last_assistant_message_strictly_and_forgets_the_instance():
+    partner = Gsm8kInteraction({"name": "gsm8k"})
+
+    async def converse():
+        first = await partner.start_interaction(ground_truth="72", split="train")
+        other = await partner.start_interaction("fixed", ground_truth="5")
+        assert other == "fixed" and first != other
+        answers = [
+            await partner.generate_response(first, said("q", content))
+            for content in ("72", "#### 71", [{"type": "text", "text": "#### "}, {"type": "text", "text": "72"}], None)
+        ]
+        answers.append(await partner.generate_response(first, said("q", "#### 72", "are you sure?")))
+        score = await partner.calculate_score(first), await partner.calculate_score(other)
+        assert set(partner._instance_dict) == {first, other}
+        await partner.finalize_interaction(first)
+        with pytest.raises(KeyError):  # as in verl
+            await partner.finalize_interaction(first)
+        return answers, score
+
+    assert asyncio.run(converse()) == ([WRONG, WRONG, RIGHT, WRONG, RIGHT], (1.0, 0.0))
+    assert set(partner._instance_dict) == {"fixed"}
+    with pytest.raises(ValueError, match="interaction_kwargs.ground_truth"):
+        asyncio.run(partner.start_interaction())
+
+
+class EchoInteraction(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, messages[-1]["content"], 0.25, {"seen": len(messages)}
+
+
+def test_the_base_gives_ids_and_a_name():
+    echo = EchoInteraction({})
+    ids = [asyncio.run(echo.start_interaction()) for _ in range(2)]
+    assert len(set(ids)) == 2 and echo.name == "interaction_agent"
+    assert asyncio.run(echo.generate_response(ids[0], said("a"))) == (False, "a", 0.25, {"seen": 1})
+    assert asyncio.run(echo.calculate_score(ids[0])) == 0.0 and asyncio.run(echo.finalize_interaction(ids[0])) is None
+    with pytest.raises(NotImplementedError):
+        asyncio.run(BaseInteraction({}).generate_response(ids[0], said("a")))
+
+
+def test_a_file_of_interactions_by_name(tmp_path):
+    file = tmp_path / "interactions.yaml"
+    file.write_text(
+        "interaction:\n"
+        "  - {class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {a: 1}}\n"
+        f"  - {{class_name: {__name__}.EchoInteraction, name: parrot}}\n"
+    )
+    interactions = initialize_interactions_from_config(str(file))
+    assert {name: (type(i), i.name, i.config) for name, i in interactions.items()} == {
+        "gsm8k": (Gsm8kInteraction, "gsm8k", {"a": 1, "name": "gsm8k"}),
+        "parrot": (get_interaction_class(f"{__name__}.EchoInteraction"), "parrot", {"name": "parrot"}),
+    }
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ([{"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}] * 2,
+         r"interaction\[1\] .*the name 'gsm8k' is taken"),
+        ([{"class_name": "builtins.dict"}], r"interaction\[0\] \(builtins.dict\): .*no subclass of"),
+        ([{"class_name": "no.such.Interaction"}], r"interaction\[0\] .*cannot be imported"),
+        (None, "the key 'interaction' is missing or no list"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_ends_in_one_message(tmp_path, entries, message):
+    file = tmp_path / "broken.yaml"
+    file.write_text(f"interaction: {entries or 'null'}")
+    with pytest.raises(ValueError, match=message) as raised:
+        initialize_interactions_from_config(str(file))
+    assert str(raised.value).startswith(str(file))

@@ -1,0 +1,167 @@
+"""The record of a conversation, the encoding of added messages, and the routing of requests."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.models import make_tokenizer
+from verl.agents.conversation import Conversation
+from verl.agents.message_encoder import MessageEncoder
+from verl.rollout.replica import get_rollout_replica_class
+from verl.utils import request_router
+from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
+from verl.utils.http_json import ServerUnreachable
+from verl.utils.request_router import RequestRouter
+
+IDS = st.lists(st.integers(0, 99), max_size=5)
+
+
+@given(IDS, st.lists(st.tuples(st.booleans(), IDS)))
+def test_the_record_is_what_the_engine_saw(prompt, turns):
+    conversation, seen = Conversation(list(prompt)), list(prompt)
+    for version, (generated, ids) in enumerate(turns):
+        if generated:
+            assert conversation.ids == seen
+            conversation.add_generated(ids, [-float(i) for i in ids], version)
+        else:
+            conversation.add_given(ids)
+        seen += ids
+    assert conversation.ids == seen
+    expected = [(token, int(generated)) for generated, ids in turns for token in ids]
+    assert list(zip(conversation.response_ids, conversation.response_mask, strict=True)) == expected
+    if any(generated for generated, _ in turns):
+        assert conversation.response_logprobs == [-float(token) * mask for token, mask in expected]
+    else:
+        assert conversation.response_logprobs is None
+    assert [conversation.response_ids[a:b] for a, b in conversation.turns] == [ids for _, ids in turns]
+    assert [v for v, _, _ in conversation.versions] == [v for v, (generated, _) in enumerate(turns) if generated]
+
+
+def test_log_probs_are_complete_or_absent():
+    conversation = Conversation([1])
+    with pytest.raises(ValueError, match="1 log-probs for 2 generated tokens"):
+        conversation.add_generated([1, 2], [0.0])
+    conversation.add_generated([1], [-1.0])
+    with pytest.raises(ValueError, match="either all generated turns have log-probs, or none"):
+        conversation.add_generated([1])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }}\n {{ m.content }} <|im_end|> \n {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant\n {% endif %}"
+)
+WORDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "user", "tool", "assistant", "system", "4"]
+
+
+def encoder(template, stop="<|im_end|>"):
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = template
+    return MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(stop)]), tokenizer.convert_tokens_to_ids
+
+
+def test_added_messages_are_the_difference_of_two_renderings():
+    made, ids = encoder(CHATML)
+    expected = ["<|im_start|>", "tool", "4", "<|im_end|>", "<|im_start|>", "assistant"]
+    assert made.encode_appended([{"role": "tool", "content": "4"}]) == ids(expected)
+    assert made.encode_appended([{"role": "user", "content": "4"}]) == ids(["<|im_start|>", "user", *expected[2:]])
+
+
+def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
+    made, ids = encoder(CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
+    made.stop_ids.add(ids("<|endoftext|>"))
+    assert made.encode_appended([{"role": "user", "content": "4"}])[:3] == ids(["<|im_start|>", "user", "4"])
+
+
+@pytest.mark.parametrize(
+    ("template", "stop", "message"),
+    [
+        ("{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{{ m.content }} <|im_end|> "
+         "{% endfor %}", "<|im_end|>", "role 'tool' cannot be added by the chat template: .*raised.*: no"),
+        (CHATML, "<|endoftext|>", "ends the turn before with none of the stop tokens"),
+        (CHATML.replace("m.content", "m.content if loop.last else 4"), "<|im_end|>", "renders earlier turns different"),
+    ],
+)  # fmt: skip
+def test_a_template_for_which_the_rule_does_not_hold_is_refused(template, stop, message):
+    made, _ = encoder(template, stop)
+    with pytest.raises(ValueError, match=message):
+        made.check(["tool"])
+
+
+def test_the_default_system_prompt():
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = "{% if messages[0].role != 'system' %}system 4 <|im_end|> {% endif %}" + CHATML
+    ids = tokenizer.convert_tokens_to_ids
+    assert initialize_system_prompt(tokenizer) == ids(["system", "4", "<|im_end|>"])
+    assert extract_system_prompt_and_generation(tokenizer)[1] == ids(["<|im_start|>", "assistant"])
+
+
+def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():
+    router = RequestRouter(2, margin=2)
+    assert router.acquire("a") == 0
+    assert [router.acquire("a"), router.acquire("a")] == [0, 0]  # 3 against 0: one more than the margin
+    assert router.acquire("a") == 1 and router.running == [3, 1]
+    router.release(0)
+    assert router.acquire("a") == 1  # it moved
+    router.release(1, lost=True)
+    assert router.acquire("a") == 0
+    router.release(0, lost=True)
+    with pytest.raises(ServerUnreachable, match="no rollout server is left"):
+        router.acquire("b")
+
+
+def test_requests_that_have_ended_do_not_count():
+    router = RequestRouter(2)
+    for name in "abcdef":
+        router.release(router.acquire(name))
+    assert router.running == [0, 0]
+    assert [router.acquire(name) for name in "xyz"] == [0, 1, 0]
+    router.release(0)
+    assert router.acquire("w") == 0
+
+
+def test_requests_of_dead_workers_and_lost_servers_are_forgotten():
+    router = RequestRouter(2)
+    assert [router.acquire(name) for name in "abc"] == [0, 1, 0]
+    router.release(1, lost=True)
+    router.reset(lost=False)
+    assert router.running == [0, 0] and router.lost == {1}
+    router.release(0)  # of a request that ran meanwhile
+    assert router.running == [0, 0]
+    router.reset()
+    assert router.lost == set() and router.acquire("b") == 1
+
+
+def test_the_router_forgets_the_oldest_conversation():
+    router = RequestRouter(2, max_cache_size=2)
+    for name in "abc":
+        router.release(router.acquire(name))
+    assert list(router.server_of) == ["b", "c"]
+
+
+def test_a_failed_server_is_used_last_while_it_backs_off(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(request_router.time, "monotonic", lambda: now[0])
+    router = RequestRouter(2, backoff_s=10.0, max_backoff_s=30.0)
+    assert [router.acquire(weight=3), router.acquire(), router.acquire()] == [0, 1, 1] and router.running == [3, 2]
+    router.release(1, lost=True)
+    assert router.acquire(exclude=[0]) == 1 and router.acquire(exclude=[0, 1]) == 0
+    router.release(1, lost=True)  # it was in flight when the back-off began
+    now[0] += 9.9
+    assert router.acquire() == 0
+    now[0] += 0.2
+    assert router.acquire() == 1
+    for seconds in (20, 30, 30):  # doubled, up to the limit
+        router.release(1, lost=True)
+        now[0] += seconds - 0.1
+        assert router.acquire() == 0
+        now[0] += 0.2
+        assert router.acquire() == 1
+    router.release(1)
+    router.release(1, lost=True)
+    now[0] += 10.1
+    assert router.acquire() == 1  # after a success the back-off is the first one again
+
+
+def test_a_rollout_without_a_server_is_named():
+    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: sglang, vllm"):
+        get_rollout_replica_class("hf")

@@ -1,0 +1,107 @@
+"""One vLLM over two ranks (tensor parallel) in the processes of the actor that both of them train."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.models import save_tiny_llama
+from tests.helpers.ranks import run_ranks
+from verl.protocol import DataProto
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def on_ranks(rank, world_size, path):
+    """(mean distance of log-probs before and after an update, answers) of this rank's own prompts."""
+    from tests.helpers.engines import make_actor, make_engine, rl_batch
+    from tests.rollout.test_vllm_rollout import P, R, difference, prompts
+    from verl.rollout import get_rollout_class
+    from verl.training.policy import get_policy
+    from verl.workers.config import RolloutConfig
+
+    engine = make_engine(path, lr=3e-2)
+    config = RolloutConfig(
+        name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16 if world_size == 2 else 3,
+        max_num_batched_tokens=64, calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=2,
+        prompt_queue=world_size > 2,
+    )
+    rollout = get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
+    distances = []
+    for seed in (1, 2):
+        rollout.update_weights(engine.get_per_tensor_param())
+        output = rollout.generate_sequences(prompts(seed=10 * rank, n=2))
+        if (queue := rollout.queue) is not None:
+            rollout.queue = None
+            assert rollout.generate_sequences(prompts(seed=10 * rank, n=2)).batch["responses"].equal(
+                output.batch["responses"]
+            )
+            rollout.queue = queue
+        with torch.no_grad(), engine.eval_mode():
+            forward = get_policy("causal_lm").log_probs
+            log_probs, _ = forward(engine.module, output.batch, temperature=1.0, with_entropy=False)
+        distances.append(difference(output, log_probs))
+        make_actor(engine, mini=4).update_policy(rl_batch(rows=4 * world_size, seed=seed)[rank * 4 : rank * 4 + 4])
+    rollout.close()
+    return distances, output.batch["prompts"].tolist(), output.batch["responses"].tolist()
+
+
+@pytest.fixture
+def segment_of_a_killed_run():
+    """The shared-memory segment that a tensor-parallel run with vLLM's own name leaves after SIGKILL."""
+    path = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    before = set(path.parent.glob("verl-*"))
+    path.touch()
+    yield
+    path.unlink(missing_ok=True)
+    new = set(path.parent.glob("verl-*")) - before
+    assert not [file for file in new if file.is_file()]  # verl-cache is the folder of use_shm
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("segment_of_a_killed_run")
+@pytest.mark.parametrize(("ranks", "tied"), [(2, True), (4, False)])
+def test_engines_over_two_ranks_answer_each_ranks_prompts_with_the_trained_weights(tmp_path, ranks, tied):
+    results = run_ranks(on_ranks, ranks, save_tiny_llama(tmp_path / "wide", vocab_size=96, tied=tied))
+    assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)
+    for i, (_, asked, answers) in enumerate(results):
+        assert len(answers) == 6
+        assert all(asked != there and answers != answered for _, there, answered in results[:i])
+
+
+def on_a_fast_and_a_slow_rank(rank, world_size, path):
+    """Prompts that this rank's engine answered, the answers to this rank's prompts, and those without a queue."""
+    from tests.helpers.engines import make_engine
+    from tests.rollout.test_vllm_rollout import P, R, prompts
+    from verl.rollout import get_rollout_class
+    from verl.workers.config import RolloutConfig
+
+    engine = make_engine(path)
+    config = RolloutConfig(
+        name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=2, max_num_batched_tokens=64,
+        calculate_log_probs=True, max_model_len=32, prompt_queue=True,
+    )  # fmt: skip
+    rollout = get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
+    rollout.update_weights(engine.get_per_tensor_param())
+    batch = DataProto.concat([prompts(seed=10 * rank + k, n=1) for k in range(3)])
+    batch.meta_info = prompts(seed=0, n=1).meta_info
+    step, taken, take = rollout.llm.llm_engine.step, [], rollout.queue.take
+    rollout.llm.llm_engine.step = lambda: (time.sleep(0.5 * rank), step())[1]
+    rollout.queue.take = lambda most: (taken.append(take(most)), taken[-1])[1]
+    queued = rollout.generate_sequences(batch)
+    rollout.queue = None
+    alone = rollout.generate_sequences(batch)
+    rollout.close()
+    return sum(map(len, taken)), [{k: v.tolist() for k, v in output.batch.items()} for output in (queued, alone)]
+
+
+@pytest.mark.process
+def test_an_engine_that_is_slow_takes_fewer_prompts_from_the_queue(tmp_path):
+    results = run_ranks(on_a_fast_and_a_slow_rank, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
+    (fast, _), (slow, _) = results
+    total = sum(len(queued["prompts"]) for _, (queued, _) in results)
+    assert fast + slow == total and slow < total / 3 < fast
+    for _, (queued, alone) in results:
+        for name in alone:
+            torch.testing.assert_close(torch.tensor(queued[name]), torch.tensor(alone[name]), rtol=0, atol=1e-5)

@@ -1,0 +1,347 @@
+"""The HTTP server of a vLLM engine: what it answers, what it refuses, what happens to requests that are aborted."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.engines import leave_group, make_engine
+from verl.agents.agent_loop.server_manager import turn_seed
+from verl.rollout import get_rollout_class
+from verl.rollout.replica import ServerClient, ServerHandle
+from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.utils.http_json import ServerUnreachable, ServiceError
+from verl.workers.config import RolloutConfig
+
+pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
+
+PAD, EOS = 0, 2
+
+
+@pytest.fixture(scope="module")
+def served(tied_llama):
+    """(rollout, log-probs of the trained module for ids [T])."""
+    engine = make_engine(tied_llama)
+    settings = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
+                "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
+    rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)
+    rollout.weights_version = 3
+    rollout.resume(["weights"])
+    rollout.update_weights(engine.get_per_tensor_param())
+    rollout.resume(["kv_cache"])
+    yield rollout, engine
+    rollout.close()
+    leave_group()
+
+
+def run(rollout, function):
+    async def session():
+        client = ServerClient(rollout.server_handle)
+        try:
+            return await function(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(session())
+
+
+def sampled(n, seed=7, **more):
+    return {"temperature": 1.0, "max_tokens": n, "seed": seed, **more}
+
+
+def slow_steps(server):
+    """Within this context a step of the engine takes a tenth of a second more: a request is still running."""
+    step = server.engine.step
+    return patch.object(server.engine, "step", lambda: (time.sleep(0.1), step())[1])
+
+
+async def first_token(server, task):
+    """Return once the request of the task has generated a token."""
+    while not any(request.output_ids for request in list(server.requests.values())):
+        assert not task.done()
+        await asyncio.sleep(0.001)
+
+
+def test_log_probs_are_those_of_the_trained_module(served):
+    rollout, engine = served
+    prompt = [7, 8, 9]
+    output = run(rollout, lambda c: c.generate("a", prompt, sampled(20), True))
+    assert len(output.token_ids) == 20 and output.stop_reason == "length" and output.weights_version == 3
+    ids = torch.tensor([prompt + output.token_ids])
+    with torch.no_grad(), engine.eval_mode():
+        logits = engine.module(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
+    expected = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    assert np.allclose(output.log_probs, expected, atol=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(served):
+    rollout, _ = served
+    alone = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+
+    async def among(client):
+        return await asyncio.gather(*(client.generate(f"r{i}", [7, 8], sampled(16, i), False) for i in range(10)))
+
+    together = [output.token_ids for output in run(rollout, among)]
+    assert together[7] == alone and len({tuple(ids) for ids in together}) > 5
+
+
+def test_a_stop_token_ends_the_answer_and_counts(served):
+    rollout, _ = served
+    free = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+    stop = free[5]
+    output = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16, stop_token_ids=[stop]), False))
+    assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input_ids": [7, 64]}, r"input_ids\[1\]=64 is not a token id of the model \(0..63\)"),
+        ({"input_ids": [-1]}, r"input_ids\[0\]=-1 is not a token id"),
+        ({"input_ids": []}, "at least one token id"),
+        ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
+        ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
+        ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
+        *(({"input_ids": [7], "sampling_params": {name: seed}}, f"{name}=.* must be an integer")
+          for name in ("seed", "sampling_seed") for seed in ("x", 1.5, True, 2**70)),
+    ],
+)  # fmt: skip
+def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
+    rollout, _ = served
+    with pytest.raises(ServiceError, match=message) as refused:
+        run(rollout, lambda c: c.post("generate", body))
+    assert refused.value.status == 400
+    assert len(run(rollout, lambda c: c.generate("b", [7], sampled(3), False)).token_ids) == 3
+
+
+def test_without_the_token_of_the_run_nothing_is_answered(served):
+    rollout, _ = served
+
+    async def session():
+        client = ServerClient(ServerHandle(rollout.server_handle.address, "guess"))
+        try:
+            with pytest.raises(ServiceError, match="Authorization"):
+                await client.post("generate", {"input_ids": [7]})
+            async with aiohttp.ClientSession() as plain:
+                async with plain.get(f"http://{rollout.server_handle.address}/health") as response:
+                    return response.status
+        finally:
+            await client.close()
+
+    assert asyncio.run(session()) == 200
+
+
+def test_aborted_requests_are_answered_with_their_tokens(served):
+    rollout, _ = served
+    full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))
+
+    async def abort(client):
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+            await first_token(rollout.server, task)
+            await client.post("abort_request", {"rid": "long"})
+        return await task
+
+    output = run(rollout, abort)
+    assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < 47
+    assert output.token_ids == full.token_ids[: len(output.token_ids)]
+    assert np.allclose(output.log_probs, full.log_probs[: len(output.token_ids)], atol=1e-5)
+
+
+def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(served):
+    rollout, engine = served
+
+    async def leave(client):
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with pytest.raises(RuntimeError, match="while 1 requests run"):
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
+        assert refused == {"success": False, "message": "1 requests run", "num_paused_requests": 0}
+        with pytest.raises(ServiceError, match="1 requests run; abort them first"):
+            await client.post("flush_cache", {})
+        task.cancel()
+        for _ in range(1000):
+            if not rollout.server.requests:
+                await client.post("continue_generation", {})
+                return True
+            await asyncio.sleep(0.005)
+
+    assert run(rollout, leave)
+
+
+def test_pause_in_place_continues_with_the_same_tokens(served):
+    rollout, _ = served
+    full = run(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
+
+    async def pause(client):
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("p", [7], sampled(40), False))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})
+        generated = len(rollout.server.requests["p"].output_ids)
+        await asyncio.sleep(0.2)
+        paused = not task.done() and len(rollout.server.requests["p"].output_ids) == generated < 40
+        await client.post("continue_generation", {})
+        return paused, (await task).token_ids
+
+    assert run(rollout, pause) == (True, full)
+
+
+@pytest.mark.parametrize("how", ["abort_all", "rid", "release", "python"])
+def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how):
+    rollout, _ = served
+    server = rollout.server
+
+    async def abort(client):
+        await client.post("pause_generation", {"mode": "abort"})
+        task = asyncio.create_task(client.generate("held", [7], sampled(40), True))
+        while not server._held:
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        if how == "release":
+            await asyncio.to_thread(rollout.release)
+            await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        elif how == "python":
+            done = await asyncio.to_thread(server.abort_all_requests)
+            assert done == {"aborted_count": 1, "request_ids": ["held"]}
+        else:
+            await client.post("abort_request", {"abort_all": True} if how == "abort_all" else {"rid": "held"})
+        try:
+            return await asyncio.wait_for(task, 60)
+        finally:
+            await client.post("continue_generation", {})
+
+    output = run(rollout, abort)
+    assert output.stop_reason == "aborted" and output.token_ids == output.log_probs == []
+
+
+def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
+    rollout, _ = served
+
+    async def release(client):
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with pytest.raises(RuntimeError, match="vLLM keeps its prefix cache, since requests run"):
+            await asyncio.to_thread(rollout.server.call, rollout.forget_prefixes)
+        await asyncio.to_thread(rollout.release)
+        output = await asyncio.wait_for(task, 60)
+        await client.post("continue_generation", {})
+        await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        return output
+
+    output = run(rollout, release)
+    assert output.stop_reason == "aborted" and 0 < len(output.token_ids) == len(output.log_probs) < 47
+    assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
+
+
+@pytest.mark.parametrize("wakes_first", [False, True])
+def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_weights(served, wakes_first):
+    rollout, engine = served
+    expected = run(rollout, lambda c: c.generate("before", [7], sampled(5), False)).token_ids
+
+    async def ask(client):
+        await asyncio.to_thread(rollout.release)
+        task = asyncio.create_task(client.generate("early", [7], sampled(5), False))
+        while not rollout.server._held:
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        rollout.has_weights = False  # as on a GPU
+        await asyncio.to_thread(rollout.resume, ["weights"])
+        rollout.weights_version = 4
+        if wakes_first:
+            await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        else:
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        assert rollout.server._held and not task.done()
+        if wakes_first:
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        else:
+            await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        return await asyncio.wait_for(task, 60)
+
+    output = run(rollout, ask)
+    rollout.weights_version = 3
+    rollout.resume(["kv_cache"])
+    assert (output.token_ids, output.weights_version) == (expected, 4)
+
+
+def test_a_server_that_closes_holds_no_request():
+    rollout = SimpleNamespace(adapter=None, is_awake=False, has_weights=True)
+    server = vLLMHttpServer(BrokenEngine("none"), rollout, vocab_size=64, max_model_len=64)
+
+    async def close():
+        async with ServerClient(ServerHandle(server.address, server.token)) as client:
+            task = asyncio.create_task(client.generate("held", [7], sampled(3), False))
+            while not server._held:
+                assert not task.done()
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(server.close)
+            return await task
+
+    assert asyncio.run(close()).stop_reason == "aborted"
+    assert str(server.error) == "the server is closed"
+
+
+class BrokenEngine:
+    """An engine that fails in a method, or returns an output without tokens."""
+
+    def __init__(self, method):
+        self.method, self.rids = method, []
+
+    def add_request(self, rid, *args, **kwargs):
+        self.rids.append(rid)
+
+    def abort_request(self, rids, internal):
+        if self.method == "abort":
+            raise ZeroDivisionError("the engine is broken")
+
+    def step(self):
+        time.sleep(0.01)
+        if self.method == "step":
+            raise ZeroDivisionError("the engine is broken")
+        return [SimpleNamespace(request_id=self.rids[0], outputs=[None])] if self.method == "outputs" else []
+
+
+@pytest.mark.parametrize(
+    ("method", "error"), [("step", "ZeroDivisionError"), ("outputs", "AttributeError"), ("abort", "ZeroDivisionError")]
+)
+def test_an_engine_that_fails_answers_all_requests_with_the_error(method, error):
+    rollout = SimpleNamespace(adapter=None, is_awake=True, has_weights=True)
+    server = vLLMHttpServer(BrokenEngine(method), rollout, vocab_size=64, max_model_len=64)
+
+    async def use():
+        async with ServerClient(ServerHandle(server.address, server.token)) as client:
+            first = asyncio.create_task(client.generate("a", [7], sampled(3), False))
+            if method == "abort":  # by a client that leaves
+                left = asyncio.create_task(client.generate("b", [7], sampled(3), False))
+                while len(server.requests) < 2:
+                    await asyncio.sleep(0.001)
+                left.cancel()
+            with pytest.raises(ServerUnreachable, match=f"answered 500: .*{error}"):
+                await asyncio.wait_for(first, 10)
+            with pytest.raises(ServerUnreachable, match="answered 500: .*the engine failed before"):
+                await asyncio.wait_for(client.generate("c", [7], sampled(3), False), 10)
+            async with aiohttp.ClientSession() as plain:
+                async with plain.get(f"http://{server.address}/health") as response:
+                    return response.status
+
+    assert asyncio.run(use()) == 503
+    assert server.call(lambda: 5) == 5 and not server.requests
+    server.engine.method = None
+    server.close()
+
+
+def test_turn_seeds():
+    assert turn_seed(5, 0) == 5
+    assert len({turn_seed(5, turn) for turn in range(100)} | {turn_seed(6, 1)}) == 101
+    assert all(0 <= turn_seed(5, turn) < 2**56 for turn in range(1, 10))

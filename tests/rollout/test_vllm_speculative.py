@@ -1,0 +1,141 @@
+"""Drafts in vLLM's rollout: samples keep the model's distribution; weights are handed over; draft models learn."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.lossless import LENGTH, WORDS, answer_log_probs, numbers_of, p_value, request, save_toy
+from tests.helpers.engines import leave_group, rl_batch
+from tests.rollout.test_vllm_rollout import Hybrid, difference
+from verl.config.rollout import SpeculativeConfig
+from verl.planning.rollouts import check_drafter
+from verl.rollout.vllm_rollout.drafter import Drafter
+
+
+def hybrid_of(folder, method, tied=False, **more):
+    """A rollout with drafts of 2 tokens; the draft model is another model."""
+    draft = save_toy(folder / "draft", 1, tied=tied) if method == "draft_model" else None
+    settings = SpeculativeConfig(method=method, draft_path=draft, num_tokens=2, **more)
+    rollout = {"speculative": settings, "response_length": LENGTH, "ignore_eos": True}
+    made = Hybrid(save_toy(folder / "model", 0, tied=tied), rollout)
+    made.draft = draft
+    return made
+
+
+def held_by_the_draft_model(hybrid):
+    runner = hybrid.rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return dict(runner.drafter.model.named_parameters())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp_path, tied):
+    """First in this file: drafts by n-grams load numba, after which vLLM starts no other engine in the process."""
+    hybrid = hybrid_of(tmp_path, "draft_model", tied, refresh_every=2, refresh_lr=3e-3)
+    start = AutoModelForCausalLM.from_pretrained(hybrid.draft)
+    accepted = []
+    for step in range(4):
+        output = hybrid.generate(request(600, temperature=0.7, global_steps=step))
+        accepted.append(output.meta_info["metrics"]["rollout/draft_acceptance"][0])
+        hybrid.generate(request(1, validate=True, do_sample=False), sync=False)  # not trained on
+        trained, held = hybrid.rollout.drafter.model, held_by_the_draft_model(hybrid)
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        assert torch.equal(held[name][:WORDS], trained.lm_head.weight)
+        norm = "model.layers.1.input_layernorm.weight"  # matrices are in the kernels' own layout
+        assert torch.equal(held[norm], trained.get_parameter(norm))
+    numbers = numbers_of(output.batch["responses"])
+    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
+    assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
+    assert (1.2 if tied else 2) * max(accepted[:2]) < min(accepted[2:])  # tied models repeat their input: both alike
+    assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 1200
+    hybrid.rollout.close()
+    leave_group()
+
+
+@pytest.fixture(scope="module", params=["draft_model", "ngram"])
+def speculative(request, tmp_path_factory):
+    made = hybrid_of(tmp_path_factory.mktemp(request.param), request.param)
+    yield made
+    made.rollout.close()
+    leave_group()
+
+
+@pytest.mark.process
+def test_answers_have_the_models_distribution_before_and_after_a_hand_over(speculative):
+    temperature = 0.7
+    batch = request(2000, temperature=temperature)
+    for step in range(2):
+        output = speculative.generate(batch)
+        log_probs = answer_log_probs(speculative.engine, temperature)
+        number = numbers_of(output.batch["responses"])
+        assert (output.batch["rollout_log_probs"] - log_probs[number]).abs().max() < 1e-3
+        assert p_value(number, log_probs) > 1e-4
+        metrics = output.meta_info["metrics"]
+        assert 0 < metrics["rollout/draft_acceptance"][0] < 1
+        assert 1 < metrics["rollout/tokens_per_forward"][0] < 3
+        update = rl_batch(seed=step, vocab=WORDS)
+        update.pop(["old_log_probs"])  # those of another model, which would all be clipped
+        speculative.actor.update_policy(update)
+        batch.meta_info["global_steps"] = step + 2
+    assert difference(output, speculative.log_probs(output, temperature)) > 1e-2  # the last update has not been sent
+
+
+@pytest.mark.process
+def test_greedy_answers_are_those_without_drafts_and_the_draft_model_keeps_its_weights(speculative):
+    output = speculative.generate(request(1, validate=True, do_sample=False))
+    with torch.no_grad(), speculative.engine.eval_mode():
+        inputs = {key: output.batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        best = speculative.engine.module(**inputs).logits.argmax(-1)[:, -LENGTH - 1 : -1]
+    assert torch.equal(best, output.batch["responses"])
+    if speculative.draft is not None:
+        held = held_by_the_draft_model(speculative)["lm_head.weight"][:WORDS]
+        assert torch.equal(held, AutoModelForCausalLM.from_pretrained(speculative.draft).lm_head.weight)
+
+
+def test_a_refresh_is_a_step_on_the_cross_entropy_of_the_sampled_tokens(tmp_path):
+    path = save_toy(tmp_path, 1)
+    drafter, data = Drafter(path, 1e-2, torch.device("cpu")), rl_batch(vocab=WORDS)
+    with torch.no_grad():
+        drafter.keep(data[:3])
+        drafter.keep(data[3:])
+        made = dict(drafter.refresh())
+    assert drafter.samples == []
+    model, columns = AutoModelForCausalLM.from_pretrained(path), data.batch
+    inputs = {key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    log_probs = model(**inputs).logits[:, 3:-1].log_softmax(-1)
+    chosen = log_probs.gather(-1, columns["responses"][..., None])[..., 0]
+    (-chosen[columns["response_mask"].bool()].mean()).backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).step()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(made[name], weight.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="refresh_every=3 needs rollout.speculative.method=draft_model, not ngram"):
+        SpeculativeConfig(method="ngram", refresh_every=3)
+    with pytest.raises(ValueError, match="draft_model needs the folder of a draft model"):
+        SpeculativeConfig(method="draft_model")
+    with pytest.raises(ValueError, match="method=ngram with rollout.speculative.draft_path=x"):
+        SpeculativeConfig(method="ngram", draft_path="x")
+
+
+def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
+    def problems(path, every=0, mode="async", sharing=1):
+        drafts = {"method": "draft_model", "draft_path": str(path), "refresh_every": every}
+        rollout = {"name": "vllm", "mode": mode, "speculative": drafts}
+        section = {"rollout": rollout, "actor": {"ulysses_sequence_parallel_size": sharing}}
+        findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), to_start=False)
+        return list(check_drafter(OmegaConf.create({"actor_rollout_ref": section}), findings))
+
+    assert problems(tiny_llama) == []
+    (served,) = problems(tiny_llama, every=5)
+    assert "refresh_every=5 needs actor_rollout_ref.rollout.mode=sync, not async" in served.message
+    (shared,) = problems(tiny_llama, every=5, mode="sync", sharing=2)
+    assert "refresh_every does not work with actor_rollout_ref.actor.ulysses_sequence_parallel_size" in shared.message
+    (missing,) = problems(tmp_path / "none")
+    assert missing.kind == "absent" and "has no config.json that can be read" in missing.message
+    (unlike,) = problems(save_toy(tmp_path / "draft", 1))
+    assert unlike.kind == "wrong" and "has 8 tokens in its vocabulary, the model 64" in unlike.message

@@ -1,0 +1,203 @@
+"""Engine checkpoints on one rank: resume to the bit, contents, refusals, nothing unpickled on trust."""
+
+import json
+import pickle
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.disks import leave_free, small_disk
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from verl.training.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
+from verl.training.checkpoint.publish import DIGESTS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_rank():
+    yield
+    leave_group()
+
+
+def train(engine, steps, seed=0):
+    actor = make_actor(engine)
+    losses = []
+    for i in range(steps):
+        losses += actor.update_policy(rl_batch(seed=seed + i))["actor/pg_loss"]
+        engine.lr_scheduler_step()
+    return losses
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(llama, tmp_path, model):
+    engine = make_engine(llama, **model)
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=2)
+    state = torch.get_rng_state()
+    straight = train(engine, 2, seed=10)
+
+    resumed = make_engine(llama, **model)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert train(resumed, 2, seed=10) == straight
+    for (name, a), b in zip(weights_of(engine).items(), weights_of(resumed).values(), strict=True):
+        assert (a == b).all(), name
+    assert resumed.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+
+
+@pytest.mark.parametrize(("offloads", "fused", "moments", "counters"), [
+    (False, False, "meta", "cpu"), (False, True, "meta", "meta"), (True, True, "cpu", "cpu"),
+])  # fmt: skip
+def test_optimizer_state_is_read_to_where_the_optimizer_works(tiny_llama, tmp_path, offloads, fused, moments, counters):
+    """The meta device in place of a GPU; the parameters are offloaded to the CPU."""
+    engine = make_engine(tiny_llama)
+    train(engine, 1)
+    for group in engine.optimizer.param_groups:
+        group["fused"] = fused
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    resumed = make_engine(tiny_llama)
+    resumed._moves, resumed.is_optimizer_offload_enabled = True, offloads
+    resumed.device_type, resumed.device = "meta", torch.device("meta")
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    states = resumed.optimizer.state.values()
+    assert {state["exp_avg"].device.type for state in states} == {moments}
+    assert {state["step"].device.type for state in states} == {counters}
+
+
+def test_a_save_in_the_background_has_the_weights_of_its_step(llama, tmp_path):
+    engine = make_engine(llama, async_save=True, contents=("model", "optimizer", "extra", "hf_model"))
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=2)
+    state, weights = torch.get_rng_state(), {name: w.copy() for name, w in weights_of(engine).items()}
+    straight = train(engine, 2, seed=10)
+    while not engine.save_is_finished():
+        time.sleep(0.01)
+    assert engine.save_is_finished()  # of no save that is under way
+    resumed = make_engine(llama)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), b in zip(weights.items(), weights_of(resumed).values(), strict=True):
+        assert (a == b).all(), name
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "huggingface").state_dict()
+    assert all((exported[name].numpy() == a).all() for name, a in weights.items())
+    assert train(resumed, 2, seed=10) == straight
+
+
+def test_a_save_that_fails_in_the_background_raises(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, async_save=True)
+    (tmp_path / "actor" / "fsdp_config.json").mkdir(parents=True)
+    engine.save_checkpoint(str(tmp_path / "actor"))
+    with pytest.raises(IsADirectoryError, match="fsdp_config.json"):
+        while not engine.save_is_finished():
+            time.sleep(0.01)
+
+
+def test_frozen_weights_are_not_stored_and_the_adapter_is_in_pefts_format(llama, tmp_path):
+    engine = make_engine(llama, lora_rank=4)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    stored = read_metadata(tmp_path / "model").state_dict_metadata
+    assert stored and all(".lora_" in name for name in stored)
+    again = make_engine(llama, lora_adapter_path=str(tmp_path / "lora_adapter"))
+    for (name, a), b in zip(weights_of(engine).items(), weights_of(again).values(), strict=True):
+        assert (a == b).all(), name
+    assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_hf_model_is_a_folder_that_transformers_loads(llama, tmp_path):
+    engine = make_engine(llama, contents=("model", "hf_model"))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    ours = weights_of(engine)
+    for name, p in loaded.named_parameters():
+        assert (p.detach().numpy() == ours[name]).all(), name
+
+
+def test_without_hf_model_the_folder_holds_no_weights(tiny_llama, tmp_path):
+    make_engine(tiny_llama).save_checkpoint(str(tmp_path))
+    assert (tmp_path / "huggingface" / "config.json").is_file()
+    assert not list((tmp_path / "huggingface").glob("*.safetensors"))
+
+
+def test_only_tensors_and_json_are_written(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), global_step=7)
+    top = {p.name for p in tmp_path.iterdir()}
+    assert top == {
+        "model", "optim", "extra_state.json", "fsdp_config.json", "rng_rank_0.safetensors", "huggingface", DIGESTS
+    }  # fmt: skip
+    extra = json.loads((tmp_path / "extra_state.json").read_text())
+    assert extra["global_step"] == 7 and extra["optimizer"]["param_groups"][0]["lr"] == 0.01
+    assert "cpu" in load_file(tmp_path / "rng_rank_0.safetensors")
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("unpickled",))
+
+
+def test_metadata_that_names_anything_else_is_refused(tmp_path, capsys):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(UntrustedMetadataError, match="print"):
+        read_metadata(tmp_path)
+    assert "unpickled" not in capsys.readouterr().out
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(UntrustedMetadataError, match="dict"):
+        read_metadata(tmp_path)
+
+
+def test_metadata_that_points_outside_its_folder_is_refused(tiny_llama, tmp_path):
+    make_engine(tiny_llama).save_checkpoint(str(tmp_path))
+    file = tmp_path / "model" / ".metadata"
+    metadata = read_metadata(tmp_path / "model")
+    for info in metadata.storage_data.values():
+        info.relative_path = "../elsewhere"
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UntrustedMetadataError, match="elsewhere"):
+        read_metadata(tmp_path / "model")
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, lora_rank=4)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path / "lora"))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        make_engine(tiny_llama).load_checkpoint(str(tmp_path / "lora"))
+    with pytest.raises(FileNotFoundError, match="extra_state"):
+        engine.load_checkpoint(str(tmp_path / "nothing"))
+    bare = make_engine(tiny_llama, lora_rank=4, contents=("model",))
+    bare.save_checkpoint(str(tmp_path / "bare"))
+    with pytest.raises(ValueError, match="load_contents"):
+        engine.load_checkpoint(str(tmp_path / "bare"))
+    bare.load_checkpoint(str(tmp_path / "lora"))
+
+
+def test_a_full_disk_is_seen_before_writing(tiny_llama, tmp_path, monkeypatch):
+    engine = make_engine(tiny_llama)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(OSError, match=r"bytes are needed, 10 are free"):
+        engine.save_checkpoint(str(tmp_path / "actor"))
+
+
+@pytest.mark.process
+def test_a_disk_that_fills_during_writing_is_reported_as_full(tiny_llama, tmp_path):
+    # Room for the tensors, too little for the archives around them and the other files.
+    engine = make_engine(tiny_llama, contents=("model", "optimizer", "extra", "hf_model"))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path / "whole"))
+    needed = 3 * sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    written = sum(f.stat().st_size for f in (tmp_path / "whole").rglob("*") if f.is_file())
+    assert written > needed + 100_000
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        for free in range(needed + 4096, written, 32_768):
+            shutil.rmtree(disk / "actor", ignore_errors=True)
+            filler = leave_free(disk, free)
+            with pytest.raises(OSError, match="no room for the checkpoint"):
+                engine.save_checkpoint(str(disk / "actor"))
+            filler.unlink()

@@ -1,0 +1,170 @@
+"""Batches without padding, and prompts forwarded once: the same log-probs, entropies, gradients and values."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.helpers.engines import leave_group, make_engine, rl_batch
+from verl.config.model import PluginConfig
+from verl.training.critic import DataParallelPPOCritic
+from verl.training.policy import get_policy
+from verl.training.policy.attention import make_packable
+from verl.training.policy.packing import pack
+from verl.training.policy.prefix_tree import prefix_tree
+from verl.workers.config import FSDPCriticConfig
+
+SHAPE = dict(vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=16)  # fmt: skip
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+def qwen():
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+
+
+def grouped_batch(prompt_lengths, answer_lengths, prompt=6, response=5, seed=0) -> TensorDict:
+    """Groups of rows with one prompt each: answer_lengths[g] are the lengths of group g's answers."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, masks, groups = [], [], []
+    for g, (length, answers) in enumerate(zip(prompt_lengths, answer_lengths, strict=True)):
+        prompt_ids = torch.randint(5, 40, (length,), generator=generator)
+        for answer in answers:
+            row, mask = torch.zeros(prompt + response, dtype=torch.int64), torch.zeros(prompt + response).long()
+            row[prompt - length : prompt], mask[prompt - length : prompt + answer] = prompt_ids, 1
+            row[prompt : prompt + answer] = torch.randint(5, 40, (answer,), generator=generator)
+            ids.append(row), masks.append(mask), groups.append(g)
+    ids, mask = torch.stack(ids), torch.stack(masks)
+    return TensorDict(
+        {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+         "responses": ids[:, prompt:], "group_index": torch.tensor(groups)},
+        batch_size=len(ids),
+    )  # fmt: skip
+
+
+def outputs_of(model, batch, **forward):
+    policy = get_policy("causal_lm", chunk_tokens=7)
+    policy.set_forward(**{"remove_padding": False, "share_prompt": False, **forward})
+    model.zero_grad()
+    log_probs, entropy = policy.log_probs(model, batch, temperature=0.8, with_entropy=True)
+    weights = torch.linspace(-1, 1, log_probs.numel()).reshape(log_probs.shape)
+    (log_probs * weights + 0.2 * entropy).sum().backward()
+    return [log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def windows():
+    """A layer with a window of 4 tokens after one without."""
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=1))
+
+
+def gemma():
+    """Windows of 4 tokens in one layer, and scores above the soft cap in both."""
+    config = Gemma2Config(**SHAPE, sliding_window=4, attn_logit_softcapping=0.5, initializer_range=0.2)
+    return Gemma2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [llama, qwen, windows, gemma])
+@pytest.mark.parametrize("forward", [{"remove_padding": True}, {"share_prompt": True}])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward, checkpointing):
+    torch.manual_seed(0)
+    model = make().train()
+    batch = grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]])
+    plain = outputs_of(model, batch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for a, b in zip(plain, outputs_of(model, batch, **forward), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_soft_caps_are_applied_with_padding_too():
+    """transformers' "sdpa" leaves them out, with which it loads these models; its "eager" and vLLM do not."""
+    torch.manual_seed(0)
+    model, batch = gemma().eval(), grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]])
+    results = []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        results.append(outputs_of(model, batch))
+    assert model.config._attn_implementation == "eager"  # a user's choice stays
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_policy_whose_forward_is_changed_keeps_rows_apart():
+    torch.manual_seed(0)
+    model, batch, policy = llama().eval(), grouped_batch([6, 3], [[5, 2], [4]]), get_policy("causal_lm")
+    padded, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    policy.set_forward(remove_padding=True, share_prompt=False)
+    packed, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1,
+                max_size=4), st.booleans())  # fmt: skip
+def test_any_shape_is_packed_without_a_lost_token(groups, share):
+    batch = grouped_batch([length for length, _ in groups], [answers for _, answers in groups])
+    packing = pack(batch["attention_mask"], 5, prefix_tree(batch, 5) if share else None)
+    answered = sum(sum(answers) for _, answers in groups)
+    prompt = sum(length * (1 if share else len(answers)) for length, answers in groups)
+    assert len(packing.tokens) == len(packing.restore) == answered + prompt
+    assert packing.tokens.unique().numel() == len(packing.tokens)
+    # The token before each answer token in its row of the batch: its position is one less.
+    positions = packing.flat(batch["position_ids"])[0]
+    attended = batch["attention_mask"][:, 6:].bool()
+    assert torch.equal(positions[packing.predicted_from], batch["position_ids"][:, 6:][attended] - 1)
+
+
+def test_a_packed_forward_reads_a_prompt_once(monkeypatch):
+    model, seen = llama(), []
+    batch = grouped_batch([6, 6], [[5] * 4, [5] * 4])
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:2].numel()))
+    last = []
+    for forward in ({}, {"remove_padding": True}, {"share_prompt": True}):
+        outputs_of(model, batch, **forward)
+        last.append(seen[-1])  # the comparison of layouts comes first
+    assert last == [8 * 11, 8 * 11, 2 * 6 + 8 * 5]
+
+
+def test_plain_generation_works_with_packed_attention():
+    torch.manual_seed(0)
+    model = llama().eval()
+    ids, mask = torch.tensor([[0, 0, 7, 9], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    before = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert make_packable(model) and make_packable(model)
+    again = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(before, again)
+
+
+def test_rows_without_a_prompt_and_groups_apart_are_refused():
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack(torch.tensor([[0, 0, 1, 1]]), 2)
+    batch = grouped_batch([6, 3], [[5, 0], [1]])
+    batch["group_index"] = torch.tensor([0, 1, 0])
+    with pytest.raises(ValueError, match="not adjacent"):
+        prefix_tree(batch, 5)
+
+
+def test_a_critic_without_padding_gives_the_same_values(tiny_llama):
+    values = []
+    for packs in (False, True):
+        engine = make_engine(tiny_llama, loader=PluginConfig(name="value_head"), use_remove_padding=packs)
+        config = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=3, forward_micro_batch_size_per_gpu=3)
+        values.append(DataParallelPPOCritic(config, engine).compute_values(rl_batch(rows=6)))
+    leave_group()
+    assert values[0].abs().sum() > 0
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-5)
+
+
+def test_short_rows_are_not_padded_to_the_longest():
+    lengths = torch.tensor([2, 16, 3, 9])
+    mask = (torch.arange(16) >= 16 - lengths[:, None]).long()  # the last column is the answer
+    packing = pack(mask, responses=1)
+    assert sorted(tuple(part.queries.shape) for part in packing.parts()) == [(1, 2), (1, 3), (2, 16)]
+    positions = torch.cat([part.queries.flatten() for part in packing.parts()])
+    assert torch.equal(positions[packing.restore], torch.arange(30))

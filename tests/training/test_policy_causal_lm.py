@@ -1,0 +1,89 @@
+"""Token policy: chunked log-probs against full logits, values and gradients."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict
+from transformers import LlamaForCausalLM
+
+from verl.training.policy import get_policy
+
+
+def text_batch(rows=3, prompt=4, response=5, vocab=64, seed=0):
+    """Prompts padded on the left, responses on the right: row i has i pads before and after."""
+    torch.manual_seed(seed)
+    ids = torch.randint(5, vocab, (rows, prompt + response))
+    mask = torch.ones_like(ids)
+    for i in range(rows):
+        mask[i, :i] = 0
+        mask[i, prompt + response - i :] = 0
+    ids = ids * mask
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, prompt:],
+        },
+        batch_size=rows,
+    )
+
+
+def slow_reference(model, batch, temperature):
+    """Full logits, log_softmax, gather: log-probs and entropy [B, R], zero at padding."""
+    length = batch["responses"].shape[1]
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
+    ).logits[:, -length - 1 : -1]
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    mask = batch["attention_mask"][:, -length:]
+    return log_p.gather(-1, batch["responses"][..., None])[..., 0] * mask, -(log_p.exp() * log_p).sum(-1) * mask
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+def test_chunked_values_and_gradients_equal_the_full_logits(llama, chunk_tokens):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    batch = text_batch()
+    weights = torch.linspace(-1, 1, 15).reshape(3, 5)
+    outputs = []
+    for compute in (
+        lambda: slow_reference(model, batch, 0.7),
+        lambda: get_policy("causal_lm", chunk_tokens=chunk_tokens).log_probs(
+            model, batch, temperature=0.7, with_entropy=True
+        ),
+    ):
+        model.zero_grad()
+        log_probs, entropy = compute()
+        (log_probs * weights + 0.3 * entropy).sum().backward()
+        outputs.append([log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+def test_padding_is_zero_and_does_not_matter(llama):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    batch = text_batch()
+    policy = get_policy("causal_lm")
+    with torch.no_grad():
+        log_probs, entropy = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+        assert entropy is None
+        assert (log_probs[2, -2:] == 0).all() and (log_probs[0] < 0).all()
+        batch["input_ids"][batch["attention_mask"] == 0] = 9
+        again, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    torch.testing.assert_close(log_probs, again, rtol=1e-5, atol=1e-6)
+
+
+def test_a_peft_model_is_read_through_its_wrapper(llama):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    batch = text_batch()
+    policy = get_policy("causal_lm")
+    with torch.no_grad():
+        before, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=True))
+        after, _ = policy.log_probs(wrapped, batch, temperature=1.0, with_entropy=False)
+    torch.testing.assert_close(before, after)
+
+
+def test_a_model_without_vocabulary_is_refused():
+    with pytest.raises(TypeError, match="policy.name"):
+        get_policy("causal_lm").log_probs(torch.nn.Linear(2, 2), text_batch(), temperature=1.0, with_entropy=False)

@@ -1,0 +1,1 @@
+"""Agent loops, their tools, interactions and environments, and the gateway for programs of users."""

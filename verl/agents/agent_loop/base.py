@@ -1,0 +1,120 @@
+"""The interface of an agent loop."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from omegaconf import DictConfig
+from pydantic import BaseModel, Field
+
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
+from verl.agents.message_encoder import MessageEncoder
+from verl.utils.tokenizer import stop_ids
+
+
+class AgentLoopMetrics(BaseModel):
+    """Seconds that a conversation spent in generation and in tool calls, summed over its turns."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+class AgentLoopOutput(BaseModel):
+    """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already.
+
+    kept_tokens has the ids that top-k and top-p left at each token of the response, [] at tokens that were given: with
+    sampling_params["kept_tokens"], servers return them (TokenOutput.kept_tokens), and ratios are biased without them.
+
+    With a `reward_score` from every conversation of a batch, no reward function is called. `routed_experts` and
+    `multi_modal_data` are accepted from loops that were written for verl, and not used.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    kept_tokens: list[list[int]] | None = None
+    routed_experts: Any | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = {}
+
+
+class DictConfigWrap:
+    """The trainer's configuration, as the loops of one worker get it.
+
+    `shared` has objects that loops of a kind create once for all conversations of the worker, by a name of their own.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.shared: dict[str, Any] = {}
+
+
+class ToolListWrap:
+    """The tools of a worker's loops; a function that makes them is called when they are first asked for."""
+
+    def __init__(self, tools: list | Callable[[], list]) -> None:
+        self._tools = tools
+
+    @cached_property
+    def tools(self) -> list:
+        return self._tools() if callable(self._tools) else self._tools
+
+
+class AgentLoopBase(ABC):
+    """Drives one conversation. An object is made for each; `run` gets the row's columns as keyword arguments.
+
+    Attributes: config (the trainer's), server_manager, tokenizer, processor, rollout_config, data_config (its section
+    data, also dataset_config), encoder (a MessageEncoder), apply_chat_template_kwargs, tools (a ToolListWrap of what
+    rollout.multi_turn configures), hf_model_type (model_type of the model's config.json).
+    """
+
+    def __init__(
+        self, trainer_config: DictConfigWrap, server_manager: AsyncLLMServerManager, tokenizer: Any, processor: Any,
+        dataset_cls: type | None = None, dataset_config: DictConfig | None = None, data_config: Any = None,
+        tools: Any = None, hf_model_type: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self.trainer_config, self.config = trainer_config, trainer_config.config
+        self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
+        wrapped = data_config.config if isinstance(data_config, DictConfigWrap) else data_config
+        self.dataset_cls, self.dataset_config = dataset_cls, dataset_config if wrapped is None else wrapped
+        self.data_config, self.tools, self.hf_model_type = self.dataset_config, tools, hf_model_type
+        self.rollout_config = server_manager.rollout_config
+        self.apply_chat_template_kwargs = dict(self.config.data.get("apply_chat_template_kwargs") or {})
+        model, rollout = self.config.actor_rollout_ref.model.path, self.rollout_config
+        ends = stop_ids(tokenizer, model, rollout.stop_token_ids)
+        self.encoder = MessageEncoder(tokenizer, ends, **self.apply_chat_template_kwargs)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the conversations of this process share."""
+        return asyncio.get_running_loop()
+
+    async def process_vision_info(self, messages: list[dict]) -> dict:
+        """The images and videos of messages; {} since rollout servers take token ids only."""
+        return {}
+
+    async def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, images: Any = None,
+        videos: Any = None, remove_system_prompt: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """The ids of a prompt; with `remove_system_prompt` those of messages that continue a conversation."""
+        if remove_system_prompt:
+            return self.encoder.encode_appended(messages, tools)
+        return self.encoder.prompt(messages, tools)
+
+    def check_prompt(self, ids: list[int]) -> list[int]:
+        """The ids of a first prompt; ConversationTooLong if rollout.prompt_length is less: no row can hold them."""
+        limit = self.rollout_config.prompt_length
+        if len(ids) > limit:
+            raise ConversationTooLong(f"its prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}")
+        return ids
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Run one conversation."""

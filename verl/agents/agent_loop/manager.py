@@ -1,0 +1,295 @@
+"""Distributes the conversations of a batch among workers, and collects their rows."""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import ray
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+
+from verl.agents.agent_loop.base import AgentLoopMetrics
+from verl.agents.agent_loop.prometheus_utils import update_prometheus_config
+from verl.agents.agent_loop.rows import concat_rows, use_loop_scores
+from verl.agents.agent_loop.worker import SEED, AgentLoopWorker
+from verl.config.compose import to_settings
+from verl.config.model import HFModelConfig
+from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig
+from verl.protocol import DataProto
+from verl.rollout.replica import CLOSE_TIMEOUT_S, one_replica_per_engine
+from verl.rollout.sampling import GenerationRequest
+from verl.single_controller.ray import RayWorkerGroup
+from verl.single_controller.ray.watchdog import get_within, timeout_error
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.request_router import RequestRouter
+
+
+class AgentLoopManager:
+    """Distributes a batch's conversations among `rollout.agent.num_workers` workers, against the servers of all ranks.
+
+    Workers are Ray actors; with trainer.local=true there is one, in this process. A subclass, named by
+    rollout.agent.agent_loop_manager_class, may set `agent_loop_workers_class` before this `__init__`.
+
+    Managers, workers and loops get the trainer's configuration as a DictConfig, as those that were written for verl
+    expect; `rollout_config` has the typed settings of the rollout.
+    """
+
+    agent_loop_workers_class: type[AgentLoopWorker] = AgentLoopWorker
+
+    def __init__(self, config: DictConfig, worker_group: Any = None, rm_resource_pool: Any = None) -> None:
+        self.config, self.worker_group = config, worker_group
+        self.rollout_config = to_settings(config.actor_rollout_ref.rollout, RolloutConfig)
+        model = to_settings(config.actor_rollout_ref.model, HFModelConfig)
+        self.rollout_replicas = one_replica_per_engine(self.rollout_config, model, worker_group)
+        self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
+        self.server_addresses = [replica.server_address for replica in self.rollout_replicas]
+        if self.rollout_config.prometheus.enable:
+            update_prometheus_config(self.rollout_config.prometheus, self.server_addresses)
+        if self.rollout_config.over_sample_rate and not self.reports_finished:
+            key = f"actor_rollout_ref.rollout.over_sample_rate={self.rollout_config.over_sample_rate}"
+            raise ValueError(f"{key} needs agent loop workers whose generate_sequences is not overridden; set it to 0.")
+        cls, servers = self.agent_loop_workers_class, len(self.server_handles)
+        self._runner: asyncio.Runner | None = None
+        if config.trainer.local:
+            self._runner = asyncio.Runner()
+            self.router: Any = RequestRouter(servers)
+            self.agent_loop_workers = [cls(config, self.server_handles, router=self.router)]
+            return
+        # Resolved here: the actors have no resolvers of the user's own.
+        plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        self.router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
+        actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
+
+        def start_worker(i: int) -> Any:
+            named = actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}")
+            return named.remote(plain, self.server_handles, router=self.router)
+
+        self._start_worker = start_worker
+        self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
+        ready = [worker.__ray_ready__.remote() for worker in self.agent_loop_workers]  # their errors are raised here
+        get_within(config.trainer.watchdog, ready, self._labels(), "__ray_ready__", self.agent_loop_workers)
+
+    @property
+    def reports_finished(self) -> bool:
+        """Whether `generate_sequences` reports each conversation as it ends: no subclass overrides it."""
+        is_standard = self.agent_loop_workers_class.generate_sequences is AgentLoopWorker.generate_sequences
+        return is_standard and type(self).generate_sequences is AgentLoopManager.generate_sequences
+
+    def generate_sequences(
+        self, prompts: DataProto, on_finished: Callable[[int, DataProto], None] | None = None
+    ) -> DataProto:
+        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorker.
+
+        `on_finished` is called, here, with the row number and the batch of one row when a conversation has ended.
+        """
+        rollout = self.rollout_config
+        request = GenerationRequest.from_batch(prompts, rollout)
+        batch = conversations_of(prompts, request, rollout)
+        # Greedy answers are ReMax's baselines, of which every prompt needs one.
+        cut = not (prompts.meta_info.get("validate") or request.sampling.greedy) and rollout.over_sample_rate
+        early_stop = _EarlyStop(math.ceil(len(batch) * (1 - rollout.over_sample_rate)) if cut else None, on_finished)
+        batch.meta_info["report_finished"] = bool(cut or on_finished)
+        self._reset_router()
+        if self._runner is not None:
+            parts, restarts = [self._runner.run(self._generate_here(batch, early_stop))], 0
+        else:
+            parts, restarts = self._generate_by_workers(batch, early_stop)
+        rest = [i for i in range(len(batch)) if i not in early_stop.rows]  # in the parts, whose rows are in order
+        order = np.argsort([*early_stop.rows, *rest])
+        prompt_tokens, cached_tokens = np.sum([part.meta_info["prefix"] for part in parts], axis=0)
+        parts = [part for part in [*early_stop.rows.values(), *parts] if len(part)]
+        spans = [row for part in parts for row in part.meta_info["metrics"]]
+        output = use_loop_scores(concat_rows(parts)[order])
+        metrics = conversation_metrics([spans[i] for i in order], output.non_tensor_batch.get("end_reason", ()))
+        metrics["agent_loop/prefix_hit_rate"] = float(cached_tokens / max(prompt_tokens, 1))
+        metrics["agent_loop/restarted_workers"] = float(restarts)
+        output.meta_info = {"metrics": metrics}
+        return self._with_versions(output)
+
+    def _reset_router(self, lost: bool = True) -> None:
+        """See RequestRouter.reset: a server that failed in the step before may have recovered."""
+        if self._runner is not None:
+            self.router.reset(lost)
+        elif self.router is not None:
+            call = [self.router.reset.remote(lost)]
+            get_within(self.config.trainer.watchdog, call, ["the router of requests"], "reset", [self.router])
+
+    def _labels(self) -> list[str]:
+        return [f"agent loop worker {i}" for i in range(len(self.agent_loop_workers))]
+
+    async def _generate_here(self, batch: DataProto, early_stop: "_EarlyStop") -> DataProto:
+        """The part of the only worker: rows that it did not report to `early_stop`."""
+        worker = self.agent_loop_workers[0]
+        call = asyncio.create_task(worker.generate_sequences(batch))
+        over = not batch.meta_info["report_finished"]
+        while not over:
+            for item in await worker.next_finished():
+                if item is None:
+                    over = True
+                elif early_stop.add(*item):
+                    await worker.cancel_rest()
+        return await call
+
+    def _generate_by_workers(self, batch: DataProto, early_stop: "_EarlyStop") -> tuple[list[DataProto], int]:
+        """The workers' parts in order, without the rows that were reported to `early_stop`; how many workers died.
+
+        The rows of a worker that dies are generated again by a new one.
+        """
+        workers = self.agent_loop_workers
+        shares = [rows for rows in np.array_split(np.arange(len(batch)), len(workers)) if len(rows)]
+        calls: dict[Any, int] = {}
+        reports: dict[Any, int] = {}
+
+        def start(i: int) -> None:
+            columns = {name: column[shares[i]] for name, column in batch.non_tensor_batch.items()}
+            meta = {**batch.meta_info, "cancelled": over}
+            calls[workers[i].generate_sequences.remote(DataProto(None, columns, meta))] = i
+            if batch.meta_info["report_finished"]:
+                reports[workers[i].next_finished.remote()] = i
+
+        parts: dict[int, DataProto] = {}
+        deaths, over = 0, False  # over: enough conversations have ended
+        limit = self.config.trainer.watchdog.generate
+        deadline = time.monotonic() + (limit or 0.0)
+        for i in range(len(shares)):
+            start(i)
+        while calls or reports:
+            left = None if limit is None else max(0.0, deadline - time.monotonic())
+            if not (done := ray.wait([*reports, *calls], timeout=left)[0]):
+                ranks = self.worker_group.actors_by_label() if isinstance(self.worker_group, RayWorkerGroup) else {}
+                late, labels = {**reports, **calls}, self._labels()
+                names, actors = zip(*((labels[i], workers[i]) for i in late.values()), strict=True)
+                raise timeout_error(list(late), list(names), "generate_sequences", limit, list(actors), ranks)
+            ref = done[0]
+            is_report = ref in reports
+            i = reports.pop(ref) if is_report else calls.pop(ref)
+            try:
+                result = ray.get(ref)
+            except ray.exceptions.RayActorError:
+                if is_report and i in calls.values():
+                    continue  # the worker's other call fails too
+                deaths += 1
+                if deaths > self.rollout_config.server.max_attempts:
+                    raise
+                logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
+                parts.pop(i, None)
+                reports = {report: worker for report, worker in reports.items() if worker != i}
+                early_stop.forget(shares[i])
+                workers[i] = self._start_worker(i)
+                self._reset_router(lost=False)
+                start(i)
+                continue
+            if not is_report:
+                parts[i] = result
+                continue
+            for item in result:
+                if item is not None and early_stop.add(int(shares[i][item[0]]), item[1]) and not over:
+                    over = True
+                    cancelled = [worker.cancel_rest.remote() for worker in workers[: len(shares)]]
+                    ray.wait(cancelled, num_returns=len(cancelled), timeout=CLOSE_TIMEOUT_S)  # the calls say who hangs
+            if None not in result:
+                reports[workers[i].next_finished.remote()] = i
+        return [parts[i] for i in range(len(shares))], deaths
+
+    def _with_versions(self, output: DataProto) -> DataProto:
+        """With column weights_version: that of a conversation's turns, which must be one."""
+        versions = set()
+        for of_turns in output.non_tensor_batch.pop("weights_versions", ()):
+            versions |= {version for version in of_turns or () if version is not None}
+        if len(versions) > 1:
+            raise RuntimeError(f"conversations were generated by several weights versions: {sorted(versions)}")
+        version = versions.pop() if versions else 0
+        output.non_tensor_batch["weights_version"] = np.full(len(output), version, dtype=np.int64)
+        return output
+
+    def wake_up(self) -> None:
+        """Let the ranks' rollouts hold the newest weights and take requests."""
+        self.worker_group.rollout_mode()
+
+    def sleep(self) -> None:
+        """Let the rollouts free their memory."""
+        self.worker_group.trainer_mode()
+
+    def clear_kv_cache(self) -> None:
+        """Let the servers forget cached prefixes."""
+
+        async def all_servers() -> None:
+            await asyncio.gather(*(replica.clear_kv_cache() for replica in self.rollout_replicas))
+
+        asyncio.run(all_servers())
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._runner is not None:
+            self._runner.run(self.agent_loop_workers[0].close())
+            self._runner.close()
+        else:
+            closing = [worker.close.remote() for worker in self.agent_loop_workers]
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+            for worker in self.agent_loop_workers:
+                ray.kill(worker)
+
+
+class _EarlyStop:
+    """Collects and reports finished rows, and says when `wanted` of them have come (None: wait for all)."""
+
+    def __init__(self, wanted: int | None, on_finished: Callable[[int, DataProto], None] | None) -> None:
+        self.wanted, self.on_finished = wanted, on_finished
+        self.rows: dict[int, DataProto] = {}  # number -> batch of one row
+
+    def add(self, number: int, row: DataProto) -> bool:
+        """A row has finished; returns whether the others may be cancelled."""
+        self.rows[number] = row
+        if self.on_finished is not None:
+            self.on_finished(number, row)
+        return self.wanted is not None and len(self.rows) >= self.wanted
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Discard rows that are generated again."""
+        for number in numbers:
+            self.rows.pop(int(number), None)
+
+
+def conversations_of(prompts: DataProto, request: GenerationRequest, rollout: RolloutConfig) -> DataProto:
+    """The rows of a request's conversations, n for each prompt, as AgentLoopWorker takes them.
+
+    Columns are those of the prompts and the seeds; meta_info has the sampling parameters, global_steps and validate.
+    """
+    params: dict[str, Any] = request.sampling.parameters()
+    params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
+    params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
+    if request.masks and rollout.engine_returns_kept_tokens:
+        params["kept_tokens"] = True
+    seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
+    rows = DataProto(None, dict(prompts.non_tensor_batch), {}).repeat(request.n, interleave=True)
+    rows.non_tensor_batch[SEED] = np.array(seeds, dtype=np.int64)
+    names = ("global_steps", "validate")
+    rows.meta_info = {"sampling": params}
+    rows.meta_info |= {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
+    return rows
+
+
+def conversation_metrics(rows: list[dict[str, float]], end_reasons: Iterable[str | None]) -> dict[str, float]:
+    """Metrics of the conversations, from the seconds that each of them spent (see AgentLoopMetrics)."""
+    metrics: dict[str, Any] = {}
+    for name in AgentLoopMetrics.model_fields:
+        values = np.array([row[name] for row in rows])
+        prefix = f"timing_s/agent_loop/{name}"
+        metrics |= {f"{prefix}/min": values.min(), f"{prefix}/max": values.max(), f"{prefix}/mean": values.mean()}
+    slowest = int(np.argmax([sum(row.values()) for row in rows]))
+    metrics |= {f"timing_s/agent_loop/slowest/{name}": value for name, value in rows[slowest].items()}
+    reasons = Counter(reason for reason in end_reasons if reason)
+    metrics |= {f"agent_loop/end/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def manager_class(config: PPOConfig) -> type[AgentLoopManager]:
+    """The class that rollout.agent.agent_loop_manager_class names, by default AgentLoopManager."""
+    name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    return AgentLoopManager if name is None else load_class_from_fqn(name, "agent loop manager")

@@ -1,0 +1,83 @@
+"""The table of agent loops by name."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import verl
+from verl.agents.agent_loop.base import AgentLoopBase
+from verl.utils.import_utils import load_class_from_fqn
+
+# Each entry has a class as `_target_`, and arguments of the class, as for hydra's `instantiate`.
+_agent_loop_registry: dict[str, dict[str, Any]] = {
+    "single_turn_agent": {"_target_": "verl.agents.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop"},
+    "environment_agent": {
+        "_target_": "verl.agents.agent_loop.environment_agent_loop.EnvironmentAgentLoop"
+    },
+    "program_agent": {"_target_": "verl.agents.gateway.program_agent_loop.ProgramAgentLoop"},
+    "tool_agent": {"_target_": "verl.agents.agent_loop.tool_agent_loop.ToolAgentLoop"},
+}
+
+
+#: Arguments of __init__ that one version of verl passes and another does not.
+_OF_SOME_VERSIONS = ("dataset_config", "data_config", "tools", "hf_model_type")
+
+
+def register(agent_name: str) -> Any:
+    """Decorator that registers a subclass of AgentLoopBase under a name."""
+
+    def decorator(subclass: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        _agent_loop_registry[agent_name] = {"_target_": f"{subclass.__module__}.{subclass.__qualname__}"}
+        return subclass
+
+    return decorator
+
+
+def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
+    """A new instance of the loop registered under this name. Raises ValueError if there is none.
+
+    A class whose __init__ has no **kwargs gets those of dataset_config, data_config, tools and hf_model_type that it
+    names, so that classes for every version of verl can be constructed.
+    """
+    if name not in _agent_loop_registry:
+        raise ValueError(
+            f"agent_name={name!r} is unknown. Known: {', '.join(sorted(_agent_loop_registry))}. Register your own with "
+            "verl.agents.agent_loop.registry.register, or in the file rollout.agent.agent_loop_config_path."
+        )
+    settings = dict(_agent_loop_registry[name])
+    cls = load_class_from_fqn(settings.pop("_target_"), f"agent loop {name!r}")
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        left_out = [name for name in _OF_SOME_VERSIONS if name not in parameters]
+        arguments = {name: value for name, value in arguments.items() if name not in left_out}
+    return cls(**settings, **arguments)
+
+
+def register_from_file(config_path: str) -> None:
+    """Register the loops that a yaml file (rollout.agent.agent_loop_config_path) lists: {name, _target_, arguments}."""
+    for entry in OmegaConf.load(resolve_config_path(config_path)):
+        settings = OmegaConf.to_container(entry, resolve=True)
+        _agent_loop_registry[settings.pop("name")] = settings
+
+
+def resolve_config_path(config_path: str) -> str:
+    """The file for an absolute path, or for one below the working folder, the project's root or the package.
+
+    Raises FileNotFoundError with the folders that were searched; ValueError for a relative path that leaves its root.
+    """
+    path = Path(config_path).expanduser()
+    if path.is_absolute():
+        roots, files = [path.parent], [path]
+    else:
+        package = Path(verl.__file__).parent
+        roots = [Path.cwd(), package.parent, package]
+        files = [root / path for root in roots]
+        for root, file in zip(roots, files, strict=True):
+            if not file.resolve().is_relative_to(root.resolve()):
+                raise ValueError(f"{config_path!r} leaves {root}; give an absolute path")
+    for file in files:
+        if file.is_file():
+            return str(file)
+    raise FileNotFoundError(f"{config_path!r} is no file in {', '.join(str(root) for root in roots)}")

@@ -1,0 +1,102 @@
+"""Tasks of reasoning-gym: generated questions, scored by the task's own `score_answer`."""
+
+import functools
+import re
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from loguru import logger
+
+from verl.agents.environments.base import Ask, Environment, Message, check_ranges, make_row
+
+EXAMPLES_SEED = 3_000_000  # of worked examples
+DRAWS = 2  # items drawn for one of validation, whose questions are all different
+
+
+class ReasoningGym(Environment):
+    """Questions of one task, or of several by weight.
+
+    Item i of seed s comes from Random(s + i), so that seeds that are close share items: the ranges of training,
+    validation and worked examples must not overlap, and training leaves out questions that validation asks.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        settings = self.settings
+        check_ranges(
+            settings, seed=(settings.seed, settings.size), val_seed=(settings.val_seed, DRAWS * settings.val_size),
+            examples=(EXAMPLES_SEED, settings.examples),
+        )  # fmt: skip
+        self.dataset = functools.cache(self._dataset)
+        self.entry = functools.lru_cache(4096)(lambda task, seed, size, index: self.dataset(task, seed, size)[index])
+        self.worked = functools.cache(self._worked)
+        self.pattern = re.compile(settings.answer_pattern)
+        if not self.pattern.groups:
+            raise ValueError(f"data.environment.answer_pattern={settings.answer_pattern} has no group, the answer.")
+        self.system = settings.system_prompt
+        if self.system is None:
+            from reasoning_gym.utils import SYSTEM_PROMPTS
+
+            self.system = SYSTEM_PROMPTS["default"]
+
+    def _dataset(self, task: str, seed: int, size: int) -> Any:
+        return self.library.create_dataset(task, seed=seed, size=size, **self.settings.parameters.get(task, {}))
+
+    def _worked(self, task: str) -> list[Message]:
+        number, turns = self.settings.examples, []
+        for index in range(number):
+            entry = self.entry(task, EXAMPLES_SEED, number + 1, index)
+            answer = self.settings.answer_format.format(entry["answer"])
+            turns += [("user", entry["question"].strip()), ("assistant", answer)]
+        return [{"role": role, "content": text} for role, text in turns]
+
+    def _messages(self, task: str, question: str) -> list[Message]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.worked(task), {"role": "user", "content": question.strip()}]
+
+    def _drawn(self, seed: int, size: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(item, entry of reasoning-gym) of each draw."""
+        names, weights = zip(*self.settings.weights.items(), strict=True)
+        for index in range(size):
+            # Not Random(seed + index), of which the entry itself is drawn.
+            (task,) = Random(f"{seed} {index}").choices(names, weights)
+            yield {"task": task, "seed": seed, "size": size, "index": index}, self.entry(task, seed, size, index)
+
+    async def rows(self, split: str, files: list[str]) -> list[dict[str, Any]]:
+        settings = self.settings
+        asked: dict[str, tuple] = {}
+        for item, entry in self._drawn(settings.val_seed, DRAWS * settings.val_size):
+            asked.setdefault(entry["question"], (item, entry))
+        chosen = list(asked.values())[: settings.val_size]
+        if split == "val":
+            if len(chosen) < settings.val_size:
+                text = "data.environment.val_size={}: the tasks have only {} different questions in {} draws"
+                logger.warning(text, settings.val_size, len(chosen), DRAWS * settings.val_size)
+        else:
+            drawn = self._drawn(settings.seed, settings.size)
+            chosen = [(item, entry) for item, entry in drawn if entry["question"] not in asked]
+            if left := settings.size - len(chosen):
+                text = "data.environment.size={}: {} questions are left out, since they are drawn for validation too"
+                logger.info(text, settings.size, left)
+            if not chosen:
+                raise ValueError(
+                    f"data.environment.size={settings.size}: every question is drawn for validation too. Lower "
+                    "data.environment.val_size, or change data.environment.params so that there are more questions."
+                )
+        return [
+            make_row(item["task"], self._messages(item["task"], entry["question"]), str(entry["answer"]), number, item,
+                     settings)
+            for number, (item, entry) in enumerate(chosen)
+        ]  # fmt: skip
+
+    async def converse(self, item: dict[str, Any], ask: Ask) -> dict[str, Any]:
+        """score: of the task; acc: 1.0 if it is 1; answered: whether an answer was given in the format."""
+        task, seed, size = item["task"], item["seed"], item["size"]
+        entry = self.entry(task, seed, size, item["index"])
+        reply = await ask(self._messages(task, entry["question"]), None)
+        answers = list(self.pattern.finditer((reply["content"] or "").strip()))
+        score = 0.0
+        if answers:
+            score = float(self.dataset(task, seed, size).score_answer(answers[-1][1], entry))
+        return {"score": score, "acc": float(score >= 1.0), "answered": float(bool(answers))}

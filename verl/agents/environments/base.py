@@ -1,0 +1,136 @@
+"""The interface of an environment, and the table of libraries."""
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.config.compose import to_settings
+from verl.config.environment import EnvironmentConfig
+
+Message = dict[str, Any]
+#: Asks the model for the next turn of a conversation: (messages so far, schemas of tools or None) -> its message.
+Ask = Callable[[list[Message], list[dict[str, Any]] | None], Awaitable[Message]]
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library: the module that is imported, the package and version that the tests use, the class of its adapter."""
+
+    module: str
+    package: str
+    version: str
+    adapter: str
+
+
+LIBRARIES = {
+    "reasoning_gym": Library("reasoning_gym", "reasoning-gym", "0.1.25", "reasoning_gym.ReasoningGym"),
+    "verifiers": Library("verifiers.v1", "verifiers", "0.4.0", "verifiers.Verifiers"),
+    "openenv": Library("openenv.core", "openenv", "0.10.0", "openenv.OpenEnv"),
+    "skyrl_gym": Library("skyrl_gym", "skyrl-gym", "0.4.0", "skyrl_gym.SkyRLGym"),
+}
+
+
+class NoMoreTurns(RuntimeError):
+    """Raised to an environment that asks for a turn after data.environment.max_turns, or when no token is left."""
+
+
+class Environment(AbstractAsyncContextManager, ABC):
+    """Tasks of a library: rows of the data set, and conversations about them, which it scores.
+
+    `library` is the imported module. An instance is used as `async with`, in one event loop.
+    """
+
+    def __init__(self, settings: EnvironmentConfig, library: ModuleType) -> None:
+        self.settings, self.library = settings, library
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Free what `__aenter__` started."""
+
+    @abstractmethod
+    async def rows(self, split: str, files: list[str]) -> list[dict[str, Any]]:
+        """The rows of "train" or "val" in the format of data files.
+
+        `extra_info.environment` of a row is the item that `converse` gets, which JSON can hold. `files` are those of
+        data.train_files or data.val_files, for a library whose tasks come from files.
+        """
+
+    @abstractmethod
+    async def converse(self, item: dict[str, Any], ask: Ask) -> dict[str, Any]:
+        """Lead one conversation and score it: {"score": a finite number, further numbers by name}.
+
+        `ask` raises NoMoreTurns where the model may not answer again; what it wrote until then is scored.
+        """
+
+
+def load_environment(settings: dict[str, Any]) -> Environment:
+    """The environment of data.environment. ImportError names the package to install if its library is missing."""
+    config = to_settings(settings, EnvironmentConfig)
+    known = LIBRARIES[config.name]
+    try:
+        library = importlib.import_module(known.module)
+    except ModuleNotFoundError as error:
+        if error.name != known.module.partition(".")[0]:
+            raise
+        raise ImportError(
+            f"data.environment.name={config.name}: the package {known.package}=={known.version} is not installed here. "
+            "Install it in a virtual environment of its own, since its requirements may contradict those of vLLM: "
+            "docs/environments.md."
+        ) from error
+    module, _, name = known.adapter.partition(".")
+    adapter = getattr(importlib.import_module(f"verl.agents.environments.adapters.{module}"), name)
+    return adapter(config, library)
+
+
+def import_path(path: str | None) -> ModuleType | None:
+    """The module of data.environment.path, a Python file or a package's folder, imported under its own name.
+
+    Raises FileNotFoundError for a path that does not exist.
+    """
+    if path is None:
+        return None
+    file = Path(path).expanduser().resolve()
+    if not file.exists():
+        raise FileNotFoundError(f"data.environment.path={path}: there is no such file or folder.")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+        # For the servers that an environment starts with modules of its own.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(file.parent), os.environ.get("PYTHONPATH"))))
+    return importlib.import_module(file.stem)
+
+
+def check_ranges(settings: EnvironmentConfig, **ranges: tuple[int, int]) -> None:
+    """Raise ValueError if two ranges of seeds {key: (first, number)} overlap: items of both would be equal."""
+    named = sorted(ranges.items(), key=lambda pair: pair[1])
+    for (name, (first, number)), (other, (start, _)) in zip(named, named[1:], strict=False):
+        if first + number > start:
+            raise ValueError(
+                f"data.environment.{name} with {number} items takes the seeds {first} to {first + number - 1}, and "
+                f"data.environment.{other} begins at {start}: both would have the same items. Move one of them."
+            )
+
+
+def digest(messages: list[Message]) -> str:
+    """A short hash of messages, to notice that a prompt is not that of the row."""
+    plain = [(message["role"], message.get("content") or "") for message in messages]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
+
+
+def make_row(
+    source: str, messages: list[Message], truth: Any, index: int, item: dict[str, Any], settings: EnvironmentConfig
+) -> dict[str, Any]:
+    """A row of the data set: `item` is what `converse` gets, with the hash of the prompt added."""
+    agent = {"agent_name": "environment_agent"} if settings.max_turns > 1 else {}
+    return {
+        "data_source": source, "prompt": messages, "reward_model": {"style": "environment", "ground_truth": truth},
+        "extra_info": {"index": index, "environment": {**item, "prompt": digest(messages)}}, **agent,
+    }  # fmt: skip

@@ -1,0 +1,225 @@
+"""Starts and limits the processes of environments; this side of their connections."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from loguru import logger
+
+from verl.agents.environments.hosting import EnvironmentFailed, describe, serve_calls, serve_conversations
+from verl.config.environment import EnvironmentConfig
+from verl.reward.pool import FatalGradingError, start_worker
+
+START_S = 300.0  # limit for the import of a library and the start of its environment
+ROWS_S = 3600.0  # limit for the rows of both splits
+
+
+def plain_settings(settings: EnvironmentConfig) -> dict[str, Any]:
+    """data.environment as plain values, which processes get."""
+    return {name: settings[name] for name in settings if name != "_target_"}
+
+
+class _Process:
+    """A process of an environment, in a process group of its own."""
+
+    def __init__(self, target: Any, settings: dict[str, Any]) -> None:
+        self.name = settings["name"]
+        self.process, self.connection, self._alive = start_worker(target, settings)
+
+    def kill(self) -> None:
+        """End the process, and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # before it has a group
+        self.process.join()
+        self.connection.close()
+        self._alive.close()
+
+
+class EnvironmentCalls(_Process):
+    """Calls methods of `verl.agents.environments.hosting.ScoringHost` in a process of its own; use it as `with`."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        super().__init__(serve_calls, plain_settings(settings))
+
+    def __enter__(self) -> "EnvironmentCalls":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.kill()
+
+    def call(self, seconds: float, method: str, *arguments: Any) -> Any:
+        """The result; EnvironmentFailed with the reason if it raises, ends its process or takes too long."""
+        try:
+            self.connection.send((method, arguments))
+            if not self.connection.poll(seconds):
+                raise EnvironmentFailed(f"environment {self.name}: {method} took longer than {seconds:g} s.")
+            succeeded, result = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.join(1.0)
+            code = self.process.exitcode
+            raise EnvironmentFailed(f"environment {self.name} ended its process with exit code {code}.") from error
+        if not succeeded:
+            named = result.startswith("environment ")
+            raise EnvironmentFailed(result if named else f"environment {self.name}: {result}")
+        return result
+
+
+def environment_rows(settings: EnvironmentConfig, files: Mapping[str, list[str]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of both splits, from a process that is started for them; the result is kept for this process.
+
+    Raises EnvironmentFailed.
+    """
+    return _rows(json.dumps(plain_settings(settings)), json.dumps(dict(files)))
+
+
+@functools.lru_cache(2)
+def _rows(settings: str, files: str) -> dict[str, list[dict[str, Any]]]:
+    with EnvironmentCalls(EnvironmentConfig(**json.loads(settings))) as calls:
+        return calls.call(ROWS_S, "rows", json.loads(files))
+
+
+class EnvironmentPool:
+    """Processes that hold conversations: data.environment.num_workers, each with at most `concurrency` at a time.
+
+    They are started when they are needed, and replaced when they end. Belongs to one event loop.
+    """
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self.settings = settings
+        self._slots = asyncio.Semaphore(settings.num_workers * settings.concurrency)
+        self._processes: list[_ConversationProcess] = []
+        self._starts = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def conversation(self, item: dict[str, Any]) -> AsyncIterator["EnvironmentConversation"]:
+        """A new conversation about an item, once one of the places is free. FatalGradingError if no process starts."""
+        async with self._slots:
+            conversation = (await self._process()).open(item)
+            try:
+                yield conversation
+            finally:
+                conversation.close()
+
+    async def _process(self) -> "_ConversationProcess":
+        async with self._starts:
+            self._processes = [process for process in self._processes if process.alive]
+            free = [process for process in self._processes if len(process.conversations) < self.settings.concurrency]
+            if free and (len(self._processes) == self.settings.num_workers or not min_load(free)):
+                return min(free, key=lambda process: len(process.conversations))
+            process = _ConversationProcess(self.settings, asyncio.get_running_loop())
+            await process.wait_ready()
+            self._processes.append(process)
+            return process
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.fail("the run has ended")
+
+
+def min_load(processes: list["_ConversationProcess"]) -> int:
+    """The fewest conversations that one of them holds."""
+    return min(len(process.conversations) for process in processes)
+
+
+class _ConversationProcess(_Process):
+    def __init__(self, settings: EnvironmentConfig, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(serve_conversations, plain_settings(settings))
+        self.loop, self.timeout, self.alive = loop, settings.timeout, True
+        self.conversations: dict[int, EnvironmentConversation] = {}
+        self._numbers = itertools.count()
+        self._ready: asyncio.Future[str | None] = loop.create_future()
+        threading.Thread(target=self._receive, daemon=True, name="environment").start()
+
+    async def wait_ready(self) -> None:
+        """Return once the environment has started; FatalGradingError if it cannot."""
+        try:
+            problem = await asyncio.wait_for(asyncio.shield(self._ready), START_S)
+        except TimeoutError:
+            problem = f"did not start within {START_S:g} s"
+        if problem is not None:
+            self.fail(problem)
+            raise FatalGradingError(f"environment {self.name}: {problem}")
+
+    def open(self, item: dict[str, Any]) -> "EnvironmentConversation":
+        conversation = EnvironmentConversation(self, next(self._numbers), item)
+        self.conversations[conversation.number] = conversation
+        self.send("start", conversation.number, item)
+        return conversation
+
+    def send(self, kind: str, number: int, content: Any = None) -> None:
+        with contextlib.suppress(OSError):  # it ended; `_receive` notices
+            self.connection.send((kind, number, content))
+
+    def fail(self, reason: str) -> None:
+        """End the process; its conversations fail for this reason."""
+        if not self.alive:
+            return
+        self.alive = False
+        if not self._ready.done():
+            self._ready.set_result(reason)
+        for conversation in self.conversations.values():
+            conversation.events.put_nowait(("failed", reason))
+        self.kill()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self.loop.call_soon_threadsafe(self._take, *self.connection.recv())
+        except (EOFError, OSError, TypeError):  # TypeError: the connection was closed while it was read
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(self.fail, "its process ended, for example because of its memory limit")
+
+    def _take(self, kind: str, number: int | None, content: Any) -> None:
+        if number is None:
+            if not self._ready.done():
+                self._ready.set_result(None if kind == "ready" else content)
+        elif conversation := self.conversations.get(number):
+            conversation.events.put_nowait((kind, content))
+
+
+class EnvironmentConversation:
+    """One conversation in a process of an environment, which asks for the model's turns and gives the scores."""
+
+    def __init__(self, process: _ConversationProcess, number: int, item: dict[str, Any]) -> None:
+        self.process, self.number, self.item = process, number, item
+        self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+    def reply(self, message: dict[str, Any]) -> None:
+        """Give the model's turn that was asked for."""
+        self.process.send("reply", self.number, message)
+
+    def end(self, reason: str) -> None:
+        """Let the environment score what it has: the turn that it asked for is not given."""
+        self.process.send("over", self.number, reason)
+
+    async def next(self) -> tuple[str, Any]:
+        """("ask", (messages, tools)) or ("done", scores).
+
+        Raises EnvironmentFailed if the environment failed, or took longer than data.environment.timeout. If it does not
+        even react to its cancellation, its process is killed, and the other conversations of the process fail too.
+        """
+        name, timeout = f"environment {self.process.name} ({describe(self.item)})", self.process.timeout
+        try:
+            kind, content = await asyncio.wait_for(self.events.get(), timeout)
+        except TimeoutError:
+            reason = f"took longer than data.environment.timeout={timeout:g} s"
+            logger.warning("{} {}; its process is killed", name, reason)
+            self.process.fail(f"the conversation about {describe(self.item)} in the same process {reason}")
+            raise EnvironmentFailed(f"{name} {reason}") from None
+        if kind == "failed":
+            raise EnvironmentFailed(content if content.startswith("environment ") else f"{name}: {content}")
+        return kind, content
+
+    def close(self) -> None:
+        """Forget the conversation; one that has not ended is cancelled."""
+        if self.process.conversations.pop(self.number, None) and self.process.alive:
+            self.process.send("cancel", self.number)

@@ -1,0 +1,117 @@
+"""The chat completions API: requests, replies and streams of a session."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+from verl.agents.gateway.messages import RequestError, template_messages, template_tools
+from verl.agents.gateway.session import Answer, Choice, Session
+
+MOST_CHOICES = 64
+
+
+def positive(body: dict[str, Any], *names: str) -> int | None:
+    """The first of these fields that is set. RequestError unless it is a positive integer."""
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name}={value!r} must be a positive integer")
+            return value
+    return None
+
+
+def check_format(settings: Any, where: str) -> None:
+    """RequestError for other formats than text: generation is not constrained."""
+    if isinstance(settings, dict) and settings.get("type", "text") != "text":
+        raise RequestError(f"{where}.type={settings['type']!r}: rollout servers do not constrain replies; use text")
+
+
+async def complete(session: Session, body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    """(the replies to a body of POST /chat/completions, fields of each object of the reply)."""
+    check_format(body.get("response_format"), "response_format")
+    n = positive(body, "n") or 1
+    if n > MOST_CHOICES:
+        raise RequestError(f"n={n} must be at most {MOST_CHOICES}")
+    stop = body.get("stop") or []
+    stop = tuple([stop] if isinstance(stop, str) else stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise RequestError("stop must be a text or a list of texts")
+    if body.get("logprobs") and "logprobs" in session.sampling and not session.sampling["logprobs"]:
+        raise RequestError("logprobs=true needs actor_rollout_ref.rollout.calculate_log_probs=true")
+    if body.get("top_logprobs"):
+        raise RequestError("top_logprobs: rollout servers return the log-probs of the generated tokens only")
+    tools = None if body.get("tool_choice") == "none" else template_tools(body.get("tools"))
+    limit = positive(body, "max_completion_tokens", "max_tokens")
+    answer = await session.generate(template_messages(body.get("messages")), tools, n=n, max_tokens=limit, stop=stop)
+    about = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": str(body.get("model") or "policy")}
+    return answer, about
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    """Numbers of tokens."""
+    completion = sum(len(choice.ids) for choice in answer.choices)
+    return {
+        "prompt_tokens": answer.prompt_tokens, "completion_tokens": completion,
+        "total_tokens": answer.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }  # fmt: skip
+
+
+def calls_of(choice: Choice) -> list[dict[str, Any]]:
+    """The calls of a reply, their arguments as JSON text."""
+    made = []
+    for call in choice.message.get("tool_calls", ()):
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        made.append({**call, "function": {"name": function["name"], "arguments": text}})
+    return made
+
+
+def log_probs_of(choice: Choice, tokenizer: Any) -> dict[str, Any]:
+    """The tokens of a reply with their log-probs."""
+    entries = []
+    for token, value in zip(choice.ids, choice.log_probs or (), strict=False):
+        text = tokenizer.decode([token])
+        entries.append({"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": entries, "refusal": None}
+
+
+def reply(answer: Answer, about: dict[str, Any], body: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The object of a reply that is not streamed."""
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        calls = calls_of(choice)
+        content = choice.message["content"] or (None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
+        if reasoning := choice.message.get("reasoning_content"):
+            message["reasoning_content"] = reasoning
+        log_probs = log_probs_of(choice, tokenizer) if body.get("logprobs") else None
+        choices.append({"index": index, "message": message, "finish_reason": choice.finish_reason,
+                        "logprobs": log_probs})  # fmt: skip
+    return {**about, "object": "chat.completion", "choices": choices, "usage": usage(answer)}
+
+
+def chunks(answer: Answer, about: dict[str, Any], body: dict[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a stream; a reply is streamed when it is complete."""
+    about = {**about, "object": "chat.completion.chunk"}
+
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None, **more}
+        return {**about, "choices": [choice]}
+
+    for index, choice in enumerate(answer.choices):
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if reasoning := choice.message.get("reasoning_content"):
+            yield chunk(index, {"reasoning_content": reasoning})
+        log_probs = {"logprobs": log_probs_of(choice, tokenizer)} if body.get("logprobs") else {}
+        if choice.message["content"] or log_probs:
+            yield chunk(index, {"content": choice.message["content"]}, **log_probs)
+        for number, call in enumerate(calls_of(choice)):
+            yield chunk(index, {"tool_calls": [{"index": number, **call}]})
+        yield chunk(index, {}, choice.finish_reason)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**about, "choices": [], "usage": usage(answer)}

@@ -1,0 +1,129 @@
+"""The responses API: requests, replies and streams of a session, as chat messages with other names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+from verl.agents.gateway.chat_api import calls_of, check_format, positive
+from verl.agents.gateway.messages import RequestError, template_messages, template_tools
+from verl.agents.gateway.session import Session
+
+
+def _messages(items: Any) -> list[dict[str, Any]]:
+    """Messages of the chat completions API for input items; calls are part of the message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items or []):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": item.get("content")}
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif kind == "function_call_output":
+            message = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+        elif kind == "reasoning":
+            texts = [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
+            message = {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
+        else:
+            raise RequestError(f"input[{i}].type={kind!r} is not supported: message, function_call, "
+                               "function_call_output and reasoning are")  # fmt: skip
+        # One reply consists of several items: its reasoning, its text, its calls.
+        last = messages[-1] if messages else {}
+        if message["role"] == last.get("role") == "assistant" and not (message["content"] and last.get("tool_calls")):
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            last["content"] = last["content"] or message["content"]
+            last |= {"tool_calls": calls} if calls else {}
+        else:
+            messages.append(message)
+    return messages
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools of the chat completions API."""
+    names = ("name", "description", "parameters")
+    made = []
+    for i, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f"tools[{i}].type must be function")
+        made.append({"type": "function", "function": {name: tool.get(name) for name in names}})
+    return made
+
+
+async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+    """The object that answers a body of POST /responses; `previous_response_id` is one of the same session."""
+    check_format((body.get("text") or {}).get("format"), "text.format")
+    previous = body.get("previous_response_id")
+    if previous is not None and previous not in session.responses:
+        raise RequestError(f"previous_response_id={previous!r} is not a response of this session", 404)
+    history = [*session.responses.get(previous, ()), *_messages(body.get("input"))]
+    system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    given = _tools(body.get("tools"))
+    tools = None if body.get("tool_choice") == "none" else template_tools(given)
+    limit = positive(body, "max_output_tokens")
+    answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)
+    (choice,) = answer.choices
+    made, calls = uuid4().hex, calls_of(choice)
+    status = "incomplete" if choice.finish_reason == "length" else "completed"
+    output: list[dict[str, Any]] = []
+    if reasoning := choice.message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": reasoning}]
+        output.append({"type": "reasoning", "id": f"rs_{made}", "summary": [], "content": content, "status": status})
+    if choice.message["content"] or not calls:
+        content = [{"type": "output_text", "text": choice.message["content"], "annotations": [], "logprobs": []}]
+        output.append({"type": "message", "id": f"msg_{made}", "role": "assistant", "status": status,
+                       "content": content})  # fmt: skip
+    for number, call in enumerate(calls):
+        output.append({"type": "function_call", "id": f"fc_{made}_{number}", "call_id": call["id"], "status": status,
+                       **call["function"]})  # fmt: skip
+    response_id = f"resp_{made}"
+    message = {"role": "assistant", "content": choice.message["content"]} | ({"tool_calls": calls} if calls else {})
+    session.responses[response_id] = [*history, message]
+    reached = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {
+        "id": response_id, "object": "response", "created_at": time.time(), "model": str(body.get("model") or "policy"),
+        "status": status, "incomplete_details": reached, "error": None, "output": output,
+        "instructions": body.get("instructions"), "previous_response_id": previous, "metadata": {},
+        "parallel_tool_calls": True, "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": answer.prompt_tokens, "output_tokens": len(choice.ids),
+            "total_tokens": answer.prompt_tokens + len(choice.ids),
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }  # fmt: skip
+
+
+def events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream; a reply is streamed when it is complete."""
+    for number, event in enumerate(_events(made)):
+        yield {**event, "sequence_number": number}
+
+
+def _events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**made, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(made["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        empty = {"content": []} if "content" in item else {"arguments": ""}
+        added = {**item, "status": "in_progress", **empty}
+        yield {"type": "response.output_item.added", "output_index": index, "item": added}
+        if item["type"] == "function_call":
+            name = "response.function_call_arguments"
+            yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
+            yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
+        for part in item.get("content", ()):
+            place |= {"content_index": 0}
+            name = "response.output_text" if part["type"] == "output_text" else "response.reasoning_text"
+            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+            yield {"type": f"{name}.delta", **place, "delta": part["text"], **more}
+            yield {"type": f"{name}.done", **place, "text": part["text"], **more}
+            yield {"type": "response.content_part.done", **place, "part": part}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    last = "response.incomplete" if made["status"] == "incomplete" else "response.completed"
+    yield {"type": last, "response": made}

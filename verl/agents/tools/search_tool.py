@@ -1,0 +1,74 @@
+"""The tool that asks a retrieval service over HTTP."""
+
+from typing import Any
+
+from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.execution_pool import ExecutionWorker as SearchExecutionWorker
+from verl.agents.tools.execution_pool import PoolMode, TokenBucketWorker
+from verl.agents.tools.execution_pool import init_execution_pool as init_search_execution_pool
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.http_json import ServiceError, post_json
+
+__all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker", "init_search_execution_pool"]
+
+DEFAULTS = {"topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120, "enable_global_rate_limit": True}
+
+
+class SearchTool(BaseTool):
+    """Asks `config["retrieval_service_url"]` for the passages nearest to each text of the argument `query_list`.
+
+    The service gets POST {"queries", "topk", "return_scores": true} and answers {"result": one list a query of
+    {"document": {"contents": "title, newline, text"}, "score"}}. Further keys of `config`: num_workers (120) requests
+    of this process and rate_limit (120) of all processes at once, enable_global_rate_limit (true), timeout (30 s),
+    topk (3).
+    """
+
+    parallel_calls = True
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
+        super().__init__(config, tool_schema)
+        self.retrieval_service_url = config.get("retrieval_service_url")
+        if not self.retrieval_service_url:
+            raise ValueError("config.retrieval_service_url is empty; set the URL of the retrieval service")
+        settings = DEFAULTS | config
+        self.topk, self.timeout = settings["topk"], settings["timeout"]
+        limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
+        self.execution_pool = init_search_execution_pool(*limits, name="search-rate-limiter")
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The schema given in the tools' file, else one for a function `search`."""
+        queries = {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}
+        parameters = {"properties": {"query_list": queries}, "required": ["query_list"]}
+        description = "Search for passages on each of several texts."
+        return self.tool_schema or OpenAIFunctionToolSchema.of("search", description, parameters)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict]:
+        """The passages as text; ServiceError where the service refuses or answers in another format."""
+        text, metrics = await self.execution_pool.execute(
+            self.execute_search, instance_id, parameters["query_list"], self.retrieval_service_url, self.topk,
+            self.timeout,
+        )  # fmt: skip
+        return ToolResponse(text=text), 0.0, metrics
+
+    async def execute_search(
+        self, instance_id: str, query_list: list, retrieval_service_url: str, topk: int, timeout: int
+    ) -> tuple[str, dict]:
+        """(passages as text, {"query_count", "total_results"})."""
+        body = {"queries": query_list, "topk": topk, "return_scores": True}
+        reply = await post_json(retrieval_service_url, body, timeout)
+        try:
+            results = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
+        except (KeyError, TypeError) as error:
+            raise ServiceError(f"{retrieval_service_url} answered in another format: {str(reply)[:200]}") from error
+        metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
+        return "\n---\n".join(_shown(contents) for contents in results) or "No results.", metrics
+
+
+def _shown(contents: list[str]) -> str:
+    blocks = []
+    for number, content in enumerate(contents, start=1):
+        title, _, text = content.partition("\n")
+        blocks.append(f"Doc {number} (Title: {title})\n{text}")
+    return "\n\n".join(blocks) or "No results."

@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `verl.config.base`."""
-
-from verl.config.base import *  # noqa: F403

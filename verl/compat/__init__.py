@@ -1,0 +1,128 @@
+"""Compatibility with verl: serves the import paths that `verl.compat.table` lists.
+
+`install` adds one finder to `sys.meta_path`. An old path of one live module gives that very module, so that a name
+that is replaced in it is replaced for the code that uses it. Other paths give a module that is built from names of
+several live modules.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import CodeType, ModuleType
+from typing import Any
+
+from verl.compat import table
+
+
+def live_name(path: str) -> str | None:
+    """The live module that an old path stands for; None for other paths."""
+    if path in table.MODULES or path in table.NAMES:
+        return table.MODULES.get(path)
+    package, modules = path, ""
+    while package:
+        if package in table.PACKAGES:
+            return table.PACKAGES[package] + modules
+        package, _, module = package.rpartition(".")
+        modules = f".{module}{modules}"
+    return None
+
+
+def _holders(value: Any, name: str) -> Iterator[ModuleType]:
+    """The loaded modules of the product in which `name` is this very object."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith(("verl.", "recipe.")) and vars(module).get(name) is value:
+            yield module
+
+
+class CompatModule(ModuleType):
+    """A module of names that live elsewhere: a name that is replaced here is replaced there, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = vars(self).get(name)
+        if callable(before):
+            for module in _holders(before, name):
+                vars(module)[name] = value
+        super().__setattr__(name, value)
+
+
+def _add_names(module: ModuleType, sources: Sequence[str]) -> None:
+    """Add the names of rows such as "verl.data:collate_fn,SFTDataset" or "verl.data.sampler:*" to a module."""
+    for source in sources:
+        home, _, names = source.partition(":")
+        live = importlib.import_module(home)
+        every = getattr(live, "__all__", None) or [name for name in vars(live) if not name.startswith("_")]
+        for name in every if names == "*" else names.split(","):
+            here, _, there = name.partition("=")
+            vars(module)[here] = getattr(live, there or here)
+    vars(module)["__all__"] = [name for name in vars(module) if not name.startswith("_")]
+
+
+def add_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a live package that also has names of verl, which are imported on first use."""
+    homes = table.LIVE_PACKAGES[package]
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+class CompatFinder(MetaPathFinder, Loader):
+    """Finds and loads the modules of the table, and no others."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(("verl.", "recipe.")):
+            return None
+        if name in table.REMOVED:
+            raise ModuleNotFoundError(f"{name} of verl is left out here: {table.REMOVED[name]}", name=name)
+        live = live_name(name)
+        if live is not None and (name in table.MODULES or name in table.PACKAGES or _exists(live)):
+            return spec_from_loader(name, self, origin=live)
+        return spec_from_loader(name, self, is_package=True) if name in table.NAMES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        live = live_name(spec.name)
+        if live is None:
+            return CompatModule(spec.name)
+        module = importlib.import_module(live)
+        spec.loader_state = module.__spec__  # importlib replaces the module's own spec by this one
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+            if module.__name__.startswith("verl.compat."):
+                module.__class__ = CompatModule
+            return
+        _add_names(module, table.NAMES[spec.name])
+        module.__doc__ = f"Compatibility with verl: names of {', '.join(table.NAMES[spec.name]) or 'its modules'}."
+
+    def get_code(self, name: str) -> CodeType:
+        """The code of the live module, for `python -m` with an old path."""
+        live = find_spec(live_name(name))
+        return live.loader.get_code(live.name)
+
+    def get_source(self, name: str) -> str | None:
+        """The text of the live module; None for a module that is built from names."""
+        live = live_name(name)
+        found = None if live is None else find_spec(live)
+        return None if found is None else found.loader.get_source(found.name)
+
+
+def _exists(live: str) -> bool:
+    try:
+        return find_spec(live) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def install() -> None:
+    """Serve the old paths from now on; a second call changes nothing."""
+    if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, CompatFinder())

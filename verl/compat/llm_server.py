@@ -1,0 +1,69 @@
+"""Compatibility with verl: clients of the rollout servers, under the names of verl 0.8."""
+
+import asyncio
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
+from verl.rollout.replica import ServerHandle, one_replica_per_engine
+
+__all__ = ["LLMServerClient", "LLMServerManager", "auto_await"]
+
+
+def auto_await(coroutine: Any) -> Any:
+    """The coroutine where an event loop runs, which the caller awaits; elsewhere its result."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return coroutine
+
+
+class LLMServerClient(AsyncLLMServerManager):
+    """Requests of agent loops to the rollout servers.
+
+    `load_balancer_handle` chooses a server (a RequestRouter or its Ray actor); `server_handles` are the servers.
+    `worker_group` are the ranks whose engines they belong to.
+    """
+
+    def __init__(
+        self, config: DictConfig, load_balancer_handle: Any = None, server_handles: list[ServerHandle] = (),
+        worker_group: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, list(server_handles), router=load_balancer_handle)
+        self.worker_group = worker_group
+
+
+class LLMServerManager:
+    """The servers of the ranks of a worker group."""
+
+    def __init__(self, config: DictConfig, worker_group: Any = None, **kwargs: Any) -> None:
+        self.config, self.worker_group = config, worker_group
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+        self.rollout_replicas = one_replica_per_engine(rollout, config.actor_rollout_ref.model, worker_group)
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Any:
+        """A manager; in an event loop a coroutine of it."""
+
+        async def made() -> LLMServerManager:
+            return cls(*args, **kwargs)
+
+        return auto_await(made())
+
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        """A client of all servers."""
+        handles = [replica.server_handle for replica in self.rollout_replicas]
+        cls = client_cls or LLMServerClient
+        return cls(self.config, server_handles=handles, worker_group=self.worker_group, **kwargs)
+
+    def get_addresses(self) -> list[str]:
+        """"host:port" of each server."""
+        return [replica.server_address for replica in self.rollout_replicas]
+
+    def get_replicas(self) -> list[Any]:
+        """The engines that serve."""
+        return self.rollout_replicas

@@ -1,0 +1,188 @@
+"""Compatibility with verl: functions on tensors, for log-probs and entropies of logits, padding, truncation, ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from verl.algos.aggregation import masked_mean, masked_sum, masked_var, masked_whiten  # noqa: F401
+from verl.utils.lr_schedules import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict  # takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS = 1024  # rows of the vocabulary held in float32 at a time
+def gather_from_labels(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """data [..., V], label [...] -> data at the label, [...]."""
+    return torch.gather(data, -1, label.unsqueeze(-1)).squeeze(-1)
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    """log softmax(logits)[label] without ever holding a second [N, V] tensor in the forward."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        norm = torch.empty(labels.shape, dtype=wide, device=logits.device)
+        for i in range(0, len(logits), _ROWS):
+            norm[i : i + _ROWS] = torch.logsumexp(logits[i : i + _ROWS].to(wide), dim=-1)
+        ctx.save_for_backward(logits, labels, norm)
+        ctx.inplace = inplace
+        return gather_from_labels(logits, labels).to(wide) - norm
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        logits, labels, norm = ctx.saved_tensors
+        out = logits if ctx.inplace else torch.empty_like(logits)
+        for i in range(0, len(logits), _ROWS):
+            rows = slice(i, i + _ROWS)
+            part = torch.exp(logits[rows].to(norm.dtype) - norm[rows, None]).mul_(-grad[rows, None])
+            part.scatter_add_(-1, labels[rows, None], grad[rows, None])
+            out[rows] = part.to(out.dtype)
+        return out, None, None
+
+
+def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
+    """logits [..., V], labels [...] -> log-probability of each label, [...], float32 (float64 for float64 logits).
+
+    With `inplace_backward` the backward pass overwrites the logits with their gradient, which saves one [N, V] tensor.
+    Give False when something else (an entropy with gradients) is computed from the same logits.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not belong together")
+    inplace = inplace_backward and not logits.is_leaf  # a leaf's values are the caller's
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _LabelLogProbs.apply(flat, labels.reshape(-1), inplace).view(labels.shape)
+
+
+def logprobs_from_logits_naive(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The plain form, for tests: log_softmax, then gather; logits [..., V], labels [...] -> [...]."""
+    return gather_from_labels(F.log_softmax(logits, dim=-1), labels)
+
+
+def logprobs_from_logits_v2(logits: torch.FloatTensor, labels: torch.Tensor) -> torch.Tensor:
+    """`logprobs_from_logits` that leaves the logits alone; logits [..., V], labels [...] -> [...]."""
+    return logprobs_from_logits(logits, labels, inplace_backward=False)
+
+
+def clip_by_value(x: torch.Tensor, tensor_min: torch.Tensor, tensor_max: torch.Tensor) -> torch.Tensor:
+    """x clipped between two tensors of a shape that broadcasts to its own."""
+    return torch.max(torch.min(x, tensor_max), tensor_min)
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """logits [..., V] -> entropy of their softmax in nats, [...]."""
+    probs = torch.softmax(logits, dim=-1)
+    return torch.logsumexp(logits, dim=-1) - (probs * logits).sum(dim=-1)
+
+
+def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 2048) -> torch.Tensor:
+    """`entropy_from_logits` in float32, `chunk_size` rows at a time; logits [..., V] -> [...]."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    parts = [entropy_from_logits(rows.float()) for rows in flat.split(chunk_size)]
+    return torch.cat(parts).view(logits.shape[:-1])
+
+
+def get_response_mask(
+    response_id: torch.Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """response_id [B, R] -> [B, R], 1 up to and including the first end token."""
+    ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).int()
+    return (ends.cumsum(dim=1) - ends == 0).to(dtype)
+
+
+def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
+    """Consecutive parts [batch_size, ...] of tensors [B, ...]; ValueError unless `batch_size` divides B."""
+    if tensors.batch_size[0] % batch_size:
+        raise ValueError(f"{tensors.batch_size[0]} rows cannot be cut into batches of {batch_size}")
+    return list(tensors.split(batch_size))
+
+
+def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> torch.Tensor:
+    """Ragged lists -> [B, L] padded on the right; L is the longest row, or `max_length` when that is more."""
+    length = max([len(row) for row in response] + [max_length or 0])
+    return torch.tensor([list(row) + [pad_token_id] * (length - len(row)) for row in response])
+
+
+def pad_sequence_to_length(tensors: torch.Tensor, max_seq_len: int, pad_token_id: Any, left_pad: bool = False):
+    """[..., L] -> [..., max_seq_len]; comes back as it is when L is not less."""
+    missing = max_seq_len - tensors.shape[-1]
+    return tensors if missing <= 0 else F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, max_length: int, pad_token_id: int, left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [B, L] -> [B, max_length], padded or truncated: the side named by `truncation` is cut off."""
+    if truncation not in ("left", "right", "middle", "error"):
+        raise ValueError(f"truncation={truncation!r} is unknown; take left, right, middle or error")
+    length = input_ids.shape[-1]
+    if length <= max_length:
+        ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
+        return ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
+    if truncation == "error":
+        raise ValueError(
+            f"a sequence of {length} tokens exceeds max_length={max_length}; raise it, filter overlong rows, "
+            f"or set truncation to left, right or middle"
+        )
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
+    keep = [*range(head), *range(length - max_length + head, length)]
+    return input_ids[..., keep], attention_mask[..., keep]
+
+
+def tokenize_and_postprocess_data(
+    prompt: str, tokenizer: PreTrainedTokenizerBase, max_length: int, pad_token_id: int, left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt -> ids and mask of shape [1, max_length], without special tokens added."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    return postprocess_data(ids, mask, max_length, pad_token_id, left_pad, truncation)
+
+
+def log_probs_from_logits_response(input_ids: torch.Tensor, logits: torch.Tensor, response_length: int) -> torch.Tensor:
+    """Log-probs [B, R] of the last R = `response_length` tokens: input_ids [B, T], logits [B, T, V]."""
+    return logprobs_from_logits(logits[:, -response_length - 1 : -1], input_ids[:, -response_length:])
+
+
+def prepare_decoder_attention_mask(
+    attention_mask: torch.Tensor | None, input_shape: tuple[int, int], inputs_embeds: torch.Tensor
+) -> torch.Tensor | None:
+    """[B, 1, T, T] in the embeddings' type: 0 where a position sees another, else the type's least number.
+
+    attention_mask [B, T] hides padding. None where there is nothing to hide: T is 1 and no mask is given.
+    """
+    rows, length = input_shape
+    if attention_mask is None and length == 1:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=inputs_embeds.device).tril().expand(rows, 1, -1, -1)
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None, :].to(seen.device)
+    hidden = torch.finfo(inputs_embeds.dtype).min
+    return torch.zeros(seen.shape, dtype=inputs_embeds.dtype, device=seen.device).masked_fill(~seen, hidden)
+
+
+def broadcast_dict_tensor(tensors: dict[str, torch.Tensor] | TensorDict, src: int, group: Any) -> None:
+    """Overwrite every tensor, in place, with rank `src`'s; keys and shapes agree on all ranks."""
+    for key in sorted(tensors.keys()):
+        dist.broadcast(tensors[key], src=src, group=group)
+
+
+def allgather_dict_tensors(
+    tensors: dict[str, torch.Tensor] | TensorDict, size: int, group: Any, dim: int = 0
+) -> dict[str, torch.Tensor] | TensorDict:
+    """Every tensor joined along `dim` over the ranks of `group` in rank order; shapes agree on all ranks."""
+    gathered = {}
+    for key in sorted(tensors.keys()):
+        value = tensors[key].contiguous()
+        parts = [torch.empty_like(value) for _ in range(size)]
+        dist.all_gather(parts, value, group=group)
+        gathered[key] = torch.cat(parts, dim=dim)
+    if isinstance(tensors, dict):
+        return gathered
+    return type(tensors)(gathered, batch_size=[tensors.batch_size[0] * size], device=tensors.device)

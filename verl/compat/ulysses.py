@@ -1,0 +1,125 @@
+"""Compatibility with verl: the split of inputs and outputs for sequence parallelism."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from verl.training.parallel.sequence_parallel import *  # noqa: F403
+from verl.training.parallel.sequence_parallel import (
+    check_even,
+    get_ulysses_sequence_parallel_group,
+    get_ulysses_sequence_parallel_world_size,
+    pad_dim,
+)
+
+
+def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank among them."""
+    group = group or get_ulysses_sequence_parallel_group()
+    return dist.get_rank(group) if group is not None else 0
+
+
+class Gather(torch.autograd.Function):
+    """All parts along `gather_dim`, [B, T / n, ...] -> [B, T, ...] for dimension 1 on n ranks; the backward takes this
+    rank's part of the gradient.
+
+    `grad_scaler` multiplies it by the number of ranks: the loss is then a mean over them, each of which computes the
+    loss of the full sequence. Parts may differ in size along `gather_dim` only. `async_op` changes nothing: autograd
+    waits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup | None, local_tensor: Tensor, gather_dim: int, grad_scaler: bool = True,
+        async_op: bool = False,
+    ) -> Tensor:
+        group = group or get_ulysses_sequence_parallel_group()
+        size = get_ulysses_sequence_parallel_world_size(group)
+        ctx.rank, ctx.gather_dim = get_ulysses_sequence_parallel_rank(group), gather_dim
+        ctx.scale, ctx.widths = size if grad_scaler else 1, [local_tensor.shape[gather_dim]]
+        if size == 1:
+            return local_tensor
+        width = torch.tensor([local_tensor.shape[gather_dim]], device=local_tensor.device)
+        widths = [torch.empty_like(width) for _ in range(size)]
+        dist.all_gather(widths, width, group=group)
+        ctx.widths = [int(w) for w in widths]
+        sent = pad_dim(local_tensor, gather_dim, max(ctx.widths) - local_tensor.shape[gather_dim]).contiguous()
+        parts = [torch.empty_like(sent) for _ in range(size)]  # gloo gathers tensors of one shape only
+        dist.all_gather(parts, sent, group=group)
+        return torch.cat([p.narrow(gather_dim, 0, w) for p, w in zip(parts, ctx.widths, strict=True)], gather_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        own = grad_output.split(ctx.widths, ctx.gather_dim)[ctx.rank].contiguous()
+        return None, own * ctx.scale, None, None, None
+
+
+def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of `x` along `dim`, [B, T] -> [B, T / n]; with `padding` zeros first fill T to a multiple of n.
+
+    Raises ValueError if the ranks cannot share `dim` evenly without padding.
+    """
+    size = get_ulysses_sequence_parallel_world_size(group)
+    if padding:
+        x = pad_dim(x, dim, -x.shape[dim] % size)
+    check_even(x, dim, size)
+    share = x.shape[dim] // size
+    return x.narrow(dim, get_ulysses_sequence_parallel_rank(group) * share, share).contiguous()
+
+
+def gather_outputs_and_unpad(
+    x: Tensor, gather_dim: int, unpad_dim: int | None = None, padding_size: int = 0, grad_scaler: bool = True,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """All ranks' parts along `gather_dim`, [B, T / n] -> [B, T], without the last `padding_size` of `unpad_dim`."""
+    group = group or get_ulysses_sequence_parallel_group()
+    if get_ulysses_sequence_parallel_world_size(group) == 1:
+        return x
+    x = Gather.apply(group, x, gather_dim, grad_scaler)
+    if unpad_dim is not None and padding_size:
+        x = x.narrow(unpad_dim, 0, x.shape[unpad_dim] - padding_size)
+    return x
+
+
+gather_outpus_and_unpad = gather_outputs_and_unpad  # verl's spelling
+
+
+def ulysses_pad(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1
+) -> tuple[Tensor, Tensor | None, int]:
+    """input_ids [1, T] and position_ids [1, T] or [3, 1, T], padded until `sp_size` divides T; number of pads.
+
+    The pads are token 0 at positions 0, 1, 2, ...: a sequence of their own.
+    """
+    pads = -input_ids_rmpad.shape[-1] % sp_size
+    if pads:
+        input_ids_rmpad = pad_dim(input_ids_rmpad, -1, pads)
+        if position_ids_rmpad is not None:
+            own = torch.arange(pads, device=position_ids_rmpad.device, dtype=position_ids_rmpad.dtype)
+            own = own.expand(*position_ids_rmpad.shape[:-1], pads)
+            position_ids_rmpad = torch.cat([position_ids_rmpad, own], -1)
+    return input_ids_rmpad, position_ids_rmpad, pads
+
+
+def ulysses_pad_and_slice_inputs(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1,
+    skip_position_ids_rmpad: bool = False,
+) -> tuple[Tensor, Tensor | None, int]:
+    """`ulysses_pad`, then this rank's part of both, [1, T / n]; `skip_position_ids_rmpad` leaves positions complete.
+
+    Raises ValueError if `sp_size` is not the number of ranks in the group.
+    """
+    ranks = get_ulysses_sequence_parallel_world_size()
+    if sp_size != ranks:
+        raise ValueError(
+            f"sp_size={sp_size}, but {ranks} ranks share a sequence; call set_ulysses_sequence_parallel_group with a "
+            "group of that size."
+        )
+    ids, positions, pads = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
+    ids = slice_input_tensor(ids, 1, padding=False)
+    if positions is not None and not skip_position_ids_rmpad:
+        positions = slice_input_tensor(positions, positions.ndim - 1, padding=False)
+    return ids, positions, pads

@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `verl.workers.rollout.agent_loop.single_turn_agent_loop`."""
-
-from verl.workers.rollout.agent_loop.single_turn_agent_loop import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `verl.data.sampler`."""
-
-from verl.data.sampler import *  # noqa: F403

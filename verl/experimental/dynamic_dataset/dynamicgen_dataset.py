@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `verl.data.dynamicgen_dataset`."""
-
-from verl.data.dynamicgen_dataset import *  # noqa: F403

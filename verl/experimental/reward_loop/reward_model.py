@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `verl.reward.served`."""
-
-from verl.reward.served import *  # noqa: F403

@@ -1,0 +1,61 @@
+"""One rank of the critic."""
+
+import time
+
+from verl.config.critic import FSDPCriticConfig
+from verl.config.model import HFModelConfig, PluginConfig
+from verl.profiling.profile import DistProfiler
+from verl.protocol import DataProto
+from verl.roles.ranks import ModelWorker, per_rank_sizes
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.training.critic import DataParallelPPOCritic
+from verl.training.engine.fsdp import FSDPEngine
+
+
+class CriticWorker(ModelWorker):
+    """A value model over the ranks: one number per token, trained by clipped regression to the returns."""
+
+    config_type = FSDPCriticConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the process group, load the value model."""
+        self.join_ranks("critic")
+        config = per_rank_sizes(self.config, "critic", self.config.rollout_n, self.world_size)
+        self.critic_config: FSDPCriticConfig = config
+        self.engine = FSDPEngine(
+            value_model(config.model), config.model.fsdp_config, config.optim, config.checkpoint,
+            device=self.device_name,
+        )  # fmt: skip
+        self.engine.initialize()
+        self.critic = DataParallelPPOCritic(config, self.engine)
+        self.critic_module, self.critic_optimizer = self.engine.module, self.engine.optimizer
+        self.critic_lr_scheduler = self.engine.lr_scheduler
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate()
+    def compute_values(self, data: DataProto) -> DataProto:
+        """values [B, R] float32."""
+        return DataProto.from_dict({"values": self.critic.compute_values(data)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate()
+    def update_critic(self, data: DataProto) -> DataProto:
+        """One round of updates on this rank's share; metrics in meta_info["metrics"]."""
+        started = time.perf_counter()
+        metrics = self.critic.update_critic(data)
+        metrics |= self.utilisation("critic", data, time.perf_counter() - started, self.critic_config.ppo_epochs)
+        metrics["critic/lr"] = self.engine.lr_scheduler.get_last_lr()[0]
+        self.engine.lr_scheduler_step()
+        return DataProto(meta_info={"metrics": metrics})
+
+
+def value_model(model) -> HFModelConfig:
+    """The settings of critic.model or reward_model.model as those of an engine's model with one value per token."""
+    names = ("path", "tokenizer_path", "override_config", "external_lib", "trust_remote_code")
+    settings = {name: getattr(model, name) for name in names}
+    trained = ("use_shm", "enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding")
+    for name in (*trained, "lora_rank", "lora_alpha", "target_modules"):
+        if hasattr(model, name):
+            settings[name] = getattr(model, name)
+    return HFModelConfig(**settings, load_tokenizer=False, loader=PluginConfig(name="value_head")).load()

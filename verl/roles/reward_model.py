@@ -1,0 +1,106 @@
+"""One rank of a reward model that scores complete responses."""
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+
+from verl.config.common import CheckpointConfig
+from verl.config.reward_model import RewardModelConfig
+from verl.data.chat_template import render_chat
+from verl.models.loading import compute_position_id_with_mask
+from verl.profiling.profile import DistProfiler
+from verl.protocol import DataProto
+from verl.reward.rows import place_scores
+from verl.roles.critic import value_model
+from verl.roles.ranks import ModelWorker
+from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.training.actor.batch_cuts import micro_batches
+from verl.training.actor.optimizer_step import forward_in_order
+from verl.training.critic.dp_critic import packs_values
+from verl.training.engine.fsdp import FSDPEngine
+from verl.training.policy.packing import pack_batch
+from verl.utils.tokenizer import hf_tokenizer
+
+
+class RewardModelWorker(ModelWorker):
+    """A frozen model with one value per token; an answer's score is the value at its last token.
+
+    With `model.input_tokenizer` (the policy's) the conversation is decoded and rendered with the chat template of the
+    reward model's own tokenizer.
+    """
+
+    config_type = RewardModelConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the process group, load the reward model."""
+        self.join_ranks("reward")
+        self.settings: RewardModelConfig = self.config
+        model = self.settings.model
+        self.engine = FSDPEngine(
+            value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
+        )
+        self.engine.initialize()
+        self.packs = packs_values(self.engine)
+        self.policy_tokenizer = self.tokenizer = None
+        if model.input_tokenizer is not None:
+            trust = model.trust_remote_code
+            self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, trust_remote_code=trust)
+            self.tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=trust)
+            # An answer is scored at its end: what is too long loses its beginning.
+            self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+    @DistProfiler.annotate()
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
+        settings = self.settings
+        inputs = data if self.tokenizer is None else self._rewritten(data)
+        chosen = inputs.select(batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=[])
+        rows = settings.micro_batch_size_per_gpu
+        if settings.micro_batch_size is not None:
+            rows = max(1, settings.micro_batch_size // self.world_size)
+        tokens = settings.forward_max_token_len_per_gpu * self.engine.sequence_parallel_size
+        budget = tokens if settings.use_dynamic_bsz else None
+
+        def last_values(batch: TensorDict) -> list[torch.Tensor]:
+            mask = batch["attention_mask"]  # [b, T]
+            positions = torch.arange(mask.shape[1], device=mask.device)
+            last = torch.where(mask.bool(), positions, 0).amax(-1, keepdim=True)
+            names = ("input_ids", "attention_mask", "position_ids")
+            if not self.packs:
+                inputs = {name: batch[name] for name in names}
+                values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
+                return [values.gather(1, last).squeeze(1)]
+            # Turn each row so that it ends with its last token, and append a token that counts as its response: the
+            # packing's `predicted_from` is then the last token.
+            turned = (positions + last + 1) % mask.shape[1]
+            ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}
+            packing = pack_batch(ended, 1)
+            flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
+            values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
+            return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
+
+        chosen, own = self.engine.gather_over_sequence_group(chosen)
+        micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
+        (scores,) = forward_in_order(self.engine, micros, last_values)
+        return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})
+
+    def _rewritten(self, data: DataProto) -> DataProto:
+        """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
+        kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
+        answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
+        texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
+        conversations = [
+            [*messages, {"role": "assistant", "content": text}]
+            for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
+        ]
+        chats = [render_chat(self.tokenizer, messages) for messages in conversations]
+        longest = self.settings.max_length or data.batch["input_ids"].shape[1]
+        encoded = self.tokenizer(
+            chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
+            max_length=longest, padding_side="left",
+        )  # fmt: skip
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        positions = compute_position_id_with_mask(mask)
+        return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "position_ids": positions})

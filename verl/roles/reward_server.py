@@ -1,0 +1,105 @@
+"""One rank of a reward model that is served: it owns, or shares with its neighbours, a vLLM server."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.config.reward_model import RewardModelConfig
+from verl.roles.ranks import ModelWorker
+from verl.rollout.replica import START_KEY, ServerHandle, host_to_bind
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.single_controller.base.dispatch import Dispatch, register
+from verl.utils.accelerator import visible_device
+
+_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
+_VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
+
+
+class RewardModelServer(LocalVllmServer):
+    """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
+
+    def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str) -> None:
+        rollout, model = config.rollout, config.model
+        settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
+        settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
+        settings |= {"disable_log_stats": True} if rollout.disable_log_stats else {}  # vLLM has no --no- form of it
+        settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
+        settings |= {"tokenizer": os.path.expanduser(model.tokenizer_path)} if model.tokenizer_path else {}
+        settings |= {"runner": "pooling"} if discriminative else {}
+        settings |= {"enable_expert_parallel": True} if rollout.expert_parallel_size > 1 else {}
+        if rollout.cudagraph_capture_sizes:
+            settings["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+        if rollout.limit_images is not None:
+            settings["limit_mm_per_prompt"] = {"image": rollout.limit_images}
+        settings |= rollout.engine_kwargs.get("vllm") or {}
+        arguments: list[str] = []
+        for name, value in settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                arguments += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+        if discriminative:
+            self.path, self.first_request = "/classify", {"input": [[0, 1]]}
+        length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        super().__init__(model.path, log_file, length, arguments, host, token)
+
+
+class RewardServerWorker(ModelWorker):
+    """Serves the reward model on `rollout.tensor_model_parallel_size` neighbouring ranks each, by the first of them."""
+
+    config_type = RewardModelConfig
+    server: RewardModelServer | None = None
+
+    def __init__(
+        self, config: Any, *args: Any, discriminative: bool = True, log_dir: str = ".",
+        start_timeout: float = 600.0, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """`start_timeout`: seconds (rollout.server.max_start_wait_time)."""
+        super().__init__(config, *args, **kwargs)
+        self.discriminative, self.log_dir, self.start_timeout = discriminative, log_dir, start_timeout
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the server and wait until it answers. Raises LocalServerError with the end of its log."""
+        self.join_ranks("reward")
+        config: RewardModelConfig = self.config
+        size = config.rollout.tensor_model_parallel_size
+        if self.world_size % size:
+            raise ValueError(
+                f"reward_model.rollout.tensor_model_parallel_size={size} does not divide the {self.world_size} ranks "
+                "of the reward model's pool."
+            )
+        devices: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(devices, visible_device() if self.device_name == "cuda" else None)
+        if self.rank % size == 0:
+            visible, selected = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
+            token = secrets.token_urlsafe(16)
+            log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
+            try:
+                if self.device_name == "cuda":
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(selected)
+                self.server = RewardModelServer(config, log, self.discriminative, host_to_bind(), token)
+            finally:
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+                os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+            self.server.wait_ready(self.start_timeout, START_KEY)
+        dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def server_handle(self) -> ServerHandle | None:
+        """Address and token of this rank's server; None for a rank without one."""
+        if self.server is None:
+            return None
+        return ServerHandle(self.server.url.removeprefix("http://"), self.server.api_key)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        """End the server."""
+        if self.server is not None:
+            self.server.stop()

@@ -1,0 +1,134 @@
+"""The interface of a rollout engine, with the table that finds one by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.registry import Registry, installed_plugins, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.config.model import HFModelConfig
+    from verl.config.rollout import RolloutConfig
+    from verl.rollout.weight_check import WeightCheck
+
+
+class BaseRollout(ABC):
+    """Generates with the actor's current weights.
+
+    A rank calls `bind_actor` once; then for each phase `resume(["weights"])`, `update_weights` if the rollout does not
+    hold the actor's weights, `resume(["kv_cache"])`, `generate_sequences` any number of times, and `release`; each may
+    be `async def`. Every method but `generate_sequences` does nothing by default.
+    """
+
+    #: whether `update_weights` takes a LoRA adapter alone (rollout.lora_as_adapter)
+    takes_adapters: bool = False
+    #: whether the weights outlast `release`, so that they need not be sent again before they change
+    keeps_weights: bool = False
+    #: the version of the weights that it holds, a global step; the worker sets it
+    weights_version: int = 0
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device_mesh = device_mesh
+
+    def bind_actor(self, engine: Any, policy: Any) -> None:  # noqa: B027
+        """Hand over the actor's engine with its policy, for rollouts that run the actor's own module."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:  # noqa: B027
+        """Take the actor's weights as a stream of (Hugging Face name, full tensor of the shape in its checkpoint).
+
+        A rollout whose `takes_adapters` is True gets `peft_config` too, and then the weights of a LoRA adapter, under
+        their names in peft's files.
+        """
+
+    def verify_weights(
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
+    ) -> WeightCheck | None:  # fmt: skip
+        """Compare what it generates with with the actor's weights; the outcome, or None if it cannot be read.
+
+        `actor` is the actor's engine; `weights` and keywords are those of `update_weights`, gathered once more. Every
+        rank calls it; its WeightCheck is the outcome of this rank.
+        """
+        return None
+
+    def resume(self, tags: list[str]) -> None:  # noqa: B027
+        """Bring weights and caches back into memory (`tags`: which of "weights", "kv_cache")."""
+
+    def release(self) -> None:  # noqa: B027
+        """Give the memory of weights and caches back to the trainer."""
+
+    def close(self) -> None:  # noqa: B027
+        """End what the rollout started (servers, connections); called once, when the run is over."""
+
+    @abstractmethod
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answer left-padded prompts [B, P]; `meta_info["n"]` answers each, those of one prompt adjacent.
+
+        Gives prompts [B*n, P], responses [B*n, R] (right-padded), input_ids, attention_mask and position_ids
+        [B*n, P+R], response_mask [B*n, R].
+        """
+
+
+def engine_group(size: int) -> dist.ProcessGroup | None:
+    """The neighbouring ranks that share an engine of `size` ranks with this one (gloo), None for one rank; collective.
+
+    Raises ValueError unless `size` divides the ranks.
+    """
+    if size == 1:
+        return None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks % size:
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        raise ValueError(f"{key}={size} does not divide the {ranks} ranks; use a divisor.")
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
+    return groups[dist.get_rank() // size]
+
+
+# (name, mode) -> class, or its dotted name: what comes with verl is imported when it is requested, since some rollouts
+# need packages of their own.
+_ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry(
+    "actor_rollout_ref.rollout.{name,mode}",
+    "Your own: register it with register_rollout in a module named by actor_rollout_ref.model.external_lib.",
+)
+_ROLLOUT_REGISTRY |= {
+    ("hf", "sync"): "verl.rollout.hf_rollout.HFRollout",
+    ("sglang", "async"): "verl.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
+    ("sglang", "sync"): "verl.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
+    ("vllm", "async"): "verl.rollout.vllm_rollout.vllm_async_rollout.vLLMAsyncRollout",
+    ("vllm", "sync"): "verl.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
+}
+_ROLLOUT_REGISTRY |= {tuple(name.rsplit(".", 1)): value for name, value in installed_plugins("rollouts").items()}
+
+
+def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:
+    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`."""
+    return _ROLLOUT_REGISTRY.register((name, mode))
+
+
+def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
+    """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
+    modes = [of for name, of in _ROLLOUT_REGISTRY if name == rollout_name]
+    if not modes:
+        hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
+        known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
+        what = f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{hint}"
+        raise ValueError(f"{what} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
+    if mode == "async" and "sync" in modes and mode not in modes:
+        mode = "sync"  # a step generates in one call either way
+    if mode not in modes:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
+            f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
+        )
+    rollout = _ROLLOUT_REGISTRY[rollout_name, mode]
+    return load_class_from_fqn(rollout, "rollout") if isinstance(rollout, str) else rollout

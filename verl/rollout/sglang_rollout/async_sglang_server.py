@@ -1,0 +1,133 @@
+"""SGLang's server as a process next to the ranks, and the replica that agent loops see of it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.rollout import CPU_CACHE_BYTES
+from verl.rollout.replica import START_KEY, RolloutReplica, ServerHandle
+from verl.rollout.server_process import LocalServerError, OwnedServer
+from verl.rollout.sglang_rollout.held_weights import FOLDER, LOADER
+from verl.utils.ports import free_port
+
+if TYPE_CHECKING:
+    from verl.config.model import HFModelConfig
+    from verl.config.rollout import RolloutConfig
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
+CONTEXT_MARGIN = 8
+# SGLang's names of sampling parameters that vLLM names differently.
+SAMPLING_NAMES = (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"))
+
+
+class SGLangHttpServer(OwnedServer):
+    """SGLang's native HTTP server with one engine; it ends with the process that starts it.
+
+    `engine_kwargs.sglang` are options of SGLang's command line, with underscores; they win. Requests carry a key that
+    is made for each server.
+
+    Args:
+        config: the rollout's settings.
+        model_config: the model's settings, loaded.
+        gpus: the CUDA devices of the engine, as CUDA_VISIBLE_DEVICES names them; None for a CPU.
+        host: the address to bind, with a free port.
+    """
+
+    engine, path = "SGLang", "/generate"
+    first_request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+
+    def __init__(
+        self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None, host: str = "127.0.0.1"
+    ) -> None:
+        self.config, self.model_config, self.gpus = config, model_config, gpus
+        self.api_key = secrets.token_hex(16)  # a leading dash would be read as an option
+        options = self._options()
+        self.folder = Path(tempfile.mkdtemp(prefix="verl_sglang_"))  # readable by this user only
+        port = free_port(host)
+        self.address = f"{host}:{port}"
+        key_file = self.folder / "key.yaml"  # the command line can be read by all users of the machine
+        key_file.write_text(f"api-key: {self.api_key}\n")
+        command = [sys.executable, "-m", "sglang.launch_server", "--config", str(key_file)]
+        for name, value in (options | {"host": host, "port": port}).items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                command += [flag] if value else []
+            elif isinstance(value, list | tuple):
+                command += [flag, *map(str, value)]
+            elif value is not None:
+                command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+        # A context of max_model_len tokens and the margin may be more than the model's own.
+        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", FOLDER: str(self.folder)}
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1"} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        super().__init__(command, f"http://{self.address}", self.folder / "server.log", environment)
+
+    def _options(self) -> dict[str, Any]:
+        config, model = self.config, self.model_config
+        context = (config.max_model_len or config.prompt_length + config.response_length) + CONTEXT_MARGIN
+        given: dict[str, Any] = {
+            "model_path": model.local_path, "trust_remote_code": model.trust_remote_code, "skip_tokenizer_init": True,
+            "dtype": DTYPES.get(config.dtype, config.dtype), "context_length": context, "random_seed": 0,
+            "load_format": config.load_format, "quantization": config.quantization,
+            "tp_size": config.tensor_model_parallel_size, "mem_fraction_static": config.gpu_memory_utilization,
+            "max_running_requests": config.max_num_seqs, "disable_radix_cache": not config.enable_prefix_caching,
+            "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+            "max_prefill_tokens": max(config.max_num_batched_tokens, context),
+            "disable_cuda_graph": config.enforce_eager, "cuda_graph_bs": config.cudagraph_capture_sizes or None,
+            "log_level": "warning" if config.disable_log_stats else "info", "ep_size": config.expert_parallel_size,
+            "enable_metrics": config.prometheus.enable,
+            "served_model_name": config.prometheus.served_model_name or Path(model.local_path).name,
+            "enable_memory_saver": self.gpus is not None and config.enable_sleep_mode and config.free_cache_engine,
+        }  # fmt: skip
+        if self.gpus is None:
+            given |= {
+                "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+                "disable_overlap_schedule": True, "disable_cuda_graph": True,
+                "max_total_tokens": max(context, CPU_CACHE_BYTES // self._bytes_per_token()),
+            }  # fmt: skip
+        overrides: dict[str, Any] = {"tie_word_embeddings": False} if model.untied else {}
+        if config.quantization_config_file is not None:
+            settings = json.loads(Path(config.quantization_config_file).expanduser().read_text())
+            overrides["quantization_config"] = settings
+        if overrides:
+            given["json_model_override_args"] = overrides
+        options = given | dict(config.engine_kwargs.get("sglang") or {})
+        return options | {"custom_weight_loader": [LOADER, *options.get("custom_weight_loader", ())]}
+
+    def _bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values."""
+        model = self.model_config.hf_config.get_text_config()
+        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        return 2 * model.num_hidden_layers * heads * width * (4 if "32" in self.config.dtype else 2)
+
+    @property
+    def server_handle(self) -> ServerHandle:
+        """Where it serves; its clients refuse ids outside the vocabulary, which would crash the engine."""
+        vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+        return ServerHandle(self.address, self.api_key, vocab_size, SAMPLING_NAMES)
+
+    def launch_server(self) -> ServerHandle:
+        """Wait until it answers. Raises LocalServerError with the end of its log."""
+        try:
+            self.wait_ready(self.config.server.max_start_wait_time, START_KEY)
+        except LocalServerError:
+            self.stop(keep_log=True)
+            raise
+        return self.server_handle
+
+    def stop(self, keep_log: bool = False) -> None:
+        """End the server with all its processes; may be called twice."""
+        super().stop()
+        if not keep_log:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class SGLangReplica(RolloutReplica):
+    """One SGLang server, which ranks of the actor own and give its weights, or which has ranks of its own."""

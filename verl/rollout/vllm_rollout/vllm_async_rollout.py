@@ -1,0 +1,142 @@
+"""The rollout of mode async: the engine of vLLMRollout, served over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.protocol import DataProto
+from verl.rollout.base import register_rollout
+from verl.rollout.replica import ServerHandle, host_to_bind
+from verl.rollout.vllm_rollout.engine_over_ranks import (
+    CollectiveRollout,
+    FollowingEngine,
+    LeadingEngine,
+    message_group,
+)
+from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+from verl.rollout.weight_check import WeightCheck
+
+
+@register_rollout("vllm", "async")
+class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
+    """The engine of vLLMRollout, served over HTTP; all use of the engine happens in the server's thread.
+
+    Of an engine over several ranks (tensor_model_parallel_size above 1) the first rank has the server.
+    """
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        self.server: vLLMHttpServer | None = None
+        self.leading: LeadingEngine | None = None
+        self.following: FollowingEngine | None = None
+        super().__init__(config, model_config, device_mesh)
+        self.is_awake = not self.can_sleep  # afterwards set in the engine's thread
+        engine, rollout, own = self.llm.llm_engine, self, self.llm.llm_engine
+        device = torch.cuda.current_device() if self.on_cuda else None
+        if self.tp_group is not None:
+            group = message_group(config.tensor_model_parallel_size)
+            if dist.get_rank(group) > 0:
+                self.following = FollowingEngine(engine, self, group, device)
+                return
+            engine = self.leading = LeadingEngine(engine, group)
+            rollout = CollectiveRollout(self, self.leading)
+        self.server = vLLMHttpServer(
+            engine, rollout, vocab_size=own.model_config.get_vocab_size(),
+            max_model_len=own.model_config.max_model_len, host=host_to_bind(), device=device,
+        )  # fmt: skip
+        logger.debug(f"vLLM serves at {self.server.address}")
+
+    @property
+    def server_handle(self) -> ServerHandle | None:
+        return self.server and ServerHandle(self.server.address, self.server.token)
+
+    def _call(
+        self, function: Callable[..., Any], *args: Any, idle: bool = False, before: Callable[[], Any] | None = None
+    ) -> Any:  # fmt: skip
+        """The result of a function in the engine's thread, of every rank of the engine at once.
+
+        With `idle` RuntimeError while requests run; the rank with the server does `before` first.
+        """
+        if self.following is not None:
+            return self.following.call(function, *args)
+
+        def on_all_ranks() -> Any:
+            if before is not None:
+                before()
+            try:
+                if idle:
+                    self.server.check_idle(function.__name__)
+            except RuntimeError as error:
+                if self.leading is not None:
+                    self.leading.send("refuse", str(error))
+                raise
+            if self.leading is not None:
+                self.leading.send("run")
+            return function(*args)
+
+        return self.server.call(on_all_ranks)
+
+    def _run_while_idle(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
+        try:
+            return self._call(function, *args, idle=True)
+        finally:
+            if self.server is not None:
+                self.server.call(self.server._add_held)
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> None:
+        self._run_while_idle(super().update_weights, weights, peft_config)
+
+    def verify_weights(
+        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> WeightCheck:  # fmt: skip
+        return self._run_while_idle(super().verify_weights, actor, weights, peft_config)
+
+    def resume(self, tags: list[str]) -> None:
+        if self.server is not None:
+            self.server.weight_version = str(self.weights_version)
+        self._call(self.wake, tags)
+
+    def release(self) -> None:
+        if self.server is None and self.following is None:  # at the start
+            return self.free()
+        self._call(self.free, before=self.server and self.server._abort_all)
+
+    def wake(self, tags: list[str]) -> None:
+        """`resume` in the engine's thread."""
+        super().resume(tags)
+        self.is_awake |= "kv_cache" in tags
+        if self.server is not None:
+            self.server._add_held()
+
+    def free(self) -> None:
+        """`release` in the engine's thread."""
+        super().release()
+        self.is_awake = False
+
+    def read_weights(self, path: str) -> None:
+        """Take the weights of a model folder."""
+        self._run_while_idle(self.load_from_disk, path)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        return self._run_while_idle(super().generate_sequences, prompts)
+
+    def close(self) -> None:
+        if self.leading is not None:
+            self.server.call(self.server._abort_all)
+            self.server.call(self.leading.send, "close")
+        if self.server is not None:
+            self.server.close()
+        if self.following is not None:
+            self.following.close()
+        super().close()

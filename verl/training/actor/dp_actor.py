@@ -1,0 +1,219 @@
+"""The PPO update loop of the actor over an engine and a policy."""
+
+import math
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from verl.algos.aggregation import StepCounts, agg_loss
+from verl.algos.kl import kl_penalty
+from verl.algos.policy_loss import TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
+from verl.config.actor import FSDPActorConfig
+from verl.protocol import DataProto
+from verl.protocol.sampling_mask import SAMPLING_MASK
+from verl.training.actor.base import BasePPOActor, auxiliary_losses
+from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
+from verl.training.actor.optimizer_step import forward_in_order, update_by_mini_batches
+from verl.training.engine import FSDPEngine
+from verl.training.policy import Policy
+from verl.utils.user_code import defined_at, kind
+
+#: columns of the update besides the policy's own; the optional ones where present
+_UPDATE_KEYS = ("response_mask", "advantages")
+_OPTIONAL_KEYS = ("old_log_probs", "ref_log_prob", "rollout_is_weights")
+
+
+class DataParallelPPOActor(BasePPOActor):
+    """Each rank brings its rows; losses are divided by counts over all ranks and all micro-batches of a mini-batch.
+
+    So neither the cut into micro-batches nor the number of ranks changes the loss. `config.ppo_mini_batch_size` is the
+    number of rows on this rank. With `config.batch_invariant` each row has a forward of its own; ValueError for a model
+    that cannot compute it without padding.
+    """
+
+    def __init__(self, config: FSDPActorConfig, engine: FSDPEngine, policy: Policy):
+        if config.batch_invariant:
+            config = replace(config, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
+        super().__init__(config)
+        self.engine = engine
+        self.policy = policy
+        self.loss_fn = get_loss_fn(config.policy_loss.loss_mode)
+        self._cut = {"whole_groups": config.share_prompt_forward, "reads_answers": policy.reads_answers}
+        with engine.eval_mode():  # there it is known whether ranks share sequences
+            policy.bind(engine.module)
+            policy.compare_layouts(engine.module, engine.device)
+        if config.batch_invariant and not getattr(policy, "remove_padding", False):
+            raise ValueError(
+                "actor_rollout_ref.actor.batch_invariant=true needs forwards without padding, which this model does "
+                "not support, or which change its log-probs (see the warnings above). Set it to false."
+            )
+        self.auxiliary_losses = auxiliary_losses(config, engine)
+
+    def compute_log_prob(
+        self, data: DataProto, calculate_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log_probs [B, R] and, when asked, entropys [B, R], float32 on the CPU, in the batch's order.
+
+        meta_info: `temperature`; `micro_batch_size`, `use_dynamic_bsz`, `max_token_len` replace the actor's own keys.
+        """
+        temperature, meta = _temperature(data), data.meta_info
+        dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
+        rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
+        tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
+        if self.config.batch_invariant:
+            dynamic, rows = False, 1
+        data, own = self.engine.gather_over_sequence_group(self._select(data, ()))
+        budget = tokens * self.engine.sequence_parallel_size if dynamic else None
+        micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
+
+        def forward(batch: TensorDict) -> list[torch.Tensor]:
+            log_prob, entropy = self.policy.log_probs(
+                self.engine.module, batch, temperature=temperature, with_entropy=calculate_entropy
+            )
+            return [log_prob.float(), entropy.float()] if calculate_entropy else [log_prob.float()]
+
+        log_probs, *entropys = (columns[own] for columns in forward_in_order(self.engine, micros, forward))
+        return log_probs, (entropys[0] if calculate_entropy else None)
+
+    def update_policy(self, data: DataProto) -> dict:
+        """PPO steps on this rank's rows; the columns are [B, R] and [B, P+R]. See `update_by_mini_batches`."""
+        config, temperature = self.config, _temperature(data)
+        data = self._select(data, (*_UPDATE_KEYS, *(k for k in _OPTIONAL_KEYS if k in data.batch.keys())))
+        if config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
+            raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob, which the batch lacks.")
+        samples = len(data) // data.meta_info.get(ROWS_PER_SAMPLE, 1)
+        steps = config.ppo_epochs * math.ceil(samples / config.ppo_mini_batch_size)
+        if steps > 1 and "old_log_probs" not in data.batch.keys():
+            raise ValueError(
+                f"the batch lacks old_log_probs, but {steps} steps are taken on it (rows={len(data)}, "
+                f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
+                "only a single step may leave them out."
+            )
+        metrics = update_by_mini_batches(
+            self.engine, config, data, lambda batch, counts: self._loss(batch, counts, temperature), "actor",
+            self._begin, **self._cut,
+        )  # fmt: skip
+        if config.use_kl_loss:
+            metrics["actor/kl_coef"] = [config.kl_loss_coef]
+        return metrics
+
+    def _begin(self, mini: DataProto, number: int) -> None:
+        """What a mini-batch needs before it is cut."""
+        for auxiliary in self.auxiliary_losses:
+            auxiliary.begin(mini)
+        if self.config.policy_loss.loss_mode in TOKEN_SCORES:
+            self._choose_tokens(mini, number)
+
+    def _choose_tokens(self, mini: DataProto, number: int) -> None:
+        """Add the column `chosen` [b, R]: the choice is one over all micro-batches and ranks of a mini-batch.
+
+        It depends on log-probs of all of them, which a forward without gradients computes first. Drawn tokens depend on
+        the row's tokens and the mini-batch's number, not on where the row is.
+        """
+        config, columns = self.config, mini.batch
+        log_prob, _ = self.compute_log_prob(mini)
+
+        def total(sums: torch.Tensor) -> torch.Tensor:
+            sums = sums.to(self.engine.device)
+            dist.all_reduce(sums)
+            return sums.cpu()
+
+        def gather(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+            everyone = values.new_empty(self.engine.world_size * len(values), device=self.engine.device)
+            dist.all_gather_single(everyone, values.to(self.engine.device))
+            return everyone.cpu(), self.engine.rank * len(values)
+
+        keys = _token_keys(columns["input_ids"], log_prob.shape[1], config.data_loader_seed + number)
+        old = columns["old_log_probs"] if "old_log_probs" in columns else log_prob
+        inputs = LossInputs(log_prob, old, columns["advantages"], columns["response_mask"])
+        columns["chosen"] = choose_tokens(config.policy_loss.loss_mode, inputs, config, keys, total, gather)
+
+    def _loss(
+        self, batch: TensorDict, counts: StepCounts, temperature: float
+    ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+        """`LossOf` a micro-batch with columns [b, R] and [b, P+R]; response_mask: 1 = counted."""
+        config, mask = self.config, batch["response_mask"]
+        counts = replace(counts, loss_scale_factor=config.loss_scale_factor)
+        wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        caching = next((loss for loss in self.auxiliary_losses if loss.needs_cache), None)
+        additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
+                    for name, value in auxiliary.backward(batch).items()}  # fmt: skip
+        options = {} if caching is None else {"cache": caching.new_cache()}
+        # Checkpointed layers would drop the cache.
+        with self.engine.autocast(self.policy.forward_tokens(batch) if caching is None else 0):
+            log_prob, entropy = self.policy.log_probs(
+                self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy, **options
+            )
+        if caching is not None:
+            additive |= caching.backward(batch)
+        old = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_prob.detach()
+        inputs = LossInputs(
+            log_prob=log_prob,
+            old_log_prob=old,
+            advantages=batch["advantages"],
+            response_mask=mask,
+            counts=counts,
+            chosen=batch.get("chosen", None),
+            rollout_is_weights=batch.get("rollout_is_weights", None),
+        )
+        result = self.loss_fn(inputs, config)
+        loss, means = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(means, dict):
+            raise TypeError(
+                f"policy loss {defined_at(self.loss_fn)} returned {kind(result)}; expected (loss, metrics): a tensor "
+                "of shape () and a dict of numbers."
+            )
+        additive["actor/pg_loss"] = loss.item()
+        if wants_entropy:
+            entropy_agg = agg_loss(entropy, mask, config.loss_agg_mode, **asdict(counts))
+            additive["actor/entropy"] = entropy_agg.item()
+            if config.entropy_coeff != 0:
+                loss = loss - config.entropy_coeff * entropy_agg
+        if config.use_kl_loss:
+            kl = kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type)
+            kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **asdict(counts))
+            additive["actor/kl_loss"] = kl_loss.item()
+            loss = loss + config.kl_loss_coef * kl_loss
+        counted = mask.bool()
+        drift = torch.where(counted, (log_prob.detach() - old).abs(), 0.0)
+        mean_drift, max_drift = self.policy.drift_metrics
+        additive[mean_drift] = drift.sum().item() * counts.dp_size / counts.batch_num_tokens
+        return loss, additive, {**means, max_drift: drift.max().item()}
+
+    def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
+        """Only what the forward and the loss read: the other columns are not copied to the device."""
+        keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
+        if SAMPLING_MASK in data.batch.keys():
+            keys.append(SAMPLING_MASK)
+        if self.config.share_prompt_forward and "group_index" not in keys:
+            keys.append("group_index")
+        if missing := [k for k in keys if k not in data.batch.keys()]:
+            raise ValueError(
+                f"the actor's batch lacks {missing}; it has {sorted(data.batch.keys())}. The policy "
+                f"{type(self.policy).__name__} and the loss need them."
+            )
+        return data.select(batch_keys=keys, non_tensor_batch_keys=[])
+
+
+def _token_keys(input_ids: torch.Tensor, responses: int, seed: int) -> torch.Tensor:
+    """Numbers in [0, 1) for the last `responses` columns of input_ids [B, L], by the row's tokens, column and seed."""
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:  # the finalizer of MurmurHash3, in int64 that wraps around
+        for factor in (-49064778989728563, -4265267296055464877):
+            x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * factor
+        return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    rows = mixed(input_ids * 1_000_003 + columns).sum(-1, keepdim=True)  # [B, 1]
+    drawn = mixed(mixed(rows + seed) + columns[-responses:])
+    return ((drawn >> 24) & 0xFFFFFF).float() / 2**24
+
+
+def _temperature(data: DataProto) -> float:
+    if "temperature" not in data.meta_info:
+        raise ValueError(
+            "the actor's batch has no meta_info['temperature']: log-probs must be taken at the sampling temperature."
+        )
+    return data.meta_info["temperature"]

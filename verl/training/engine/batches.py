@@ -1,0 +1,122 @@
+"""Passes of a batch through an engine's model and a loss function, as callers of verl's engine make them.
+
+Columns of a batch: `input_ids`, jagged [B, j] or padded [B, T] next to `attention_mask`, and `loss_mask` or
+`response_mask`, 1 = counted. With a padded column `responses` [B, R] outputs are those of the responses, else those of
+all tokens. Values of the full batch: use_dynamic_bsz with max_token_len_per_gpu, or micro_batch_size_per_gpu (by
+default the engine's own), temperature (1), calculate_entropy (false).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import NonTensorData, TensorDict
+
+from verl.protocol.merge import assign_non_tensor_data, cat_rows, index_select_tensor_dict
+from verl.protocol.seqlen_balancing import rearrange_micro_batches
+from verl.training.policy.base import Policy
+
+#: (model_output=, data=, dp_group=) -> (loss, metrics)
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
+
+
+def forward_backward_batch(
+    engine: Any, policy: Policy, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+) -> dict[str, Any]:
+    """`model_output` by name, in the order of the rows and on the CPU, and loss and metrics of each micro-batch.
+
+    The loss function gets each micro-batch with dp_size, batch_num_tokens (counted tokens) and global_batch_size (rows)
+    over all ranks, which its loss has to be divided by; gradients are averaged over the ranks, hence the factor
+    dp_size. Raises ValueError without a size of micro-batches, NotImplementedError where ranks share rows.
+    """
+    if engine.joint_size > 1:
+        raise NotImplementedError(
+            "train_batch and infer_batch: ranks that share rows (ulysses_sequence_parallel_size, tensor_parallel_size) "
+            "are supported in the trainers only; set both sizes to 1."
+        )
+    padded, jagged = _padded(data), data["input_ids"].is_nested
+    mask = next((data[name] for name in ("loss_mask", "response_mask") if name in data.keys()), padded[1])
+    counts = torch.tensor([int((mask.values() if mask.is_nested else mask).sum()), len(data)], device=engine.device)
+    dist.all_reduce(counts, group=engine.get_data_parallel_group())
+    sums = {"dp_size": engine.get_data_parallel_size(), "batch_num_tokens": int(counts[0])}
+    for name, value in {**sums, "global_batch_size": int(counts[1])}.items():
+        assign_non_tensor_data(data, name, value)
+    outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
+    losses, metrics, parts = [], defaultdict(list), _parts(engine, data, padded[1])
+    for number, rows in enumerate(parts):
+        micro = index_select_tensor_dict(data, rows).to(engine.device)
+        with torch.set_grad_enabled(not forward_only), engine.autocast():
+            output = _outputs(engine, policy, micro, tuple(x[rows] for x in padded), jagged)
+        if loss_function is not None:
+            loss, values = loss_function(model_output=output, data=micro, dp_group=engine.get_data_parallel_group())
+            if not forward_only:
+                engine.backward(loss, is_last_micro_batch=number == len(parts) - 1)
+            losses.append(loss.item())
+            for name, value in values.items():
+                metrics[name].append(value.item() if isinstance(value, torch.Tensor) else value)
+        for name, value in output.items():
+            outputs[name].append(value.detach().cpu())
+    order = torch.tensor([row for rows in parts for row in rows]).argsort()
+    joined = TensorDict({name: cat_rows(pieces) for name, pieces in outputs.items()}, batch_size=[len(data)])
+    ordered = index_select_tensor_dict(joined, order)
+    return {"model_output": dict(ordered.items()), "loss": losses, "metrics": dict(metrics)}
+
+
+def _setting(data: TensorDict, key: str, default: Any = None) -> Any:
+    value = data.get(key, default)
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and attention_mask [B, T]; jagged ones are padded on the right by 0."""
+    ids = data["input_ids"]
+    if not ids.is_nested:
+        return ids, data["attention_mask"]
+    lengths = ids.offsets().diff()
+    mask = torch.arange(int(lengths.max()), device=ids.device) < lengths.unsqueeze(-1)
+    return torch.nested.to_padded_tensor(ids, 0), mask.long()
+
+
+def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
+    """The rows of each micro-batch, equally many micro-batches on every rank."""
+    config = engine.engine_config
+    if _setting(data, "use_dynamic_bsz", config.use_dynamic_bsz):
+        tokens = _setting(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
+        if tokens is None:
+            raise ValueError("use_dynamic_bsz is true, but max_token_len_per_gpu is not set; set it, or use_dynamic_bsz"
+                             "=false with micro_batch_size_per_gpu.")  # fmt: skip
+        group = engine.get_data_parallel_group()
+        return rearrange_micro_batches(TensorDict({"attention_mask": mask}, [len(data)]), tokens, group)[1]
+    size = _setting(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
+    if size is None:
+        raise ValueError("use_dynamic_bsz is false, but micro_batch_size_per_gpu is not set; set it.")
+    rows = list(range(len(data)))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _outputs(
+    engine: Any, policy: Policy, micro: TensorDict, padded: tuple[torch.Tensor, torch.Tensor], jagged: bool
+) -> dict[str, torch.Tensor]:
+    """log_probs, and entropy where it is asked for: [b, R] of responses, else of each token's successor.
+
+    Those of all tokens are jagged [b, j] or padded [b, T] as input_ids are, and 0 at the last token of a row.
+    """
+    ids, mask = (x.to(engine.device) for x in padded)
+    responses = None if jagged else micro.get("responses", None)
+    inputs = TensorDict(
+        {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+         "responses": ids[:, 1:] if responses is None else responses}, batch_size=[len(ids)],
+    )  # fmt: skip
+    wanted = {"temperature": _setting(micro, "temperature", 1.0),
+              "with_entropy": _setting(micro, "calculate_entropy", False)}  # fmt: skip
+    names, values = ("log_probs", "entropy"), policy.log_probs(engine.module, inputs, **wanted)
+    found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    if responses is not None:
+        return found
+    found = {name: torch.nn.functional.pad(value, (0, 1)) for name, value in found.items()}
+    if not jagged:
+        return found
+    offsets = micro["input_ids"].offsets()
+    return {name: torch.nested.nested_tensor_from_jagged(value[mask.bool()], offsets) for name, value in found.items()}

@@ -1,0 +1,1 @@
+"""Sharding of parameters, sequences and matrices over ranks."""

@@ -1,0 +1,191 @@
+"""The token policy: log-probs of response tokens under a causal language model."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from verl.config.model import LOGITS_CHUNK
+from verl.protocol.sampling_mask import SAMPLING_MASK, KeptTokens
+from verl.training.parallel.sequence_parallel import get_ulysses_sequence_parallel_world_size
+from verl.training.peft_weights import without_adapters
+from verl.training.policy.attention import make_packable
+from verl.training.policy.base import Policy, check_temperature, register_policy
+from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.training.policy.layout_probe import agreeing_layouts, in_float32
+from verl.training.policy.packing import Packing, on_host, pack_batch
+from verl.training.policy.prefix_tree import prefix_tree
+from verl.training.policy.row_invariant import CANNOT, REMEDY, make_row_invariant
+
+
+@register_policy("causal_lm")
+class CausalLMPolicy(Policy):
+    """Hidden states of the decoder, then vocabulary logits for `chunk_tokens` response tokens at a time.
+
+    With padding removed or prompts shared, the decoder runs on one flat row of tokens (packing.py). At no time do more
+    than [chunk_tokens, vocab] logits exist (chunked_log_probs.py).
+    """
+
+    def __init__(self, chunk_tokens: int = LOGITS_CHUNK):
+        if chunk_tokens < 1:
+            raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
+        self.chunk_tokens = chunk_tokens
+        self.remove_padding = self.share_prompt = self.compared = False
+        self.forward: Callable = response_log_probs
+
+    def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
+        self.remove_padding, self.share_prompt, self.compared = remove_padding, share_prompt, False
+        if share_prompt:
+            self.required_keys = (*type(self).required_keys, "group_index")
+
+    def bind(self, model: nn.Module) -> None:
+        """Switch the model to packed attention if the forward needs it; keep padding if that is not possible.
+
+        With `row_invariant` a model that cannot compute rows in a fixed order is a ValueError.
+        """
+        if self.row_invariant:
+            causal = causal_model(model)
+            make_row_invariant(causal)
+            if FinalLogits.of(causal.config) != FinalLogits(None, 1.0):
+                raise ValueError(f"{type(causal).__name__} scales its logits, which {CANNOT}. {REMEDY}")
+        shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
+        if not make_packable(causal_model(model), shared, flat):
+            self.remove_padding = self.share_prompt = False
+
+    def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
+        """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
+
+        Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
+        """
+        self.compared = True
+        layouts, (padded, shared) = {}, (partial(self.probe_log_probs, model, share) for share in (False, True))
+        if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
+            layouts["without padding"] = padded
+        if self.share_prompt:
+            layouts["with shared prompts"] = shared
+        agrees = agreeing_layouts(causal_model(model), "log-probs", padded, layouts, device)
+        if not all(agrees.values()):
+            self.remove_padding, self.share_prompt = agrees["without padding"], False
+
+    def probe_log_probs(self, model: nn.Module, share: bool, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+        """Log-probs [B, R] with padding or in a `flat` row, where prompts are shared with `share`; `wide`: float32."""
+        chosen = self.remove_padding, self.share_prompt
+        try:
+            self.remove_padding, self.share_prompt = flat, flat and share
+            self.forward = log_probs_in_float32 if wide else response_log_probs
+            return self.log_probs(model, rows, temperature=1.0, with_entropy=False)[0]
+        finally:
+            self.remove_padding, self.share_prompt = chosen
+            self.forward = response_log_probs
+
+    def forward_tokens(self, micro_batch: TensorDict) -> int:
+        mask = on_host(micro_batch)["attention_mask"]
+        if not (self.remove_padding or self.share_prompt):
+            return mask.numel()
+        if not self.share_prompt:
+            return int(mask.sum())
+        tree = prefix_tree(on_host(micro_batch), micro_batch["responses"].shape[1])
+        return int(mask.sum() - tree.shared.sum())
+
+    def log_probs(
+        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool,
+        cache: Cache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """input_ids, attention_mask, position_ids [B, P+R], responses [B, R] -> log-probs and entropy [B, R] float32.
+
+        Padded response positions hold 0; so do those where `counted` [B, R] is 0, if the batch has that column: logits
+        are computed for the others only. With the column `sampling_mask` the distributions are renormalised over the
+        tokens that were kept in sampling. A flat row's keys and values are also stored in `cache`.
+
+        The first call for flat rows compares layouts, unless `compare_layouts` was called before.
+        """
+        self.bind(model)
+        if (self.remove_padding or self.share_prompt) and not self.compared:
+            self.compare_layouts(model, micro_batch["input_ids"].device)
+        inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
+        if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
+            responses = inputs["responses"].shape[1]
+            inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
+            inputs["cache"] = cache
+        for name in ("counted", SAMPLING_MASK):
+            inputs[name] = micro_batch[name] if name in micro_batch.keys() else None
+        inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
+        inputs["compiled"] = self.compiled
+        log_probs, entropy = call_as_forward(model, self.forward, **inputs, chunk_tokens=self.chunk_tokens)
+        return log_probs, (entropy if with_entropy else None)
+
+
+def response_log_probs(
+    model: nn.Module, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+    responses: torch.Tensor, temperature: float, with_entropy: bool, chunk_tokens: int, packing: Packing | None = None,
+    counted: torch.Tensor | None = None, sampling_mask: torch.Tensor | None = None, cache: Cache | None = None,
+    compiled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Log-probs [B, R] and entropy [B, R] (zeros unless requested) of the response tokens, float32; 0 at padding.
+
+    counted [B, R]: 0 leaves a token out like padding. sampling_mask: see `verl.protocol.sampling_mask.mask_tensor`.
+    """
+    causal, length = causal_model(model), responses.shape[1]
+    head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
+    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled}
+    if packing is not None:
+        inputs = packing.model_inputs(input_ids, position_ids, cache)
+        states = decoder_of(causal)(**inputs).last_hidden_state[0]  # [T, H]
+        labels = responses.flatten()[packing.response_index]
+        if sampling_mask is not None:
+            options["kept"] = KeptTokens.at(sampling_mask, length, packing.response_index)
+        output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
+        outputs = (output.log_probs, output.entropy)
+        return tuple(packing.scatter_to_responses(x.float(), responses.shape) for x in outputs)
+    attended = attention_mask[:, -length:].bool()
+    counts = attended if counted is None else attended & counted.bool()
+    if sampling_mask is not None:
+        options["kept"] = KeptTokens.at(sampling_mask, length, counts.flatten().nonzero()[:, 0])
+    # The state at position t predicts token t+1: response tokens are predicted one position to their left.
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    hidden = decoder_of(causal)(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
+    output = chunked_log_probs(head, final, hidden, responses[counts], **options)
+    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    log_probs, entropy = output.log_probs.float(), output.entropy.float()  # [N]
+    return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)
+
+
+def log_probs_in_float32(model: nn.Module, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`response_log_probs` in float32, whatever type FSDP2 gathers the weights in."""
+    with in_float32(model):
+        return response_log_probs(model, **inputs)
+
+
+def call_as_forward(model: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """function(model, ...) as the model's own forward: a sharded model gathers its parameters only inside one."""
+    if not isinstance(model, FSDPModule):
+        return function(model, *args, **kwargs)
+    name = function.__name__
+    if name not in vars(model):
+        setattr(model, name, function.__get__(model))
+        register_fsdp_forward_method(model, name)
+    return getattr(model, name)(*args, **kwargs)
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, with or without a peft wrapper; TypeError if it has no output matrix."""
+    inner = without_adapters(model)
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise TypeError(
+            f"policy 'causal_lm' needs a transformers model with an output matrix, got {type(inner).__name__}; "
+            "choose another policy by actor_rollout_ref.model.policy.name."
+        )
+    return inner
+
+
+def decoder_of(causal: PreTrainedModel) -> nn.Module:
+    """The part that gives hidden states; get_decoder() of some, such as Llama 4's text model, is the whole model."""
+    decoder = causal.get_decoder()
+    inner = (child for child in causal.children() if isinstance(child, PreTrainedModel))
+    return next(inner, decoder) if decoder is causal else decoder

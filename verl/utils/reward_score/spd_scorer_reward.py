@@ -1,3 +1,0 @@
-"""Compatibility with verl: import path of `recipe.spd.reward`."""
-
-from recipe.spd.reward import *  # noqa: F403

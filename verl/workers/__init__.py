@@ -1,1 +1,0 @@
-"""Workers: what runs on the ranks."""
