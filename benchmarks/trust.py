@@ -1,14 +1,11 @@
-"""What a run checks about itself: cost of the checks, faults that they see, ratios before the first update.
+"""Ratios before the first update, and log-probs that depend on the batch.
 
 With the pretrained model of `make demo-pretrained` (outputs/pretrained/model) on one CPU rank. One part alone, whose
 rows replace those in benchmarks/results/trust.json: `python -m benchmarks.trust PART ...`, of PARTS.
 """
 
-import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,6 @@ from benchmarks.harness import ratios as ratios_of
 from benchmarks.rl_rollout import PROMPT, engine_of, one_rank, rollout_of
 from tests.helpers.ranks import run_ranks
 from verl.config.actor import FSDPActorConfig
-from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
 from verl.trainer.ppo.turn_rows import to_rows
@@ -32,8 +28,6 @@ from verl.training.policy import get_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "outputs" / "pretrained" / "model"
-FAULTS = "tests/rollout/test_weight_check.py"
-SYNCS = 100
 PROMPTS, SAMPLES = 8, 4
 REPETITIONS = 5
 CUTS: tuple[dict[str, Any], ...] = (
@@ -63,36 +57,8 @@ def actor_of(engine: FSDPEngine, **config: Any) -> DataParallelPPOActor:
     """An actor whose forward takes 8 samples at a time."""
     settings = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8, "rollout_n": 1, **config}
     policy = get_policy("causal_lm")
-    policy.set_forward(remove_padding=bool(config.get("batch_invariant")), share_prompt=False)
+    policy.set_forward(remove_padding=False, share_prompt=False)
     return DataParallelPPOActor(FSDPActorConfig(**settings), engine, policy)
-
-
-def digests() -> Row:
-    """Time of the comparisons of the default schedule over that of the updates, for SYNCS updates of vLLM's weights."""
-    engine = engine_of(MODEL)
-    rollout = rollout_of("vllm", engine, calculate_log_probs=True)
-    every = RolloutConfig(name="vllm").verify_weights_every
-    work: dict[str, Callable[[], object]] = {
-        "sync": lambda: rollout.update_weights(engine.get_per_tensor_param()),
-        "verify": lambda: rollout.verify_weights(engine, engine.get_per_tensor_param()).raise_if_different("vllm"),
-    }
-    seconds = alternate(work, REPETITIONS)
-    rollout.close()
-    share = len(range(0, SYNCS, every)) / SYNCS
-    costs = [share * verify / sync for verify, sync in zip(seconds["verify"], seconds["sync"], strict=True)]
-    return row("weight_digest_cost", costs, f"of the time of {SYNCS} updates, of which {share:.0%} are compared")
-
-
-def faults() -> Row:
-    """Share of the tests of weight faults that pass."""
-    command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider", FAULTS]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", output)}
-    total = sum(counts.values())
-    if not total:
-        raise RuntimeError(f"{FAULTS} ran no test:\n{output[-2000:]}")
-    value = counts.get("passed", 0) / total
-    return Row("weight_faults_detected", value, f"of {total} tests", value, value, 1)
 
 
 def ratio_errors(name: str, suffix: str, **filters: Any) -> list[Row]:
@@ -150,76 +116,37 @@ def micro_batches() -> list[Row]:
             samples.meta_info = {"temperature": 1.0, **cut}
             return actor.compute_log_prob(to_rows(samples))[0]
 
-        plain, invariant = actor_of(engine), actor_of(engine, batch_invariant=True)
-        for title, actor, layouts in (("", plain, (False, True)), ("_invariant", invariant, (True,))):
-            results = []
-            for packed in layouts:
-                actor.policy.remove_padding = packed  # the actor has compared the layouts
-                results += [computed(actor, cut)[mask] for cut in CUTS]
-            with tempfile.TemporaryDirectory() as folder:
-                samples.save_to_disk(file := f"{folder}/samples")
-                halves = run_ranks(log_probs_on_rank, 2, file, dtype, bool(title))
-            results.append(torch.from_numpy(np.concatenate(halves))[mask])
-            table = torch.stack(results).double()  # [ways, tokens]
-            spread = (table.amax(0) - table.amin(0)).max().item()
-            ratios = (table - table[:1]).exp()
-            outside = ((ratios < 0.99) | (ratios > 1.01)).double().mean().item()
-            unit = f"{len(table)} ways, {table.shape[1]} tokens"
-            rows.append(row(f"microbatch_logprob_diff{title}{suffix}", [spread], unit))
-            if not title:
-                rows.append(row(f"microbatch_ratio_outside{suffix}", [outside], "share of tokens outside 0.99-1.01"))
-        if not suffix:
-            plain.policy.remove_padding = True
-            works = {"alone": partial(computed, invariant, CUTS[0]), "packed": partial(computed, plain, CUTS[2])}
-            seconds = alternate(works, REPETITIONS)
-            costs = ratios_of(seconds["alone"], seconds["packed"])
-            rows.append(row("batch_invariant_cost", costs, "times, alone / packed"))
+        actor, results = actor_of(engine), []
+        for packed in (False, True):
+            actor.policy.remove_padding = packed  # the actor has compared the layouts
+            results += [computed(actor, cut)[mask] for cut in CUTS]
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/samples"
+            samples.save_to_disk(file)
+            halves = run_ranks(log_probs_on_rank, 2, file, dtype)
+        results.append(torch.from_numpy(np.concatenate(halves))[mask])
+        table = torch.stack(results).double()  # [ways, tokens]
+        spread = (table.amax(0) - table.amin(0)).max().item()
+        ratios = (table - table[:1]).exp()
+        outside = ((ratios < 0.99) | (ratios > 1.01)).double().mean().item()
+        unit = f"{len(table)} ways, {table.shape[1]} tokens"
+        rows.append(row(f"microbatch_logprob_diff{suffix}", [spread], unit))
+        rows.append(row(f"microbatch_ratio_outside{suffix}", [outside], "share of tokens outside 0.99-1.01"))
     return rows
 
 
-def log_probs_on_rank(rank: int, ranks: int, file: str, dtype: str, invariant: bool) -> np.ndarray:
+def log_probs_on_rank(rank: int, ranks: int, file: str, dtype: str) -> np.ndarray:
     """Log-probs [B / ranks, R] of this rank's share of the samples in `file`, on weights that the ranks share."""
-    actor = actor_of(engine_of(MODEL, dtype), batch_invariant=invariant)
+    actor = actor_of(engine_of(MODEL, dtype))
     share = DataProto.load_from_disk(file).chunk(ranks)[rank]
     share.meta_info = {"temperature": 1.0, **CUTS[1]}
     return actor.compute_log_prob(to_rows(share))[0].numpy()
 
 
-def mismatch(name: str = "mismatch_hf", exactness: Sequence[bool] = (True, False), **filters: Any) -> list[Row]:
-    """Largest difference of a token's log-prob between rollout hf and trainer, with and without batch_invariant."""
-    rows, seconds = [], {}
-    for exact in exactness:
-        suffix = "_invariant" if exact else ""
-        engine, policy = engine_of(MODEL), get_policy("causal_lm")
-        policy.row_invariant = exact
-        policy.set_forward(remove_padding=True, share_prompt=False)
-        config = FSDPActorConfig(ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=8, rollout_n=1,
-                                 batch_invariant=exact)  # fmt: skip
-        actor = DataParallelPPOActor(config, engine, policy)
-        rollout = rollout_of("hf", engine, calculate_log_probs=True, ignore_eos=False, **filters)
-        rollout.bind_actor(engine, policy)
-        begun = time.perf_counter()
-        samples = rollout.generate_sequences(questions(engine))
-        seconds["rollout", exact] = time.perf_counter() - begun
-        samples.meta_info["temperature"] = 1.0
-        begun = time.perf_counter()
-        log_probs, _ = actor.compute_log_prob(to_rows(samples))
-        seconds["log_probs", exact] = time.perf_counter() - begun
-        differences = (log_probs - samples.batch["rollout_log_probs"])[samples.batch["response_mask"].bool()].abs()
-        unit = f"largest |difference of log-probs|, {len(differences)} tokens, float32"
-        rows.append(row(f"{name}{suffix}", [differences.max().item()], unit))
-    if len(exactness) < 2:
-        return rows
-    costs = {part: seconds[part, True] / seconds[part, False] for part in ("rollout", "log_probs")}
-    return rows + [row(f"mismatch_hf_invariant_cost_{part}", [cost], "times, with / without, one run each")
-                   for part, cost in costs.items()]  # fmt: skip
-
-
 # One process group a part, which an engine's end takes with it.
 PARTS: dict[str, Callable[[], Row | list[Row]]] = {
-    "faults": faults, "micro_batches": micro_batches, "hf": partial(ratio_errors, "hf", "top_p", top_p=0.9),
-    "vllm": partial(ratio_errors, "vllm", "top_p_vllm", top_p=0.9, top_k=100), "mismatch": mismatch, "digests": digests,
-    "hf_invariant": partial(mismatch, "first_ratio_error_top_p", (True,), top_p=0.9),
+    "micro_batches": micro_batches, "hf": partial(ratio_errors, "hf", "top_p", top_p=0.9),
+    "vllm": partial(ratio_errors, "vllm", "top_p_vllm", top_p=0.9, top_k=100),
 }  # fmt: skip
 
 

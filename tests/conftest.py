@@ -110,7 +110,7 @@ GROUPS = {
     "compat/test_aliases.py": "long", "compat/test_commands.py": "long", "models/test_families.py": "long",
     "recipe/test_dapo.py": "long", "reward/test_escapes.py": "long", "spd/test_eval.py": "long",
     "spd/test_server.py": "long", "test_documented_commands.py": "long", "trainer/test_published_commands.py": "long",
-    "workers/test_vllm_speculative.py": "long", "workers/test_weight_check.py": "long",
+    "workers/test_vllm_speculative.py": "long",
 }  # fmt: skip
 
 

@@ -36,7 +36,6 @@ def _observed(rank: int, ranks: int, name: str) -> dict[str, str]:
             made = Hybrid(folder, {"max_model_len": 64, "max_num_batched_tokens": 64})
             made.rollout.bind_actor(made.engine, made.policy)
             samples = made.generate(prompts())
-            made.rollout.verify_weights(made.engine, made.engine.get_per_tensor_param()).raise_if_different("vllm")
             samples.batch["old_log_probs"] = made.log_probs(samples, 1.0)
             RolloutCheck(OmegaConf.create(CONFIG)).compare(samples)
         except Exception as error:  # noqa: BLE001 - vLLM raises errors of many types

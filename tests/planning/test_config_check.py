@@ -310,26 +310,6 @@ def test_ranks_that_split_layers_share_sequences_and_copies_evenly():
     assert product in only(*reward, f"{split}=4", f"{sequences}=4").message
 
 
-@pytest.mark.parametrize(("name", "parts"), [("actor.fsdp_config.tensor_parallel_size", "layers"),
-                                            ("ref.fsdp_config.tensor_parallel_size", "layers"),
-                                            ("ref.ulysses_sequence_parallel_size", "samples")])  # fmt: skip
-def test_batch_invariance_refuses_ranks_that_split_sums(name, parts):
-    key, invariant = f"actor_rollout_ref.{name}", "actor_rollout_ref.actor.batch_invariant=true"
-    more = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.use_remove_padding=true",
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", VLLM)  # fmt: skip
-    reported = only(invariant, f"{key}=2", *more)
-    assert reported.kind == "wrong" and reported.key == key
-    assert f"{name}=2 splits {parts} over ranks" in reported.message and "batch_invariant=false." in reported.message
-    assert problems(invariant, f"{key}=1", *more) == problems(f"{key}=2", *more) == []
-
-
-def test_a_reference_policy_that_is_not_read_may_split_its_layers():
-    split = "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2"
-    assert problems("actor_rollout_ref.actor.batch_invariant=true", split) == []
-    sequences = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    assert "splits samples over ranks" in only("actor_rollout_ref.actor.batch_invariant=true", sequences).message
-
-
 def test_validate_config_raises_one_error_with_all():
     config = compose_ppo(*SOUND, "data.truncation=lft", "algorithm.gamma=2")
     with pytest.raises(ConfigError, match="2 problems") as error:

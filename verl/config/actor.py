@@ -107,20 +107,6 @@ class ActorConfig(BaseConfig, section="actor"):
         "Compute tokens that several rows of a prompt begin with once, in one micro-batch: equal prompts, and any "
         "longer or other prefix where that saves at least 64 tokens a row.",
     )
-    batch_invariant: bool = setting(
-        False,
-        "Forward each sample alone, without padding: on a CPU its log-probs then do not depend on micro-batches, "
-        "padding or ranks, bit for bit; those of rollout hf in float32 are the same bits.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_invariant and self.share_prompt_forward:
-            raise ValueError(
-                "actor.share_prompt_forward=true computes samples together, which actor.batch_invariant=true rules "
-                "out. Set actor_rollout_ref.actor.share_prompt_forward=false."
-            )
-
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.config.batch_sizes import actor_problems
@@ -143,15 +129,6 @@ class FSDPActorConfig(ActorConfig):
     use_rollout_log_probs: bool = setting(
         False, "Use the rollout's log-probs as old log-probs, without a forward of their own."
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size = self.ulysses_sequence_parallel_size
-        if self.batch_invariant and size > 1:
-            raise ValueError(
-                f"actor.ulysses_sequence_parallel_size={size} splits samples over ranks, which actor.batch_invariant="
-                "true rules out. Set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
-            )
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """As ActorConfig.validate; with `model_config` also ValueError for shared sequences with padding."""

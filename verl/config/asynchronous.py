@@ -202,5 +202,5 @@ def with_derived_settings(config: DictConfig) -> DictConfig:
 
 
 def tree_type(config_type: type, plain: Mapping[str, Any]) -> type:
-    """The dataclass that checks a tree: `config_type`, or that of the tree of asynchronous runs, which has more keys."""
+    """The dataclass that checks a tree: `config_type`, or that of asynchronous runs, whose tree has more keys."""
     return AsyncPPOConfig if config_type is PPOConfig and "async_training" in plain else config_type

@@ -30,15 +30,13 @@ def gradient_checkpointing(value_of: ValueOf) -> bool | None:
 def share_prompt_forward(value_of: ValueOf) -> bool:
     """Whether the samples of a prompt share its forward: on a CPU, unless other settings do not permit it.
 
-    Those are padding that is kept, one sample a prompt, PF-PPO, actor.batch_invariant, a policy other than causal_lm,
+    Those are padding that is kept, one sample a prompt, PF-PPO, a policy other than causal_lm,
     batches whose prompts the ranks cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes
     that are not positive integers do not permit it either: the checks of the settings report them.
     """
     if not (on_cpu(value_of) and value_of("actor_rollout_ref.model.use_remove_padding")):
         return False
     if value_of("actor_rollout_ref.model.policy.name") != "causal_lm" or value_of("algorithm.use_pf_ppo"):
-        return False
-    if value_of("actor_rollout_ref.actor.batch_invariant"):
         return False
     names = ("data.train_batch_size", "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
     n, nodes, a_node, *prompts = counts = [

@@ -285,8 +285,8 @@ class RolloutConfig(BaseConfig, section="rollout"):
     )
     verify_weights_every: int = setting(
         50,
-        "Compare the weights that the rollout generates with, and log-probs of a few samples, with those that are "
-        "trained: at the first weight update and at every so many; 1: at each, 0: never. A difference ends the run.",
+        "Compare the log-probs of a few samples with those of the trained weights: at the first weight update and at "
+        "every so many; 1: at each, 0: never. A difference ends the run.",
         low=0,
     )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")

@@ -267,8 +267,6 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
         rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it"
         issues.append(wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm."))
-    else:
-        issues += batch_invariant_problems(settings)
     if settings.algorithm.use_pf_ppo and actor.share_prompt_forward:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
@@ -282,23 +280,6 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
             fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
             issues.append(wrong(key, f"{rule} {fix}"))
     return issues + profiler_problems(settings) + resume_problems(trainer)
-
-
-def batch_invariant_problems(settings: PPOConfig) -> list[Problem]:
-    """With actor.batch_invariant, no ranks may split the actor's layers, nor the reference policy's layers or rows."""
-    roles = settings.actor_rollout_ref
-    if not roles.actor.batch_invariant:
-        return []
-    splits = {"actor.fsdp_config.tensor_parallel_size": "layers"}
-    if reads_reference(settings):
-        splits |= {"ref.fsdp_config.tensor_parallel_size": "layers", "ref.ulysses_sequence_parallel_size": "samples"}
-    for name, parts in splits.items():  # the reference policy's sizes follow the actor's: one message
-        key, size = f"actor_rollout_ref.{name}", select(roles, name, 1)
-        if size > 1:
-            rule = f"{key}={size} splits {parts} over ranks, which actor.batch_invariant=true rules out: sums would"
-            remedy = "Set it to 1, or actor_rollout_ref.actor.batch_invariant=false."
-            return [wrong(key, f"{rule} have another order than on one rank. {remedy}")]
-    return []
 
 
 def algorithm_problems(settings: PPOConfig) -> list[Problem]:

@@ -25,7 +25,6 @@ from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
 from verl.roles.ranks import ModelWorker, per_rank_sizes
 from verl.rollout.base import get_rollout_class
-from verl.rollout.weight_check import shortened
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.training.actor.dp_actor import DataParallelPPOActor
 from verl.training.engine.fsdp import FSDPEngine
@@ -63,7 +62,6 @@ class ActorRolloutRefWorker(ModelWorker):
         self.weights_version = 0
         self.rollout_version: int | None = None
         self.rollout_is_awake = False
-        self.syncs = 0  # times that the rollout was sent weights
 
     @staticmethod
     def profiler_config(section: ActorRolloutRefConfig) -> ProfilerConfig:
@@ -85,7 +83,6 @@ class ActorRolloutRefWorker(ModelWorker):
             self.engine = self._make_engine(
                 self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
             )
-            self._set_row_invariant(self.policy, self.engine)
             self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
@@ -100,7 +97,6 @@ class ActorRolloutRefWorker(ModelWorker):
                 ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
             )
             policy = self._make_policy(ref_config)
-            self._set_row_invariant(policy, self.ref_engine)
             self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
 
@@ -133,11 +129,6 @@ class ActorRolloutRefWorker(ModelWorker):
             )
         return model
 
-    def _set_row_invariant(self, policy: Policy, engine: FSDPEngine) -> None:
-        """With actor.batch_invariant on a CPU in float32, rollout hf and the trainer compute the same bits."""
-        wanted = self.actor_config.batch_invariant and self.config.rollout.name == "hf" and self._is_rollout
-        policy.row_invariant = wanted and engine.device.type == "cpu" and engine.compute_dtype == torch.float32
-
     def _make_engine(self, *parts: Any, model: HFModelConfig | None = None) -> FSDPEngine:
         engine = FSDPEngine(model or self.model_config, *parts, device=self.device_name)
         engine.initialize()
@@ -147,7 +138,7 @@ class ActorRolloutRefWorker(ModelWorker):
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
         policy.set_forward(
-            remove_padding=self.model_config.use_remove_padding or self.actor_config.batch_invariant,
+            remove_padding=self.model_config.use_remove_padding,
             share_prompt=self.actor_config.share_prompt_forward,
         )
         return policy
@@ -166,30 +157,12 @@ class ActorRolloutRefWorker(ModelWorker):
                 if self.rollout.takes_adapters and self.engine.has_adapters:
                     adapter, tensors = self.engine.get_adapter(check_finite=True)
                     run_if_coroutine(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
-                    self._verify_weights(iter(tensors.items()), peft_config=adapter)
                 else:
                     run_if_coroutine(self.rollout.update_weights(self._weights_for_rollout()))
-                    self._verify_weights(self._weights_for_rollout())
-            self.syncs += 1
             self.rollout_version = self.rollout.weights_version = self.weights_version
         run_if_coroutine(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
-
-    def _verify_weights(self, weights: Iterator[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
-        """On every verify_weights_every-th sync, compare what the rollout holds with what is trained."""
-        every, name = self.config.rollout.verify_weights_every, self.config.rollout.name
-        if not every or self.syncs % every:
-            return
-        check = run_if_coroutine(self.rollout.verify_weights(self.engine, weights, **kwargs))
-        if check is None:
-            if self.rank == 0 and self.syncs == 0:
-                logger.info(f"rollout '{name}' cannot report the weights that it holds: they are not compared")
-            return
-        check.raise_if_different(name)
-        if self.rank == 0 and self.syncs == 0:
-            unread = f"; not compared: {shortened(check.unread)}" if check.unread else ""
-            logger.info(f"all {check.equal} tensors that rollout '{name}' generates with are the trainer's{unread}")
 
     def _weights_for_rollout(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's weights in the rollout's type; raises FloatingPointError at a NaN or infinite one."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from verl.config.model import HFModelConfig
     from verl.config.rollout import RolloutConfig
-    from verl.rollout.weight_check import WeightCheck
 
 
 class BaseRollout(ABC):
@@ -50,16 +49,6 @@ class BaseRollout(ABC):
         A rollout whose `takes_adapters` is True gets `peft_config` too, and then the weights of a LoRA adapter, under
         their names in peft's files.
         """
-
-    def verify_weights(
-        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
-    ) -> WeightCheck | None:  # fmt: skip
-        """Compare what it generates with with the actor's weights; the outcome, or None if it cannot be read.
-
-        `actor` is the actor's engine; `weights` and keywords are those of `update_weights`, gathered once more. Every
-        rank calls it; its WeightCheck is the outcome of this rank.
-        """
-        return None
 
     def resume(self, tags: list[str]) -> None:  # noqa: B027
         """Bring weights and caches back into memory (`tags`: which of "weights", "kv_cache")."""

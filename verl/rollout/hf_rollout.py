@@ -12,9 +12,7 @@ from verl.protocol import DataProto
 from verl.protocol.sampling_mask import REMOVED, SAMPLING_MASK, mask_column
 from verl.rollout.base import BaseRollout, register_rollout
 from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch
-from verl.rollout.weight_check import WeightCheck, compare_modules
 from verl.training.peft_weights import without_adapters
-from verl.training.policy import row_invariant
 from verl.training.policy.attention import make_packable
 
 
@@ -35,14 +33,10 @@ class HFRollout(BaseRollout):
     compared = False
     engine: Any = None
     keeps_weights = True  # they are the actor's own
-    exact = False  # whether log-probs are the trainer's bit for bit (policy.row_invariant)
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
-        self.engine, self.exact = engine, getattr(policy, "row_invariant", False)
+        self.engine = engine
         make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
-
-    def verify_weights(self, actor: Any, weights: Any, **kwargs: Any) -> WeightCheck:
-        return compare_modules(actor, self.engine)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:
@@ -167,15 +161,14 @@ class HFRollout(BaseRollout):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             dist.all_reduce(sums)
         self.compared = True
-        full_precision = self.exact or whole.dtype == torch.float32
+        full_precision = whole.dtype == torch.float32
         difference = largest if full_precision else sums[0] / sums[1].clamp(min=1)
-        limit = 0 if self.exact else 1e-3 if full_precision else 0.05
+        limit = 1e-3 if full_precision else 0.05
         if not difference <= limit:
-            remedy = row_invariant.REMEDY if self.exact else "Set actor_rollout_ref.rollout.name=vllm."
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"rollout.name=hf: with its cache {name} gives log-probs that differ by {difference:.2g} (limit "
-                f"{limit}) from those of a forward over all tokens. {remedy}"
+                f"{limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm."
             )
 
 

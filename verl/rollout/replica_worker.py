@@ -26,7 +26,6 @@ class RolloutReplicaWorker(Worker):
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_name: str) -> None:
         super().__init__()
         self.config, self.model_config, self.device_name = config, model_config, device_name
-        self.updates = 0  # calls of update_weights
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -54,8 +53,7 @@ class RolloutReplicaWorker(Worker):
     def update_weights(self, parts: list[ray.ObjectRef], version: int) -> None:
         """Take weights of another process, which are answered with from now on; RuntimeError while requests run.
 
-        `parts` refer to what `weight_parts.pack_parts` made. At every rollout.verify_weights_every-th call the tensors
-        that the engine holds are compared with them.
+        `parts` refer to what `weight_parts.pack_parts` made.
         """
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,12 +61,6 @@ class RolloutReplicaWorker(Worker):
                 yield from read_part(ray.get(part))
 
         run_if_coroutine(self.rollout.update_weights(weights()))
-        every = self.config.verify_weights_every
-        if every and self.updates % every == 0:
-            check = run_if_coroutine(self.rollout.verify_weights(None, weights()))
-            if check is not None:
-                check.raise_if_different(self.config.name)
-        self.updates += 1
         self.rollout.weights_version = version
         run_if_coroutine(self.rollout.resume(["weights", "kv_cache"]))
 

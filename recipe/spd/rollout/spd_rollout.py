@@ -40,7 +40,6 @@ from verl.reward.rows import LOST
 from verl.rollout.base import BaseRollout
 from verl.rollout.server_process import RunningServer
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
-from verl.rollout.weight_check import WeightCheck, compare_modules
 from verl.trainer.ppo.batching import MASKED
 from verl.trainer.run.ranks import all_gather_object
 from verl.training.actor.batch_cuts import micro_batches
@@ -81,9 +80,6 @@ class SPDRollout(BaseRollout):
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine
         self.policy = policy
-
-    def verify_weights(self, actor: Any, weights: Any, **kwargs: Any) -> WeightCheck:
-        return compare_modules(actor, self.engine)
 
     def close(self) -> None:
         """Close connections and store, end the local server."""

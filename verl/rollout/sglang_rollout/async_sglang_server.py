@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from verl.config.rollout import CPU_CACHE_BYTES
 from verl.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.rollout.server_process import LocalServerError, OwnedServer
-from verl.rollout.sglang_rollout.held_weights import FOLDER, LOADER
 from verl.utils.ports import free_port
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class SGLangHttpServer(OwnedServer):
             elif value is not None:
                 command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
         # A context of max_model_len tokens and the margin may be more than the model's own.
-        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", FOLDER: str(self.folder)}
+        environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         super().__init__(command, f"http://{self.address}", self.folder / "server.log", environment)
 
@@ -97,8 +96,7 @@ class SGLangHttpServer(OwnedServer):
             overrides["quantization_config"] = settings
         if overrides:
             given["json_model_override_args"] = overrides
-        options = given | dict(config.engine_kwargs.get("sglang") or {})
-        return options | {"custom_weight_loader": [LOADER, *options.get("custom_weight_loader", ())]}
+        return given | dict(config.engine_kwargs.get("sglang") or {})
 
     def _bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""

@@ -23,8 +23,6 @@ from verl.rollout.base import BaseRollout, engine_group
 from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
-from verl.rollout.sglang_rollout.held_weights import LOADER, read_results
-from verl.rollout.weight_check import WeightCheck
 from verl.utils.accelerator import visible_device
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
@@ -142,31 +140,13 @@ class ServerAdapter(BaseRollout):
         await self._send(weights)
         self.has_weights = True
 
-    async def verify_weights(
-        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any
-    ) -> WeightCheck | None:  # fmt: skip
-        """Send the weights again, to be compared inside the server with what it holds; see held_weights."""
-        await self._send(weights, load_format=LOADER)
-        check: WeightCheck | str | None = None
-        if self.leads:
-            try:
-                check = read_results(self.server.folder)
-            except RuntimeError as error:
-                check = str(error)
-        check = self._all_gather(check)[0]
-        if isinstance(check, str):
-            if self.leads:
-                logger.warning(f"SGLang's weights could not be compared with the trainer's: {check}")
-            return None
-        return check
-
-    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> None:
+    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         in_session = self.leads and await self._begin_update()
         for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
                 tensors = pack_tensors(part)
                 blobs = [serialize_tensors(tensors) for _ in range(self.size)]
-                body = {"serialized_named_tensors": blobs, "flush_cache": False} | options
+                body = {"serialized_named_tensors": blobs, "flush_cache": False}
                 await self._post("update_weights_from_tensor", body)
         if in_session:
             await self._post("end_weight_update", {})

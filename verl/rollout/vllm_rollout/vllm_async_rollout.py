@@ -23,7 +23,6 @@ from verl.rollout.vllm_rollout.engine_over_ranks import (
 )
 from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
-from verl.rollout.weight_check import WeightCheck
 
 
 @register_rollout("vllm", "async")
@@ -96,11 +95,6 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
     ) -> None:
         self._run_while_idle(super().update_weights, weights, peft_config)
-
-    def verify_weights(
-        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
-    ) -> WeightCheck:  # fmt: skip
-        return self._run_while_idle(super().verify_weights, actor, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
         if self.server is not None:

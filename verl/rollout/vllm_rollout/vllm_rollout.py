@@ -27,7 +27,6 @@ from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.rollout.base import BaseRollout, engine_group, register_rollout
 from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.rollout.vllm_rollout.request_queue import RequestQueue
-from verl.rollout.weight_check import WeightCheck
 from verl.training.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
@@ -55,7 +54,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     adapter_rank = 0  # of the adapter that the actor sends
     adapter: Any = None  # vLLM's LoRARequest of every generation
-    verified = 0  # calls of verify_weights
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -221,20 +219,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                     f"samples would be those of the base model. Set {KEY}.lora_as_adapter=false to send merged weights."
                 )
             self.adapter = LoRARequest("actor", 1, folder)
-
-    def verify_weights(
-        self, actor: Any, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
-    ) -> WeightCheck:  # fmt: skip
-        from verl.rollout.vllm_rollout.held_weights import compare_adapter, compare_weights
-
-        if peft_config is None:
-            (check,) = self.llm.collective_rpc(compare_weights, args=(weights, self.verified))
-            self.verified += 1
-            return check
-        (check,) = self.llm.collective_rpc(compare_adapter, args=(weights, peft_config))
-        if self.adapter is None:
-            check.add("the adapter", "is not applied to requests")
-        return check
 
     def weights_on_disk(self, path: str) -> list[Path]:
         """The safetensors files of a model folder. WeightFileError for a damaged one, or one of another model."""

@@ -29,13 +29,10 @@ class DataParallelPPOActor(BasePPOActor):
     """Each rank brings its rows; losses are divided by counts over all ranks and all micro-batches of a mini-batch.
 
     So neither the cut into micro-batches nor the number of ranks changes the loss. `config.ppo_mini_batch_size` is the
-    number of rows on this rank. With `config.batch_invariant` each row has a forward of its own; ValueError for a model
-    that cannot compute it without padding.
+    number of rows on this rank.
     """
 
     def __init__(self, config: FSDPActorConfig, engine: FSDPEngine, policy: Policy):
-        if config.batch_invariant:
-            config = replace(config, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False)
         super().__init__(config)
         self.engine = engine
         self.policy = policy
@@ -44,11 +41,6 @@ class DataParallelPPOActor(BasePPOActor):
         with engine.eval_mode():  # there it is known whether ranks share sequences
             policy.bind(engine.module)
             policy.compare_layouts(engine.module, engine.device)
-        if config.batch_invariant and not getattr(policy, "remove_padding", False):
-            raise ValueError(
-                "actor_rollout_ref.actor.batch_invariant=true needs forwards without padding, which this model does "
-                "not support, or which change its log-probs (see the warnings above). Set it to false."
-            )
         self.auxiliary_losses = auxiliary_losses(config, engine)
 
     def compute_log_prob(
@@ -62,8 +54,6 @@ class DataParallelPPOActor(BasePPOActor):
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        if self.config.batch_invariant:
-            dynamic, rows = False, 1
         data, own = self.engine.gather_over_sequence_group(self._select(data, ()))
         budget = tokens * self.engine.sequence_parallel_size if dynamic else None
         micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)

@@ -25,7 +25,6 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from verl.training.parallel.sequence_parallel import gather_heads_scatter_seq, gather_seq_scatter_heads
-from verl.training.policy import row_invariant
 from verl.training.policy.packing import Packing
 
 NAME = "verl_packed"
@@ -277,7 +276,7 @@ def make_packable(model: PreTrainedModel, shared: bool = False, wanted: bool = T
     A model with FLASH keeps it for batches with padding. `shared`: ranks share its sequences, which no other attention
     can do; ValueError if it cannot be replaced.
     """
-    wanted, names = wanted or shared, (NAME, NAME_OF_FLASH, row_invariant.NAME)
+    wanted, names = wanted or shared, (NAME, NAME_OF_FLASH)
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     left_out = capped and model.config._attn_implementation == "sdpa"
     if model.config._attn_implementation in names or not (wanted or left_out):

@@ -25,9 +25,6 @@ class Policy(ABC):
     #: whether log-probs and entropy of a vocabulary are compiled (use_torch_compile)
     compiled: bool = False
 
-    #: whether a token's log-prob is, bit for bit, that of rollout `hf`, which generates with a cache
-    row_invariant: bool = False
-
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:  # noqa: B027
         """Apply model.use_remove_padding and actor.share_prompt_forward; called once, before `bind`."""
 

@@ -21,7 +21,6 @@ from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_prob
 from verl.training.policy.layout_probe import agreeing_layouts, in_float32
 from verl.training.policy.packing import Packing, on_host, pack_batch
 from verl.training.policy.prefix_tree import prefix_tree
-from verl.training.policy.row_invariant import CANNOT, REMEDY, make_row_invariant
 
 
 @register_policy("causal_lm")
@@ -45,15 +44,7 @@ class CausalLMPolicy(Policy):
             self.required_keys = (*type(self).required_keys, "group_index")
 
     def bind(self, model: nn.Module) -> None:
-        """Switch the model to packed attention if the forward needs it; keep padding if that is not possible.
-
-        With `row_invariant` a model that cannot compute rows in a fixed order is a ValueError.
-        """
-        if self.row_invariant:
-            causal = causal_model(model)
-            make_row_invariant(causal)
-            if FinalLogits.of(causal.config) != FinalLogits(None, 1.0):
-                raise ValueError(f"{type(causal).__name__} scales its logits, which {CANNOT}. {REMEDY}")
+        """Switch the model to packed attention if the forward needs it; keep padding if that is not possible."""
         shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
         if not make_packable(causal_model(model), shared, flat):
             self.remove_padding = self.share_prompt = False

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from verl.protocol.sampling_mask import REMOVED, KeptTokens
-from verl.training.policy.row_invariant import RowInvariantLinear, row_product
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def head_size(head: nn.Module) -> int:
 def is_plain(head: nn.Module) -> bool:
     """Whether a head is exactly a product with its weight (plus bias), held as unsharded tensors."""
     hooked = head._forward_hooks or head._forward_pre_hooks
-    return type(head) in (nn.Linear, RowInvariantLinear) and not hooked and not isinstance(head.weight, DTensor)
+    return type(head) is nn.Linear and not hooked and not isinstance(head.weight, DTensor)
 
 
 def chunked_log_probs(
@@ -95,8 +94,7 @@ def chunked_log_probs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    by_rows = type(head) is RowInvariantLinear
-    columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept, by_rows)
+    columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept)
     return HeadOutput(*columns, torch.zeros_like(labels))
 
 
@@ -123,8 +121,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """hidden [N, H], weight [V, H], bias [V] or None, labels [N] -> log-probs [N], entropy [N]."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept, by_rows):
-        logits_of = _Logits(weight, bias, final, min(chunk_tokens, len(hidden)), by_rows)
+    def forward(ctx, hidden, weight, bias, labels, final, with_entropy, chunk_tokens, kept):
+        logits_of = _Logits(weight, bias, final, min(chunk_tokens, len(hidden)))
         log_probs, entropy = (hidden.new_zeros(len(hidden), dtype=logits_of.dtype) for _ in range(2))
         for at in _chunks(len(hidden), chunk_tokens):
             logits = logits_of(hidden[at])
@@ -166,7 +164,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, grad.T, (hidden[at] * factor).to(grad.dtype))
             if grad_bias is not None:
                 _add_product(grad_bias[:, None], grad.T, factor.to(grad.dtype))
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 5
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -185,15 +183,10 @@ def _chunks(rows: int, size: int) -> list[slice]:
 
 
 class _Logits:
-    """Final logits of one chunk after another, in the same buffers; float32, or the weight's type if wider.
+    """Final logits of one chunk after another, in the same buffers; float32, or the weight's type if wider."""
 
-    by_rows: those of a token do not depend on the other tokens of a chunk (row_invariant.py).
-    """
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, final: FinalLogits, rows: int, by_rows: bool = False
-    ) -> None:
-        self.weight, self.bias, self.final, self.by_rows = weight, bias, final, by_rows
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, final: FinalLogits, rows: int) -> None:
+        self.weight, self.bias, self.final = weight, bias, final
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self._product = self._logits = weight.new_empty(rows, len(weight))
         if weight.dtype != self.dtype:
@@ -203,11 +196,7 @@ class _Logits:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, H] -> [n, V], valid until the next call."""
         product, logits = self._product[: len(hidden)], self._logits[: len(hidden)]
-        if self.by_rows:
-            row_product(hidden, self.weight, product)
-            if self.bias is not None:
-                product.add_(self.bias)
-        elif self.bias is None:
+        if self.bias is None:
             torch.mm(hidden, self.weight.T, out=product)
         else:
             torch.addmm(self.bias, hidden, self.weight.T, out=product)
