@@ -31,7 +31,7 @@
 #   make bench BENCH=trust        the checks of a run on itself: cost, faults that they see, ratios before the first update, by name only
 #   make bench BENCH=environments  agents: requests through the gateway, and trees in the update of the pretrained model, by name only
 #   make bench BENCH=trust_demo   GRPO with top_p, with and without the sampling mask, three seeds, by name only
-#   make bench BENCH=async        asynchronous training: speed, simulation, accuracy (hours; resumes), only by name
+#   make bench BENCH=async        asynchronous training: speed and accuracy (hours; resumes), only by name
 #   make bench BENCH=models       chat templates (fetched first) and model families that are right, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, 20 random SIGKILLs of SPD trainings and 10 of one with tools, 20 SIGSTOPs of GRPO

@@ -1,9 +1,9 @@
-"""Benchmarks of asynchronous training: its speed, its accuracy, and how well the simulation predicts it."""
+"""Benchmarks of asynchronous training: its speed and its accuracy."""
 
-from benchmarks import async_accuracy, async_simulated, async_speed
+from benchmarks import async_accuracy, async_speed
 from benchmarks.harness import Row, run_modules
 
-MODULES = (async_speed, async_simulated, async_accuracy)
+MODULES = (async_speed, async_accuracy)
 
 
 def run() -> list[Row]:

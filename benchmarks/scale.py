@@ -2,9 +2,7 @@
 machine. `python -m benchmarks.scale` measures the planned time alone, and replaces its rows in results/scale.json."""
 
 import gc
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,10 +16,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart_peak, row, save, say
-from tests.helpers.models import make_tokenizer
+from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart_peak, row, say
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rl_run import overrides
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
@@ -55,11 +51,6 @@ PLANNED_ROWS, PLANNED_TOKENS = 2, 256  # of a micro-batch, half of the tokens ar
 FAR = (1_000, 8_191, 32_767)  # positions
 _PPO = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": "true",
         "critic.ppo_micro_batch_size_per_gpu": 8, "actor_rollout_ref.rollout.n": 1}  # fmt: skip
-#: settings of runs whose seconds of a step are predicted by trainer.calibrate and measured
-TIMED: dict[str, dict[str, Any]] = {
-    "grpo": {}, "ppo": _PPO, "grpo_2_ranks": {"trainer.n_gpus_per_node": 2},
-}  # fmt: skip
-TIMED_STEPS = 4  # the first warms up
 
 
 def save_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> str:
@@ -239,31 +230,6 @@ def on_terminal(*settings: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def step_time_rows(folder: Path) -> list[Row]:
-    """Seconds of a training's steps against what the planner's calibration predicted of them."""
-    model = save_model(folder / "timed", {**DEEP, "vocab_size": 64}, torch.float32)
-    make_tokenizer().save_pretrained(model)
-    rows, errors = [], []
-    for name, more in TIMED.items():
-        say(f"seconds of a step: {name.replace('_', ' ')}")
-        sizes = {"data.train_batch_size": 16, "data.max_response_length": 192, "actor_rollout_ref.actor.optim.lr": 1e-5,
-                 "critic.model.path": model, "trainer.total_epochs": TIMED_STEPS,
-                 "trainer.total_training_steps": TIMED_STEPS,
-                 "actor_rollout_ref.rollout.ignore_eos": "true",  # the prediction is for responses of full length
-                 "actor_rollout_ref.model.use_remove_padding": "true"}  # fmt: skip
-        settings = overrides(folder / name, model, **{**sizes, **more})
-        planned = on_terminal(*settings, "trainer.dry_run=true", "trainer.calibrate=true")
-        cells = [[cell.strip() for cell in line.split("│")] for line in planned.splitlines()]
-        expected = next(float(line[2].replace(",", "")) for line in cells if line[1:2] == ["step"])
-        on_terminal(*settings)
-        lines = (folder / name / "out" / "metrics.jsonl").read_text().splitlines()
-        seconds = [json.loads(line)["data"]["timing_s/step"] for line in lines[1:]]
-        errors.append(abs(expected / statistics.median(seconds) - 1))
-        rows.append(row(f"step_time_{name}", seconds, f"s, predicted {expected:,.2f}"))
-    unit = "of the measured median, largest"
-    return [Row("planner_step_time_error", max(errors), unit, min(errors), max(errors), len(errors)), *rows]
-
-
 def rotary_error() -> tuple[float, float]:
     """Largest error of cosines at FAR positions with an engine's buffers, and with buffers cast to bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
@@ -281,7 +247,7 @@ def rotary_error() -> tuple[float, float]:
 
 
 def run() -> list[Row]:
-    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism, planned memory and time."""
+    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism, planned memory."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         wide = save_model(Path(folder) / "wide", WIDE, torch.bfloat16)
@@ -294,7 +260,7 @@ def run() -> list[Row]:
         sync = run_ranks(on_rank_sync, 2, wide, REPETITIONS)[0]
         say(f"sequences of {SEQUENCE} on 4 ranks")
         shared = run_ranks(on_rank_sharing, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
-        planned = planner_rows(Path(folder)) + step_time_rows(Path(folder))
+        planned = planner_rows(Path(folder))
     kept, cast = rotary_error()
     seconds = shared[0][0]
     return [
@@ -318,11 +284,3 @@ def run() -> list[Row]:
         row("rotary_cosine_error", [kept], f"at most, at position {max(FAR):,}"),
         row("rotary_cosine_error_bfloat16", [cast], f"at most, at position {max(FAR):,}"),
     ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    from benchmarks.run import WANTED
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as temporary:
-        save("scale", step_time_rows(Path(temporary)), WANTED, alone=True)

@@ -4,15 +4,12 @@ import importlib
 
 import pytest
 
-from benchmarks import agents, async_simulated, async_speed, run
-from verl.planning.async_run import Spread
+from benchmarks import agents, async_speed, run
 
 SMALL = {
     agents: dict(CONVERSATIONS=8, GROUPS=2, SHARED=8, OWN=4, MOST_CALLS=2, SHORTEST=2, LONGEST=4, PROMPT=64,
                  RESPONSE=64),
     async_speed: dict(PROMPTS=4, EPOCHS=1, REPETITIONS=1, THREADS=(1,)),
-    async_simulated: dict(PROMPTS=4, STEPS=6, REPETITIONS=1, SEQUENCES=8, SIZES=(2, 4), CALIBRATION_STEPS=3,
-                          LENGTHS=Spread(8.0, 0.5, 16), SIMULATED_UPDATES=8),
 }  # fmt: skip
 SIDES = ("trainer_idle", "server_idle")
 
@@ -24,7 +21,6 @@ def small(monkeypatch, tmp_path):
             assert hasattr(module, name)
             monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(async_speed, "FOLDER", tmp_path / "speed")
-    monkeypatch.setattr(async_simulated, "FOLDER", tmp_path / "simulated")
 
 
 def test_every_part_can_be_run_by_its_name():
@@ -32,7 +28,7 @@ def test_every_part_can_be_run_by_its_name():
         parts = {f"benchmarks.{part}" for part, whole in run.PARTS.items() if whole == benchmark}
         assert parts == {module.__name__ for module in importlib.import_module(f"benchmarks.{benchmark}").MODULES}
     assert set(run.PARTS.values()) == {"async", "environments", "pretrained"}
-    assert {"async_accuracy_loss", "async_simulation_error"} <= run.WANTED.keys()
+    assert "async_accuracy_loss" in run.WANTED
 
 
 @pytest.mark.benchmark
@@ -44,12 +40,3 @@ def test_the_speed_of_the_same_samples(small):
     assert rows.keys() == {"async_speedup", "async_seconds", "sync1_seconds"} | sides
     assert rows["async_speedup"].value > 0 and all(0 <= rows[side].value <= 1 for side in sides)
     assert {row.name: row for row in async_speed.run()} == rows  # from the files of the first start
-
-
-@pytest.mark.benchmark
-@pytest.mark.process
-@pytest.mark.slow
-def test_the_simulation_of_a_run(small):
-    rows = {row.name: row for row in async_simulated.run()}
-    assert rows["async_simulation_error"].value >= 0 and rows["async_real_updates"].value > 0
-    assert all(0 <= rows[f"async_{kind}_{side}"].value <= 1 for kind in ("real", "simulated") for side in SIDES)

@@ -1,22 +1,16 @@
-"""What does not fit a GPU is named, with settings that do; calibration gives the seconds of a step."""
+"""What does not fit a GPU is named, with settings that do."""
 
 import io
-import json
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import LlamaConfig
 
 from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
-from verl.config.batch_sizes import plan_batches
-from verl.config.compose import to_settings, with_values
+from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
-from verl.planning.calibration import print_step_time
 from verl.planning.ppo_memory import print_memory
-from verl.trainer.main_ppo import run_ppo
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, num_attention_heads=4,
@@ -83,63 +77,3 @@ def test_a_reward_model_on_the_same_gpus_and_an_engine_that_never_sleeps_are_cou
     assert 0.5 < total(printed(tmp_path, **size, **in_ranks))[1] - generation < 20  # half of the weights
     awake = total(printed(tmp_path, **size, **{"actor_rollout_ref.rollout.enable_sleep_mode": "false"}))
     assert awake[0] - update == pytest.approx(3072, abs=2)
-
-
-def printed_seconds(text):
-    lines = [line for line in text.splitlines() if "│" in line]
-    return {name.strip(): float(value) for _, name, value, _ in (line.split("│") for line in lines)}
-
-
-def costs(config, response):
-    """Seconds of each phase, by known rates; prompts have 100 tokens."""
-    plan = plan_batches(config)
-    samples = plan.prompts * plan.samples_per_prompt
-    tokens = samples * (100 + response)
-    return {"gen": response * (0.01 + 0.001 * samples), "reward": 0.1 + 0.01 * samples, "balance": 0.05,
-            "old_log_prob": 0.2 + 1e-4 * tokens, "update_actor": plan.mini_batches * 0.5 + 3e-4 * tokens}  # fmt: skip
-
-
-@pytest.mark.parametrize("prompts", [64, 2])
-def test_known_rates_are_found(tmp_path, capfd, prompts):
-    """With two prompts on two ranks there is one small run, which has the size of the run itself."""
-    trained = []
-
-    def train(changes):
-        small = with_values(settings, changes)
-        seconds = costs(small, small.data.max_response_length) | {"step": 99.0, "data": 9.0}
-        row = {"prompt_length/mean": 100, "response_length/mean": small.data.max_response_length}
-        row |= {f"timing_s/{phase}": s for phase, s in seconds.items()}
-        rows = [{"data": row | {"timing_s/gen": 1e3}}, {"data": row}, {"data": row}]  # the first warms up
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        Path(small.trainer.default_local_dir, "metrics.jsonl").write_text(lines)
-        trained.append(small.data.train_batch_size)
-
-    longest = 512 if prompts > 2 else 128
-    config = compose_run(tmp_path, "none", trainer__n_gpus_per_node=2, data__train_batch_size=prompts,
-                         data__max_response_length=longest, trainer__critic_warmup=9,
-                         actor_rollout_ref__actor__ppo_mini_batch_size=min(16, prompts))  # fmt: skip
-    settings = to_settings(config, PPOConfig)
-    print_step_time(settings, train)
-    expected = costs(settings, longest)
-    assert trained == ([2, 8] if prompts > 2 else [2])
-    assert printed_seconds(capfd.readouterr().out) == pytest.approx(
-        expected | {"step": sum(expected.values())}, abs=0.006
-    )
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_calibration_trains_small_steps_and_keeps_nothing(tiny_llama, tmp_path, capfd):
-    config = compose_run(tmp_path, tiny_llama, trainer__local="true", trainer__dry_run="true")
-
-    def train(changes):
-        small = config.copy()
-        for key, value in changes.items():
-            OmegaConf.update(small, key, value)
-        run_ppo(small)
-
-    print_step_time(to_settings(config, PPOConfig), train)
-    seconds = printed_seconds(capfd.readouterr().out)
-    assert seconds["gen"] > 0 and seconds["update_actor"] > 0
-    assert seconds.pop("step") == pytest.approx(sum(seconds.values()), abs=0.01 * len(seconds))
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()

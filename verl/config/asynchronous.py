@@ -61,16 +61,7 @@ class AsyncTrainingConfig(BaseConfig, section="async_training"):
         False,
         "Permit use_rollout_log_probs=false with compute_prox_log_prob=false where samples are of earlier weights.",
     )
-    record: bool = setting(True, "Write samples and batches to async_record.jsonl, for async_training.replay.")
-    replay: str | None = setting(
-        None, "async_record.jsonl of another run, whose batches are trained again."
-    )
-    replay_mode: str = setting(
-        "recorded",
-        "recorded: replay without servers; regenerate: also generate the recorded tokens again, and report the first "
-        "that differs.",
-        choices=("recorded", "regenerate"),
-    )
+    record: bool = setting(True, "Write the trained samples, with the weights of their tokens, to async_record.jsonl.")
     checkpoint_engine: CheckpointEngineConfig = setting(
         CheckpointEngineConfig, "How weights are sent to the ranks that generate."
     )
@@ -152,13 +143,6 @@ class AsyncPPOConfig(PPOConfig, section=""):
         for key, value in unused.items():
             if value:
                 raise ValueError(f"{key}={value} does not work with asynchronous training. Leave it out.")
-        branches = {"agent.command": rollout["agent"]["command"],
-                    "multi_turn.row_per_turn": rollout["multi_turn"]["row_per_turn"]}  # fmt: skip
-        if bound["replay_mode"] == "regenerate" and (given := [key for key, value in branches.items() if value]):
-            raise ValueError(
-                f"async_training.replay_mode=regenerate does not work with actor_rollout_ref.rollout.{given[0]}: the "
-                "requests of a conversation do not continue each other. Set it to recorded."
-            )
 
 
 def is_on_policy(bound: Mapping[str, Any]) -> bool:

@@ -190,10 +190,6 @@ class TrainerConfig(RunConfig):
     watchdog: WatchdogConfig = setting(
         WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
     )
-    calibrate: bool = setting(
-        False,
-        "With dry_run: train small steps of two sizes on these ranks for the seconds of a step; nothing is kept.",
-    )
     gpu_memory_gib: float | None = setting(
         None, "Memory of a GPU that a dry run plans for; null: that of this machine's, 80 without one.", above=0
     )

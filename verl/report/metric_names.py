@@ -61,8 +61,6 @@ METRICS: dict[str, str] = {
     "fully_async/partial/max_partial_span": "Most weight syncs within one of them.",
     "fully_async/processing_time/*": "Seconds from start to grade of the samples that finished since the last step: "
     "avg, max, min, tp50, tp95, tp99.",
-    "fully_async/replay/compared": "Replay with replay_mode=regenerate: generations that were made again so far.",
-    "fully_async/replay/differing": "Those of them that differ from the record.",
     "training/global_step": "Number of the step.",
     "training/epoch": "Completed passes over the data.",
     "training/weights_version": "Number of the last update in the weights that made the samples.",

@@ -4,16 +4,16 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl.config.aliases import current_names_or_exit
-from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, with_derived_settings
+from verl.config.asynchronous import AsyncTrainingConfig, with_derived_settings
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
@@ -91,21 +91,7 @@ def run_ppo(
     """
     config = current_config(config)
     if config.trainer.dry_run:
-        if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
-            from verl.planning.async_calibration import print_best_split
-            from verl.planning.calibration import print_step_time
-
-            def train(changes: Mapping[str, Any]) -> None:
-                small = config.copy()
-                for key, value in changes.items():
-                    OmegaConf.update(small, key, value, force_add=False)
-                run_ppo(small, task_runner_class, known=known, services=services)
-
-            if "async_training" in config:
-                print_best_split(to_settings(config, AsyncPPOConfig), train)
-            else:
-                print_step_time(to_settings(config, PPOConfig), train)
-        sys.exit(code)
+        sys.exit(dry_run(config, known=known))
     settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 

@@ -16,7 +16,6 @@ Modules without a folder are in tests/trainer/fully_async.
 | a cache of old weights is read | tests/rollout/test_interrupted: tokens_before_and_after_new_weights |
 | a dead engine counts as success | below: a_server_that_has_ended; test_rollouter: a_dead_server_ends_the_run |
 | a start waits for ever for CPUs | test_modes: too_few_cpus_for_the_servers |
-| a run cannot be repeated bit for bit | test_runs: the replays of both runs; test_modes: conversations_with_tools |
 | a batch is older than the bound | below: an_update_refuses_a_batch_that_is_too_old; test_staleness |
 | a sample is trained twice | test_journal: nothing_follows_an_end; test_kills |
 | a failed grade of a checkpoint ends every resumed run | below: a_grade_that_failed; test_kills: reward |

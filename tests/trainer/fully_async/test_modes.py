@@ -8,13 +8,13 @@ from ray.exceptions import RayError
 
 from tests.agents.agent_loop.test_killed_tools_run import PARTS, save_calling_llama
 from tests.helpers.rl_run import metrics_rows
-from tests.trainer.fully_async.test_runs import check_journal, composed, rows, train, weights
+from tests.trainer.fully_async.test_runs import check_journal, composed, rows, train
 from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_conversations_with_tools_are_trained_and_replayed(ray_cluster, tmp_path):
+def test_conversations_with_tools_are_trained(ray_cluster, tmp_path):
     model, steps = save_calling_llama(tmp_path / "model", 6.0), 4
     tool = {"class_name": f"{PARTS}.LoggedTool", "config": {"log": str(tmp_path / "calls.log")}}
     (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
@@ -31,11 +31,6 @@ def test_conversations_with_tools_are_trained_and_replayed(ray_cluster, tmp_path
     for row in rows(out / "async_record.jsonl"):
         for sample in (sample for group in row["groups"] for sample in group["samples"]):
             assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"])
-    called = (tmp_path / "calls.log").read_text()
-    replayed = train(tmp_path / "replay", model, steps, **settings,
-                     async_training__replay=out / "async_record.jsonl")  # fmt: skip
-    assert weights(replayed, steps) == weights(out, steps)
-    assert (tmp_path / "calls.log").read_text() == called  # no tool was called again
 
 
 PROGRAM = """
@@ -71,9 +66,6 @@ def test_programs_with_parallel_requests_are_trained(ray_cluster, tmp_path, tiny
         assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"]) > 0
     metrics = [row for row in metrics_rows(tmp_path / "run") if "actor/pg_loss" in row]
     assert len(metrics) == steps and all(row["critic/score/mean"] >= 1 for row in metrics)
-    replayed = train(tmp_path / "replay", tiny_llama, steps, **settings,
-                     async_training__replay=out / "async_record.jsonl")  # fmt: skip
-    assert weights(replayed, steps) == weights(out, steps)
 
 
 def test_conversations_that_an_environment_leads_are_trained(ray_cluster, tmp_path, tiny_llama, monkeypatch):

@@ -50,8 +50,6 @@ def test_an_update_takes_mini_batches_or_one_step_the_batch(tmp_path):
         ({"trainer__local": "true"}, "trainer.local=True does not work with asynchronous training"),
         ({"actor_rollout_ref__rollout__over_sample_rate": 0.5}, "over_sample_rate=0.5 does not work"),
         ({"actor_rollout_ref__rollout__agent__command_journal": "true"}, "command_journal=true does not work here"),
-        ({"actor_rollout_ref__rollout__agent__command": "agent", "async_training__replay_mode": "regenerate"},
-         "regenerate does not work with actor_rollout_ref.rollout.agent.command"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, more, says):

@@ -82,16 +82,14 @@ class Journal:
     resume: it becomes finished. Row {time, event: resume, step, removed} says that a run continued
     after `step`, and how many rows of later steps were removed.
 
-    Prompts are drawn in the order of their numbers (unless `in_order` is false), so that one whose samples have ended
-    is not drawn again.
+    Prompts are drawn in the order of their numbers, so that one whose samples have ended is not drawn again.
     """
 
-    def __init__(self, in_order: bool = True) -> None:
+    def __init__(self) -> None:
         self.file = RowsFile()
         self.states: dict[str, str] = {}
         self.counts: Counter[str] = Counter()  # samples by state
         self.drawn = 0
-        self.in_order = in_order
         self._last_number = -1
         self._lock = threading.Lock()
 
@@ -117,7 +115,7 @@ class Journal:
         with self._lock:
             before = self.states.get(sample)
             number = int(sample.partition("/")[0])
-            if state not in TRANSITIONS[before] or (before is None and self.in_order and number < self._last_number):
+            if state not in TRANSITIONS[before] or (before is None and number < self._last_number):
                 what = "is not known or was trained or dropped before" if before is None else f"is {before}"
                 raise JournalError(f"sample {sample} {what} and cannot become {state}")
             if before is None:

@@ -1,7 +1,6 @@
 """The rollout phase of asynchronous training: servers on ranks of their own, fed by a Rollouter."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,101 +37,24 @@ ENGINE_FAILED = 503  # status of a server's GET /health
 SAMPLE_ID, SPANS = "sample_id", "version_spans"  # columns
 
 
-class AsyncPhase(RolloutPhase):
-    """Where the trainer gets batches from: what live and replayed runs have in common."""
-
-    def __init__(self, config: AsyncPPOConfig, tokenizer: Any) -> None:
-        self.config, self.rollout_config = config, config.actor_rollout_ref.rollout
-        self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
-        self.agent_loops = self.actor_group = self.rm_group = None
-        self.streams_rewards = True
-        self.journal, self.timeline = Journal(in_order=config.async_training.replay is None), Timeline()
-        self.bound = StalenessBound.from_settings(config.async_training, config.data.train_batch_size)
-        self.server_names: list[str] = []
-        self.synced = 0  # weights version of the servers
-
-    def open_files(self, folder: Path, saved: dict[str, Any] | None, step: int) -> None:
-        """Begin or continue the files of journal and timeline."""
-        self.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], step)
-        self.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
-
-    def close(self) -> None:
-        self.timeline.close()
-        self.journal.close()
-
-    def begin(self) -> None:
-        """Let prompts be started from now on."""
-
-    def restore(self, groups: list[Group], dropped: int, step: int) -> None:
-        """Continue with the groups of a checkpoint of `step`."""
-
-    def send_weights(self, version: int, parts: list[ray.ObjectRef], interrupt: bool) -> None:
-        """Give all servers the weights of `version` (WeightPart), between two tokens or two samples."""
-
-    def take(self, step: int) -> list[Group]:
-        """The groups of step `step`, in the order of their numbers, once they are complete."""
-        raise NotImplementedError
-
-    def take_counts(self) -> tuple[Counter[str], list[float]]:
-        """See Rollouter.take_counts."""
-        raise NotImplementedError
-
-    def metrics(self) -> dict[str, float]:
-        """Further metrics of a step."""
-        return {}
-
-    def hold(self) -> dict[str, Any]:
-        """Draw no prompts until `release`; what a checkpoint has to know, as JSON."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Draw prompts again."""
-
-    def batch_of(self, groups: list[Group]) -> tuple[DataProto, dict[str, float]]:
-        """The samples of finished groups, those of one prompt adjacent: [prompts * n, T], with metrics.
-
-        As RolloutPhase.generate returns them, with the grades of the samples, and the columns weights_version (that of
-        the oldest token), version_spans (lists of (version, tokens)) and sample_id.
-        """
-        samples, n = [sample for group in groups for sample in group.samples], self.rollout_config.n
-        output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
-        rows, columns = output.meta_info["metrics"], output.non_tensor_batch
-        columns.pop("weights_versions", None)
-        scored = columns.get("reward_score")
-        output.meta_info = {}
-        oldest = [min((version for version, _ in sample.spans), default=group.started_at) for group in groups
-                  for sample in group.samples]  # fmt: skip
-        columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
-        columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
-        columns[SPANS] = _objects([sample.spans for sample in samples])
-        if scored is None or any(sample.result is not UNGRADED for sample in samples):
-            results = [sample.result if sample.result is not UNGRADED else None for sample in samples]
-            if scored is not None:
-                results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
-                columns.pop("reward_score")
-            columns[GRADED] = _objects(results)
-        output = use_loop_scores(output)
-        prompts = DataProto.concat([group.row for group in groups])
-        own = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
-        batch = DataProto(None, own, {}).repeat(n, interleave=True)
-        batch.union(DataProto(output.batch, output.non_tensor_batch, {}))
-        if "response_mask" not in batch.batch:
-            batch.batch["response_mask"] = compute_response_mask(batch)
-        return batch, conversation_metrics(rows, columns.get("end_reason", ()))
-
-
 async def close_all(replicas: Sequence[RolloutReplica]) -> None:
     """End the ranks and servers of replicas."""
     await asyncio.gather(*(replica.close() for replica in replicas))
 
 
-class SeparateRolloutPhase(AsyncPhase):
+class SeparateRolloutPhase(RolloutPhase):
     """Starts the servers, gives them weights, and generates for training and validation."""
 
     def __init__(
         self, config: AsyncPPOConfig, tokenizer: Any, stream: PromptStream, reward_fn: Any, total_prompts: int
     ) -> None:
-        super().__init__(config, tokenizer)
+        self.config, self.rollout_config = config, config.actor_rollout_ref.rollout
+        self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
+        self.agent_loops = self.actor_group = self.rm_group = None
+        self.streams_rewards = True
+        self.journal, self.timeline = Journal(), Timeline()
+        self.bound = StalenessBound.from_settings(config.async_training, config.data.train_batch_size)
+        self.synced = 0  # weights version of the servers
         self.stream = stream
         self.replicas = self._start_replicas()
         self.server_names = [f"server_{i}" for i in range(len(self.replicas))]
@@ -182,9 +104,16 @@ class SeparateRolloutPhase(AsyncPhase):
     def close(self) -> None:
         self.rollouter.close()
         asyncio.run(close_all(self.replicas))
-        super().close()
+        self.timeline.close()
+        self.journal.close()
+
+    def open_files(self, folder: Path, saved: dict[str, Any] | None, step: int) -> None:
+        """Begin or continue the files of journal and timeline."""
+        self.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], step)
+        self.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
 
     def take(self, step: int) -> list[Group]:
+        """The groups of step `step`, in the order of their numbers, once they are complete."""
         return self.rollouter.take(step, self.config.trainer.watchdog.generate)
 
     def check_servers(self) -> None:
@@ -203,6 +132,8 @@ class SeparateRolloutPhase(AsyncPhase):
                 ) from error
 
     def send_weights(self, version: int, parts: list[ray.ObjectRef], interrupt: bool) -> None:
+        """Give all servers the weights of `version` (WeightPart), between two tokens or two samples."""
+
         def send() -> None:
             calls = [replica.worker_group.execute_all_async("update_weights", parts, version) for replica in
                      self.replicas]  # fmt: skip
@@ -235,6 +166,38 @@ class SeparateRolloutPhase(AsyncPhase):
             samples = [Sample(f"{uid}/{k}", seeds[i * rollout.n + k]) for k in range(rollout.n)]
             groups.append(Group(int(uid), prompts[i : i + 1], params, step, samples, epoch))
         return groups
+
+    def batch_of(self, groups: list[Group]) -> tuple[DataProto, dict[str, float]]:
+        """The samples of finished groups, those of one prompt adjacent: [prompts * n, T], with metrics.
+
+        As RolloutPhase.generate returns them, with the grades of the samples, and the columns weights_version (that of
+        the oldest token), version_spans (lists of (version, tokens)) and sample_id.
+        """
+        samples, n = [sample for group in groups for sample in group.samples], self.rollout_config.n
+        output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
+        rows, columns = output.meta_info["metrics"], output.non_tensor_batch
+        columns.pop("weights_versions", None)
+        scored = columns.get("reward_score")
+        output.meta_info = {}
+        oldest = [min((version for version, _ in sample.spans), default=group.started_at) for group in groups
+                  for sample in group.samples]  # fmt: skip
+        columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
+        columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
+        columns[SPANS] = _objects([sample.spans for sample in samples])
+        if scored is None or any(sample.result is not UNGRADED for sample in samples):
+            results = [sample.result if sample.result is not UNGRADED else None for sample in samples]
+            if scored is not None:
+                results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
+                columns.pop("reward_score")
+            columns[GRADED] = _objects(results)
+        output = use_loop_scores(output)
+        prompts = DataProto.concat([group.row for group in groups])
+        own = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
+        batch = DataProto(None, own, {}).repeat(n, interleave=True)
+        batch.union(DataProto(output.batch, output.non_tensor_batch, {}))
+        if "response_mask" not in batch.batch:
+            batch.batch["response_mask"] = compute_response_mask(batch)
+        return batch, conversation_metrics(rows, columns.get("end_reason", ()))
 
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None

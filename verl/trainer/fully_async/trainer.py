@@ -14,8 +14,7 @@ from verl.config.compose import to_settings
 from verl.data.rl_dataset import collate_fn
 from verl.protocol import DataProto
 from verl.trainer.fully_async import journal
-from verl.trainer.fully_async.phase import SAMPLE_ID, AsyncPhase, SeparateRolloutPhase, check_reward
-from verl.trainer.fully_async.replay import RECORD_FILE, ReplayPhase
+from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase, check_reward
 from verl.trainer.fully_async.samples import Group
 from verl.trainer.ppo.ray_trainer import WEIGHT_SYNCS, Metrics, RayPPOTrainer
 from verl.trainer.run.run_log import JsonlLog, update_best
@@ -24,6 +23,7 @@ from verl.trainer.run.timing import step
 
 MIB = 1 << 20
 TRAINER = "trainer"
+RECORD_FILE = "async_record.jsonl"
 
 
 class FullyAsyncTrainer(RayPPOTrainer):
@@ -45,28 +45,21 @@ class FullyAsyncTrainer(RayPPOTrainer):
         if self.needs_greedy_baseline:
             name = config.algorithm.adv_estimator
             raise ValueError(f"algorithm.adv_estimator={name} needs greedy answers; it works in main_ppo only.")
-        self.bound_settings, self.is_replay = config.async_training, config.async_training.replay is not None
-        self.has_servers = not self.is_replay or config.async_training.replay_mode == "regenerate"
-        if self.is_replay:
-            self.val_reward_fn = None  # there is nothing that generates
-        self.rollout: AsyncPhase
+        self.bound_settings = config.async_training
+        self.rollout: SeparateRolloutPhase
         self.synced: int | None = None  # step after which weights were sent
         self.syncs = 0  # in this run
         self._in_step = 0  # 1 from a step's begin until its update is logged
         self.taken: list[str] = []  # ids of the step's samples
         self.totals: Counter[str] = Counter()
-        records = config.async_training.record and not self.is_replay
-        self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if records else None
+        self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if config.async_training.record else None
         self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
         self._validation: tuple[int, Future] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="validation")
 
-    def _make_rollout_phase(self) -> AsyncPhase:
+    def _make_rollout_phase(self) -> SeparateRolloutPhase:
         total = self.total_training_steps * self.config.data.train_batch_size
-        arguments, servers = (self.config, self.tokenizer), None
-        if self.has_servers:
-            servers = SeparateRolloutPhase(*arguments, self.prompt_stream, self.reward_fn, total)
-        return ReplayPhase(*arguments, self._restored, servers) if self.is_replay else servers
+        return SeparateRolloutPhase(self.config, self.tokenizer, self.prompt_stream, self.reward_fn, total)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -96,9 +89,6 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def _check_rollout(self) -> None:
         """Send the first weights, and let the servers begin."""
-        if not self.has_servers:
-            self.synced = self.global_steps
-            return
         with self._timed("update_weights"):
             self._send_weights()
         self.early_syncs = 1
@@ -124,8 +114,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def _rollout_awake(self) -> Iterator[Metrics]:
         """Send the weights, where that is due, and begin a validation of them; yields metrics."""
         self._in_step = 1
-        due = self._updates - self.synced >= self.bound_settings.trigger_parameter_sync_step
-        sent = due and self.has_servers
+        sent = self._updates - self.synced >= self.bound_settings.trigger_parameter_sync_step
         if sent:
             with self._timed("update_weights"):
                 self._send_weights()
@@ -148,7 +137,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
         versions = samples.non_tensor_batch["weights_version"]
         metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}
-        metrics |= self._async_metrics(samples, groups) | self.rollout.metrics()
+        metrics |= self._async_metrics(samples, groups)
         return samples, metrics
 
     def _draw_prompts(self) -> tuple[None, Metrics]:

@@ -192,7 +192,7 @@ def run_here(runner: Any, config: Any) -> int:
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")
         return 1
-    finally:  # a calibration starts another session
+    finally:  # the caller may start another session
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
