@@ -7,7 +7,8 @@ from loguru import logger
 
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.protocol import DataProto
-from verl.reward.rows import EXTRAS, extras_column
+from verl.protocol.serialization import object_array
+from verl.reward.rows import EXTRAS
 from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.core_algos import AdaptiveKLController
 
@@ -50,7 +51,7 @@ def test_a_required_parameter_names_a_column_of_the_data_or_of_the_reward(monkey
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     data.non_tensor_batch["level"] = np.array(["2", "3"], dtype=object)
     data.non_tensor_batch["note"] = np.array(["x", "y"], dtype=object)
-    data.non_tensor_batch[EXTRAS] = extras_column({"difficulty": [5.0, 7.0]}, 2)
+    data.non_tensor_batch[EXTRAS] = object_array([{"difficulty": 5.0}, {"difficulty": 7.0}])
     compute_advantage(data, "by_level")
     assert data.batch["advantages"].tolist() == [[0.0, 10.0, 0.0], [0.0, 0.0, 42.0]]
     data.non_tensor_batch.pop("level")

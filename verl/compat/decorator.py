@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tensordict import TensorDict
 
-from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol import DataProto, DataProtoFuture, concat_batches
 from verl.single_controller.base.dispatch import *  # noqa: F403
 from verl.single_controller.base.dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
@@ -15,7 +15,6 @@ from verl.single_controller.base.dispatch import (
     check_ranks,
     collect_dp_compute_data_proto,
     get_predefined_dispatch_fn,
-    join_batches,
     mode_of,
     split_batches,
 )
@@ -62,7 +61,7 @@ def collect_nd_compute_dataproto(
     collect_mask: list[bool], worker_group: WorkerGroup, output: list
 ) -> DataProto | TensorDict | DataProtoFuture:
     """The rows of the ranks whose mask is True."""
-    return join_batches(collect_nd_compute(collect_mask, worker_group, output))
+    return concat_batches(collect_nd_compute(collect_mask, worker_group, output))
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:

@@ -18,6 +18,7 @@ from verl.config.compose import to_settings
 from verl.config.data import DataConfig
 from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.data.parquet import open_parquet
+from verl.protocol.serialization import object_array
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
@@ -61,8 +62,7 @@ def collate_fn(data_list: list[dict]) -> dict:
         elif isinstance(values[0], np.generic):
             batch[key] = np.array(values)
         else:
-            batch[key] = np.empty(len(values), dtype=object)
-            batch[key][:] = values
+            batch[key] = object_array(values)
     return batch
 
 

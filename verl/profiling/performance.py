@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from verl.profiling.profile import mark_end_range, mark_start_range
+from verl.profiling.profile import marked_range
 
 GIB = 2**30
 
@@ -38,9 +38,5 @@ def marked_timer(
     category: str | None = None,
 ) -> Iterator[None]:
     """As `simple_timer`, and a range of that name in the profile."""
-    mark = mark_start_range(name, color, domain, category)
-    try:
-        with simple_timer(name, timing_raw):
-            yield
-    finally:
-        mark_end_range(mark)
+    with marked_range(name), simple_timer(name, timing_raw):
+        yield

@@ -77,7 +77,14 @@ class Profiler:
         logger.info("profile of rank {}: {}", self.rank, file)
 
 
-class TorchMemoryProfiler:
+class OneRecording:
+    """A profiler whose recording covers all updates from its start to its stop."""
+
+    def step(self) -> None:
+        """Ignored: a finished update ends nothing."""
+
+
+class TorchMemoryProfiler(OneRecording):
     """CUDA memory history between start and stop, as a snapshot for pytorch.org/memory_viz. Nothing without CUDA."""
 
     def __init__(
@@ -99,9 +106,6 @@ class TorchMemoryProfiler:
             )  # fmt: skip
         else:
             logger.warning("profiler.tool=torch_memory records CUDA allocations; this rank has no GPU")
-
-    def step(self) -> None:
-        """Ignored: one recording covers all updates."""
 
     def stop(self) -> None:
         """Write the snapshot and end the recording."""
@@ -129,7 +133,7 @@ def cut_stacks(snapshot: dict[str, Any], depth: int) -> None:
             entry["frames"] = frames[: python[depth]]
 
 
-class NsightProfiler:
+class NsightProfiler(OneRecording):
     """Capture ranges for `nsys profile --capture-range=cudaProfilerApi` around the worker. Nothing without CUDA.
 
     One range from start to stop, or with `discrete` one for each call of a method with `DistProfiler.annotate`.
@@ -157,9 +161,6 @@ class NsightProfiler:
         """Begin the range."""
         if torch.cuda.is_available() and not self.discrete:
             torch.cuda.profiler.start()
-
-    def step(self) -> None:
-        """Ignored: one recording covers all updates."""
 
     def stop(self) -> None:
         """End the range."""
@@ -212,12 +213,11 @@ class DistProfiler:
         """
 
         def decorate(func: Callable) -> Callable:
-            marked = mark_annotate(message, color, domain, category)(func)
-
             @functools.wraps(func)
             def call(*args: Any, **kwargs: Any) -> Any:
-                with _active.call() if isinstance(_active, NsightProfiler) else nullcontext():
-                    return marked(*args, **kwargs)
+                captured = _active.call() if isinstance(_active, NsightProfiler) else nullcontext()
+                with captured, marked_range(message or func.__name__):
+                    return func(*args, **kwargs)
 
             return call
 
@@ -230,24 +230,34 @@ def finished_update() -> None:
         _active.step()
 
 
+@contextmanager
+def marked_range(name: str) -> Iterator[None]:
+    """A named range in torch's profile and, with a GPU, for Nsight."""
+    with torch.profiler.record_function(name):
+        if not torch.cuda.is_available():
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
 def mark_start_range(
     message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
 ) -> Any:
-    """Begin a named range in torch's profile and, with a GPU, for Nsight; give the result to `mark_end_range`.
+    """Begin a `marked_range`; give the result to `mark_end_range`.
 
     `color`, `domain` and `category` are accepted for callers of nvtx; torch's ranges have a name only.
     """
-    record = torch.profiler.record_function(message or "range")
-    record.__enter__()
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(message or "range")
-    return record
+    marked = marked_range(message or "range")
+    marked.__enter__()
+    return marked
 
 
 def mark_end_range(range_id: Any) -> None:
     """End a range."""
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_pop()
     range_id.__exit__(None, None, None)
 
 
@@ -257,14 +267,6 @@ def mark_annotate(
     """Decorator: a range for each call, named `message` or after the function."""
 
     def decorate(func: Callable) -> Callable:
-        @functools.wraps(func)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            mark = mark_start_range(message or func.__name__, color, domain, category)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                mark_end_range(mark)
-
-        return call
+        return marked_range(message or func.__name__)(func)
 
     return decorate

@@ -17,8 +17,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.protocol.merge import (
     DataProtoConfig,
     DataProtoError,
-    cat_columns,
     cat_tensors,
+    check_same_keys,
     chunk_tensordict,
     concat_tensordict,
     deep_equal,
@@ -337,7 +337,9 @@ class DataProto:
         """Rows of all parts in order. meta_info must agree; its `metrics` are gathered into a dict of lists."""
         if not data:
             raise DataProtoError("concat of an empty list of DataProto")
-        batch, columns = cat_tensors([d.batch for d in data]), cat_columns([d.non_tensor_batch for d in data])
+        batch, columns = cat_tensors([d.batch for d in data]), [d.non_tensor_batch for d in data]
+        check_same_keys(columns, "columns")
+        columns = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
         return DataProto(batch, columns, merge_meta([d.meta_info for d in data]))
 
     def reorder(self, indices: torch.Tensor | list | np.ndarray) -> None:
@@ -409,13 +411,24 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     data.batch, data.non_tensor_batch = rows.batch, rows.non_tensor_batch
 
 
-def concat_batches(parts: list[DataProto] | list[TensorDict]) -> DataProto | TensorDict:
-    """The rows of all parts in order, [B_i, ...] -> [sum of B_i, ...]; TypeError for parts of several types."""
+def concat_batches(parts: list) -> DataProto | TensorDict | DataProtoFuture:
+    """The rows of all parts in order, [B_i, ...] -> [sum of B_i, ...]; of references to parts a future of them.
+
+    TypeError for other parts, or several types.
+    """
     kinds = {type(part) for part in parts}
-    if len(kinds) > 1:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    if kinds == {DataProto}:
+        return DataProto.concat(parts)
+    if len(kinds) < 2 and all(isinstance(part, TensorDict) for part in parts):
+        return concat_tensordict(parts)
+    import ray
+
+    if all(isinstance(part, ray.ObjectRef) for part in parts):
+        return DataProtoFuture.concat(parts)
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    if all(isinstance(part, DataProto | TensorDict) for part in parts):
         raise TypeError(f"the ranks returned batches of several types: {names}")
-    return DataProto.concat(parts) if kinds == {DataProto} else concat_tensordict(parts)
+    raise TypeError(f"a method that gets a batch must return a DataProto or a TensorDict on every rank, got {names}")
 
 
 @dataclass

@@ -33,7 +33,7 @@ def cat_tensors(parts: list[TensorDict | None]) -> TensorDict | None:
         return None
     if any(part is None for part in parts):
         raise DataProtoError("concat of DataProto with and without tensors; select the same columns first")
-    _check_same_keys(parts, "tensors")
+    check_same_keys(parts, "tensors")
     for number, part in enumerate(parts):
         for key, tensor in first.items():
             if not tensor.is_nested and part[key].shape[1:] != tensor.shape[1:]:
@@ -62,13 +62,8 @@ def select_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def cat_columns(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Rows of all parts in order: columns [B_i, ...] -> [sum B_i, ...]."""
-    _check_same_keys(parts, "columns")
-    return {key: np.concatenate([part[key] for part in parts], axis=0) for key in parts[0]}
-
-
-def _check_same_keys(parts: list, what: str) -> None:
+def check_same_keys(parts: list, what: str) -> None:
+    """DataProtoError unless all parts have the names of the first."""
     for number, part in enumerate(parts):
         odd = sorted(set(parts[0].keys()) ^ set(part.keys()))
         if odd:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl.protocol.serialization import object_array
+
 SAMPLING_MASK = "sampling_mask"
 REMOVED = -1e30  # a logit whose token has probability 0; minus infinity would make an entropy NaN
 
@@ -25,10 +27,7 @@ def mask_column(rows: Iterable[Sequence[np.ndarray]]) -> np.ndarray:
     for kept in rows:
         counts = [len(kept), *map(len, kept)]
         packed.append(np.concatenate([np.array(counts), *kept]).astype(np.int32))
-    column = np.empty(len(packed), dtype=object)
-    for i, row in enumerate(packed):
-        column[i] = row
-    return column
+    return object_array(packed)
 
 
 def kept_ids(row: np.ndarray) -> list[np.ndarray]:

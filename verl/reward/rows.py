@@ -175,13 +175,6 @@ def drop_failed(
     return data.select_idxs(np.array(scored, dtype=np.int64)), scores[scored], extras, Counter(filter(None, failures))
 
 
-def extras_column(extras: dict[str, Any], size: int) -> np.ndarray:
-    """The column EXTRAS [size] of extras by name, each with `size` values."""
-    column = np.empty(size, dtype=object)
-    column[:] = [{name: values[i] for name, values in extras.items()} for i in range(size)]
-    return column
-
-
 def reward_extras(data: DataProto) -> dict[str, list[Any]]:
     """The reward's extras in the column EXTRAS by name: B values each, None where a row lacks the name."""
     rows = data.non_tensor_batch.get(EXTRAS, ())

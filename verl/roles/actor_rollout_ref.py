@@ -2,7 +2,6 @@
 
 import functools
 import re
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +26,6 @@ from verl.roles.ranks import ModelWorker, per_rank_sizes
 from verl.rollout.base import get_rollout_class
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.training.actor.dp_actor import DataParallelPPOActor
-from verl.training.engine.fsdp import FSDPEngine
 from verl.training.policy import Policy, get_policy
 from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import defined_at, kind
@@ -80,9 +78,8 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         if self._is_actor:
             self.policy = self._make_policy(self.actor_config)
-            self.engine = self._make_engine(
-                self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
-            )
+            parts = (self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint)
+            self.engine = self.make_engine(self.model_config, *parts)
             self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
@@ -93,9 +90,8 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
             ref_config = self.config.ref
-            self.ref_engine = self._make_engine(
-                ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
-            )
+            model = self._reference_model(ref_config)
+            self.ref_engine = self.make_engine(model, ref_config.fsdp_config, None, CheckpointConfig())
             policy = self._make_policy(ref_config)
             self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
@@ -129,10 +125,6 @@ class ActorRolloutRefWorker(ModelWorker):
             )
         return model
 
-    def _make_engine(self, *parts: Any, model: HFModelConfig | None = None) -> FSDPEngine:
-        engine = FSDPEngine(model or self.model_config, *parts, device=self.device_name)
-        engine.initialize()
-        return engine
 
     def _make_policy(self, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
@@ -197,12 +189,13 @@ class ActorRolloutRefWorker(ModelWorker):
                 )
             with torch.no_grad():
                 output = run_if_coroutine(self.rollout.generate_sequences(prompts))
-            method = defined_at(type(self.rollout).generate_sequences)
+            method = type(self.rollout).generate_sequences
             if not isinstance(output, DataProto):
-                raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")
+                what = f"{defined_at(method)} returned {kind(output)}"
+                raise TypeError(f"{what}; expected a DataProto with the samples.")
             if missing := [name for name in SAMPLES if output.batch is None or name not in output.batch]:
                 remedy = "verl.rollout.sampling.build_rollout_batch makes them from the responses"
-                raise ValueError(f"{method} returned samples without {', '.join(missing)}; {remedy}.")
+                raise ValueError(f"{defined_at(method)} returned samples without {', '.join(missing)}; {remedy}.")
             output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         finally:
             if called_alone:
@@ -260,11 +253,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @DistProfiler.annotate()
     def update_actor(self, data: DataProto) -> DataProto:
         """PPO updates on this rank's share; the weights' version becomes meta_info["global_steps"]."""
-        started = time.perf_counter()
-        metrics = self.actor.update_policy(data)
-        metrics |= self.utilisation("actor", data, time.perf_counter() - started, self.actor_config.ppo_epochs)
-        metrics["actor/lr"] = self.engine.lr_scheduler.get_last_lr()[0]  # the rate of this update
-        self.engine.lr_scheduler_step()
+        metrics = self.updated("actor", self.actor.update_policy, data, self.actor_config.ppo_epochs)
         self.weights_version = int(data.meta_info["global_steps"])
         metrics |= peak_memory(self.device_name)
         return DataProto(meta_info={"metrics": metrics})

@@ -1,7 +1,5 @@
 """One rank of the critic."""
 
-import time
-
 from verl.config.critic import FSDPCriticConfig
 from verl.config.model import HFModelConfig, PluginConfig
 from verl.profiling.profile import DistProfiler
@@ -9,7 +7,6 @@ from verl.protocol import DataProto
 from verl.roles.ranks import ModelWorker, per_rank_sizes
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.training.critic import DataParallelPPOCritic
-from verl.training.engine.fsdp import FSDPEngine
 
 
 class CriticWorker(ModelWorker):
@@ -23,11 +20,8 @@ class CriticWorker(ModelWorker):
         self.join_ranks("critic")
         config = per_rank_sizes(self.config, "critic", self.config.rollout_n, self.world_size)
         self.critic_config: FSDPCriticConfig = config
-        self.engine = FSDPEngine(
-            value_model(config.model), config.model.fsdp_config, config.optim, config.checkpoint,
-            device=self.device_name,
-        )  # fmt: skip
-        self.engine.initialize()
+        parts = (config.model.fsdp_config, config.optim, config.checkpoint)
+        self.engine = self.make_engine(value_model(config.model), *parts)
         self.critic = DataParallelPPOCritic(config, self.engine)
         self.critic_module, self.critic_optimizer = self.engine.module, self.engine.optimizer
         self.critic_lr_scheduler = self.engine.lr_scheduler
@@ -42,11 +36,7 @@ class CriticWorker(ModelWorker):
     @DistProfiler.annotate()
     def update_critic(self, data: DataProto) -> DataProto:
         """One round of updates on this rank's share; metrics in meta_info["metrics"]."""
-        started = time.perf_counter()
-        metrics = self.critic.update_critic(data)
-        metrics |= self.utilisation("critic", data, time.perf_counter() - started, self.critic_config.ppo_epochs)
-        metrics["critic/lr"] = self.engine.lr_scheduler.get_last_lr()[0]
-        self.engine.lr_scheduler_step()
+        metrics = self.updated("critic", self.critic.update_critic, data, self.critic_config.ppo_epochs)
         return DataProto(meta_info={"metrics": metrics})
 
 

@@ -1,5 +1,7 @@
-"""What every role does on a rank: joining the others, sharing batch sizes out, checkpoints."""
+"""What every role does on a rank: joining the others, sharing batch sizes out, updates, checkpoints."""
 
+import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -8,6 +10,7 @@ from verl.config.actor import ActorConfig
 from verl.config.base import BaseConfig
 from verl.config.compose import to_settings, with_values
 from verl.config.critic import CriticConfig
+from verl.config.model import HFModelConfig
 from verl.config.profiler import ProfilerConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
@@ -54,6 +57,21 @@ class ModelWorker(Worker, DistProfilerExtension):
         initialize_global_process_group_ray(timeout_second=self.nccl_timeout)
         for mesh in meshes:
             self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
+
+    def make_engine(self, model: HFModelConfig, *parts: Any) -> FSDPEngine:
+        """The engine of this rank; `parts`: its settings, those of the optimizer or None, and those of checkpoints."""
+        engine = FSDPEngine(model, *parts, device=self.device_name)
+        engine.initialize()
+        return engine
+
+    def updated(self, role: str, update: Callable[[DataProto], dict], data: DataProto, passes: int) -> dict[str, Any]:
+        """The metrics of an update of `passes` epochs on this rank's share, after which the schedule goes on by one."""
+        started = time.perf_counter()
+        metrics = update(data)
+        metrics |= self.utilisation(role, data, time.perf_counter() - started, passes)
+        metrics[f"{role}/lr"] = self.engine.lr_scheduler.get_last_lr()[0]  # the rate of this update
+        self.engine.lr_scheduler_step()
+        return metrics
 
     def utilisation(self, role: str, data: DataProto, seconds: float, passes: int) -> dict[str, float]:
         """perf/mfu/<role>: FLOPs of `passes` updates on all ranks' samples over what the GPUs could do in that time.

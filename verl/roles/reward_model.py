@@ -17,7 +17,6 @@ from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_datap
 from verl.training.actor.batch_cuts import micro_batches
 from verl.training.actor.optimizer_step import forward_in_order
 from verl.training.critic.dp_critic import packs_values
-from verl.training.engine.fsdp import FSDPEngine
 from verl.training.policy.packing import pack_batch
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -37,10 +36,7 @@ class RewardModelWorker(ModelWorker):
         self.join_ranks("reward")
         self.settings: RewardModelConfig = self.config
         model = self.settings.model
-        self.engine = FSDPEngine(
-            value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
-        )
-        self.engine.initialize()
+        self.engine = self.make_engine(value_model(model), model.fsdp_config, None, CheckpointConfig())
         self.packs = packs_values(self.engine)
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:

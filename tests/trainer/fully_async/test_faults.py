@@ -26,7 +26,8 @@ import asyncio
 import json
 import operator
 import threading
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -42,9 +43,10 @@ from verl.reward.pool import Failure
 from verl.reward.rows import GRADED
 from verl.trainer.fully_async.phase import SAMPLE_ID, SPANS, AsyncPhase, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group, Sample
-from verl.trainer.fully_async.staleness import StalenessBound, StalenessError
+from verl.trainer.fully_async.staleness import StalenessBound
 from verl.trainer.fully_async.trainer import FullyAsyncTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.run.timing import StepFailed
 
 
 def queued(number, k, spans, **fields):
@@ -85,11 +87,11 @@ def test_an_update_refuses_a_batch_that_is_too_old(monkeypatch):
     monkeypatch.setattr(RayPPOTrainer, "_update_actor", lambda self, batch: updated.append(self.global_steps))
     trainer = object.__new__(FullyAsyncTrainer)
     trainer.rollout = SimpleNamespace(bound=StalenessBound(batch=2, sync_every=1, threshold=1.0, versions=1))
-    trainer.run_log = SimpleNamespace(timed=lambda name, step: nullcontext())
+    trainer.run_log = SimpleNamespace(timing=defaultdict(float))
     for step, refused in ((4, False), (5, True)):
         trainer.global_steps, batch = step, DataProto(None, {"weights_version": np.array([4, 2])}, {})
         if refused:
-            with pytest.raises(StalenessError, match="step 5 would train a sample of weights version 2"):
+            with pytest.raises(StepFailed, match="StalenessError: step 5 would train a sample of weights version 2"):
                 trainer._update_actor(batch)
         else:
             trainer._update_actor(batch)

@@ -8,6 +8,7 @@ from tests.helpers.engines import leave_group, make_actor, make_engine, weights_
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import fill_groups
+from verl.trainer.ppo.rank_rows import RankRows
 from verl.trainer.ppo.turn_rows import TURNS, from_rows, to_rows
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
 from verl.training.policy import prefix_tree
@@ -200,3 +201,18 @@ def test_a_run_trains_turns_with_the_advantage_of_their_conversation(tmp_path):
     pairs = [(a, b) for a, b, turns in zip(own[::2], own[1::2], mask[1::2].sum(1), strict=True) if turns]
     assert len(pairs) == 16 and all(b == [7, *a, 8] for a, b in pairs)
     assert sum(metrics_rows(tmp_path)[0][f"training/{name}_samples"] for name in ("scored", "dropped")) == 32
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_get_even_rows_of_tensors_and_the_batch_gets_its_own_rows_back(lost):
+    batch = DataProto.concat([two(), two()]).select_idxs(np.arange(4 - lost))
+    batch.non_tensor_batch = {"uid": np.array(["a", "a", "b", "b"], dtype=object)[: 4 - lost]}
+    sent = []
+
+    def method(rows):
+        sent.append(rows)
+        return DataProto.from_dict({"lengths": rows.batch["attention_mask"].sum(-1)})
+
+    output = RankRows(n=2, ranks=2, whole_groups=True).forward(method, batch)
+    assert len(sent[0]) == 4 and not sent[0].non_tensor_batch
+    assert output.batch["lengths"].tolist() == batch.batch["attention_mask"].sum(-1).tolist()

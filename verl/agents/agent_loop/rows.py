@@ -10,6 +10,7 @@ from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
+from verl.protocol.serialization import object_array
 from verl.reward.rows import LOST, place_scores
 from verl.rollout.sampling import right_padded
 
@@ -66,11 +67,8 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
 
 def column_of(values: list[Any]) -> np.ndarray:
     """A column [B] of numbers, or of objects where not every value is one."""
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values)
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
+    are_numbers = all(isinstance(value, int | float) for value in values)
+    return np.array(values) if are_numbers else object_array(values)
 
 
 def concat_rows(parts: list[DataProto]) -> DataProto:

@@ -67,7 +67,8 @@ class SampleRewardManager(AbstractRewardManager):
         function = self.compute_score or self.run_single
         results = parse_results(rows, results, self.settings.error == "drop", function)
         scored = place_results(data, results)
-        log_examples(self.tokenizer, rows, results, self.num_examine)
+        if self.num_examine:
+            log_examples(self.tokenizer, rows, results, self.num_examine)
         return scored if return_dict else scored["reward_tensor"]
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -139,8 +139,13 @@ def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
     return output
 
 
-def split_batches(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Every batch in `chunks` parts; a DataProto with auto padding is padded to a multiple of `chunks` first."""
+def split_batches(
+    chunks: int, args: tuple, kwargs: dict, part_of_rank: Sequence[int] | None = None
+) -> tuple[tuple, dict]:
+    """Every batch in `chunks` parts, of which rank r gets part_of_rank[r], or part r without it.
+
+    A DataProto with auto padding is padded to a multiple of `chunks` first.
+    """
     sizes = {}
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, DataProto | DataProtoFuture | TensorDict):
@@ -155,27 +160,15 @@ def split_batches(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     padding = -next(iter(sizes.values()), 0) % chunks
 
     def cut(value: DataProto | DataProtoFuture | TensorDict) -> list:
-        if isinstance(value, TensorDict):
-            return chunk_tensordict(value, chunks)
         if isinstance(value, DataProto) and padding:
             value = value.select()  # a shallow copy: the caller's batch keeps its length
             value.padding(padding)
-        return value.chunk(chunks)
+        parts = chunk_tensordict(value, chunks) if isinstance(value, TensorDict) else value.chunk(chunks)
+        return parts if part_of_rank is None else [parts[number] for number in part_of_rank]
 
     args, kwargs = _map(cut, args, kwargs)
     rows = next(iter(sizes.values()), 0) + padding
     return args, {**kwargs, PADDING_KEY: (padding, rows)} if padding else kwargs
-
-
-def join_batches(output: list) -> DataProto | TensorDict | DataProtoFuture:
-    import ray
-
-    if all(isinstance(o, DataProto | TensorDict) for o in output):
-        return concat_batches(output)
-    if all(isinstance(o, ray.ObjectRef) for o in output):
-        return DataProtoFuture.concat(output)
-    kinds = ", ".join(sorted({type(o).__name__ for o in output}))
-    raise TypeError(f"a method that gets a batch must return a DataProto or a TensorDict on every rank, got {kinds}")
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
@@ -188,7 +181,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, *
 
 def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | TensorDict | DataProtoFuture:
     """The ranks' rows in rank order."""
-    return join_batches(output)
+    return concat_batches(output)
 
 
 def dispatch_nd_compute(
@@ -209,35 +202,32 @@ def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
 ) -> tuple[tuple, dict]:
     """Each DataProto or TensorDict is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
-    args, kwargs = split_batches(dp_size, args, kwargs)
-    padding = {PADDING_KEY: kwargs.pop(PADDING_KEY)} if PADDING_KEY in kwargs else {}
-    args, kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *args, **kwargs)
-    return args, {**kwargs, **padding}
+    check_ranks("dp_rank_mapping", dp_rank_mapping, worker_group)
+    return split_batches(dp_size, args, kwargs, dp_rank_mapping)
 
 
-def _asked_once(known: dict[str, list], mesh_name: str, query: Callable, worker_group: WorkerGroup) -> list:
-    """What every worker answers about the mesh, in rank order; kept in `known`."""
-    if mesh_name not in known:
-        known[mesh_name] = query(mesh_name)
-        check_ranks(f"what the workers say of mesh {mesh_name!r}", known[mesh_name], worker_group)
-    return known[mesh_name]
-
-
-def _dp_ranks(mesh_name: str, group: WorkerGroup) -> list[int]:
-    return _asked_once(group._dispatch_info, mesh_name, group._query_dispatch_info, group)
+def _mesh_info(mesh_name: str, group: WorkerGroup) -> tuple[list[int], list[bool]]:
+    """Each rank's part of a batch in the mesh, and whether its output is collected, as the workers have said once."""
+    parts, collects = group._dispatch_info, group._collect_info
+    if mesh_name not in parts:
+        answers = group._query_dispatch_info(mesh_name), group.query_collect_info(mesh_name)
+        for answer in answers:
+            check_ranks(f"what the workers say of mesh {mesh_name!r}", answer, group)
+        parts[mesh_name], collects[mesh_name] = answers
+    return parts[mesh_name], collects[mesh_name]
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
     """As `dispatch_nd_compute_dataproto`, with the mapping that the workers registered for `mesh_name`."""
-    mapping = _dp_ranks(mesh_name, worker_group)
-    return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
+    mapping, _ = _mesh_info(mesh_name, worker_group)
+    return split_batches(max(mapping) + 1, args, kwargs, mapping)
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, output: list) -> Any:
     """The rows of the mesh's collecting ranks, in the order in which they were dispatched."""
-    mask = _asked_once(worker_group._collect_info, mesh_name, worker_group.query_collect_info, worker_group)
-    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(_dp_ranks(mesh_name, worker_group)) if mask[r])
-    return join_batches([output[r] for _, r in chosen])
+    mapping, collects = _mesh_info(mesh_name, worker_group)
+    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(mapping) if collects[r])
+    return concat_batches([output[r] for _, r in chosen])
 
 
 def mode_of(dispatch_fn: Callable, collect_fn: Callable) -> dict[str, Callable]:
@@ -304,13 +294,11 @@ def register(
     check_dispatch_mode(dispatch_mode)
     check_execute_mode(execute_mode)
 
-    def ready(value: Any) -> Any:
-        return value.get() if materialize_futures and isinstance(value, DataProtoFuture) else value
-
     def decorate(func: Callable) -> Callable:
         @functools.wraps(func)
         def call(*args, **kwargs):
-            args, kwargs = _map(ready, args, kwargs)
+            if materialize_futures and any(isinstance(v, DataProtoFuture) for v in (*args, *kwargs.values())):
+                args, kwargs = _map(lambda v: v.get() if isinstance(v, DataProtoFuture) else v, args, kwargs)
             return func(*args, **kwargs)
 
         @functools.wraps(func)

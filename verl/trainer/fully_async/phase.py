@@ -16,6 +16,7 @@ from verl.agents.agent_loop.worker import SEED
 from verl.config.asynchronous import AsyncPPOConfig
 from verl.config.compose import to_omegaconf, with_values
 from verl.protocol import DataProto
+from verl.protocol.serialization import object_array
 from verl.reward.rows import GRADED
 from verl.reward.stream import RewardStream, can_stream
 from verl.rollout.replica import RolloutReplica, RolloutReplicaRegistry
@@ -156,9 +157,7 @@ class SeparateRolloutPhase(RolloutPhase):
     def groups_of(self, prompts: DataProto, step: int, epoch: int) -> list[Group]:
         """Groups of prompts [B, P] whose samples have the seeds of `step`."""
         rollout = self.rollout_config
-        given = {name: rollout[name] for name in ("n", "temperature", "do_sample")}
-        meta = self._meta(**given, validate=False, global_steps=step)
-        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
+        asked = self._request(prompts, step)
         rows = conversations_of(asked, GenerationRequest.from_batch(asked, rollout), rollout)
         seeds, params = rows.non_tensor_batch[SEED].tolist(), rows.meta_info["sampling"]
         groups = []
@@ -183,13 +182,13 @@ class SeparateRolloutPhase(RolloutPhase):
                   for sample in group.samples]  # fmt: skip
         columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
         columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
-        columns[SPANS] = _objects([sample.spans for sample in samples])
+        columns[SPANS] = object_array([sample.spans for sample in samples])
         if scored is None or any(sample.result is not UNGRADED for sample in samples):
             results = [sample.result if sample.result is not UNGRADED else None for sample in samples]
             if scored is not None:
                 results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
                 columns.pop("reward_score")
-            columns[GRADED] = _objects(results)
+            columns[GRADED] = object_array(results)
         output = use_loop_scores(output)
         prompts = DataProto.concat([group.row for group in groups])
         own = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
@@ -203,19 +202,13 @@ class SeparateRolloutPhase(RolloutPhase):
         self, prompts: DataProto, step: int, reward_fn: Any = None
     ) -> tuple[DataProto, dict[str, float]]:
         """Samples of prompts with rollout.val_kwargs, without those that failed; weights do not change meanwhile."""
-        sampling = self.rollout_config.val_kwargs
-        given = {name: sampling[name] for name in ("n", "temperature", "do_sample")}
-        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), self._meta(
-            **given, validate=True, global_steps=step))  # fmt: skip
+        asked = self._request(prompts, step, validate=True)
         rows = conversations_of(asked, GenerationRequest.from_batch(asked, self.rollout_config), self.rollout_config)
         output = self.rollouter.call(self.rollouter.worker.generate_sequences(rows))
         metrics = conversation_metrics(output.meta_info["metrics"], output.non_tensor_batch.get("end_reason", ()))
         output.non_tensor_batch.pop("weights_versions", None)
         output = use_loop_scores(output)
-        columns = {k: v for k, v in prompts.non_tensor_batch.items() if k not in output.non_tensor_batch}
-        samples = DataProto(None, columns, {}).repeat(given["n"], interleave=True)
-        samples.union(DataProto(output.batch, output.non_tensor_batch, {}))
-        samples.meta_info = {"global_steps": step, "temperature": self.rollout_config.temperature}
+        samples = self._samples(prompts, output, asked.meta_info["n"], step)
         return without_lost(samples)[0], reduce_metrics(metrics)
 
 
@@ -226,11 +219,3 @@ def check_reward(config: AsyncPPOConfig, reward_fn: Any) -> None:
             f"reward_manager.name={config.reward_manager.name} scores batches, but asynchronous training grades each "
             "sample as it finishes. Use a manager that scores samples one by one, such as naive or dapo."
         )
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
-
-

@@ -16,7 +16,8 @@ from verl.protocol import DataProto
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase, check_reward
 from verl.trainer.fully_async.samples import Group
-from verl.trainer.ppo.ray_trainer import WEIGHT_SYNCS, Metrics, RayPPOTrainer
+from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
+from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
 from verl.trainer.run.run_log import JsonlLog, update_best
 from verl.trainer.run.starts import set_aside
 from verl.trainer.run.timing import step
@@ -91,7 +92,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """Send the first weights, and let the servers begin."""
         with self._timed("update_weights"):
             self._send_weights()
-        self.early_syncs = 1
+        self.weight_sync.early = 1
         if not self.config.trainer.val_only:
             self.rollout.begin()
 
@@ -119,8 +120,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
             with self._timed("update_weights"):
                 self._send_weights()
             self._begin_validation_if_due()
-        yield {WEIGHT_SYNCS: int(sent) + self.early_syncs}
-        self.early_syncs = 0
+        yield {WEIGHT_SYNCS: int(sent) + self.weight_sync.early}
+        self.weight_sync.early = 0
 
     @step("gen")
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:

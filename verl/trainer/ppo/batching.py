@@ -25,11 +25,10 @@ from verl.config.batch_sizes import prompts_a_step
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.reward.rows import EXTRAS, LOST, MASKED, reward_extras
+from verl.reward.rows import LOST, MASKED, reward_extras
 from verl.training.policy.prefix_tree import prefix_tree
 
 NO_BASELINE = "no_baseline"  # text in LOST that counts by itself, as MASKED does
-ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -94,20 +93,6 @@ class DropCounts:
         totals = {"requested": self.requested, "scored": self.scored, "dropped": dropped}
         metrics = {f"training/{name}_samples": number for name, number in totals.items()}
         return metrics | {f"training/dropped_samples/{name}": number for name, number in reasons.items()}
-
-
-def with_scores(batch: DataProto, scored: DataProto) -> DataProto:
-    """The rows of `batch` that `scored` has, in their order, with token_level_scores [B', R] and the reward's extras.
-
-    Rows are matched by the column ROW, which is taken away.
-    """
-    place = {row: i for i, row in enumerate(scored.batch[ROW].tolist())}
-    rows = batch.batch.pop(ROW).tolist()
-    kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place])
-    own = [place[row] for row in rows if row in place]
-    kept.batch["token_level_scores"] = scored.batch["token_level_scores"][own]
-    kept.non_tensor_batch[EXTRAS] = scored.non_tensor_batch[EXTRAS][own]
-    return kept
 
 
 def mark_without_baseline(data: DataProto, baselines: Mapping[str, float]) -> None:
@@ -210,7 +195,7 @@ def balance(
         shared = prefix_tree(data.batch, data.batch["responses"].shape[1]).shared.tolist()
     weights = [[tokens[row] - shared[row] for row in rows] for rows in group_rows(data)]
     uneven = any(len(rows) < n for rows in weights)
-    partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length else None
+    partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length and ranks > 1 else None
     order = balanced_order(weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)
     data.reorder(torch.from_numpy(order))
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()

@@ -1,8 +1,7 @@
 """RayPPOTrainer: the RL loop, one short method per step."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,24 +18,28 @@ from verl.config.compose import to_omegaconf, to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, serves_reward_model
 from verl.profiling.performance import marked_timer
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto
+from verl.protocol.serialization import object_array
 from verl.reward.loading import load_served_reward
-from verl.reward.rows import EXTRAS, extras_column
+from verl.reward.rows import EXTRAS
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.health import RunHealth
+from verl.trainer.ppo.late_scores import LateScores
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics
-from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
+from verl.trainer.ppo.rank_rows import RankRows
+from verl.trainer.ppo.rollout_check import RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
-from verl.trainer.ppo.turn_rows import from_rows, to_rows
 from verl.trainer.ppo.utils import Role, WorkerType
+from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS, WeightSync
 from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
-from verl.trainer.run.timing import step
+from verl.trainer.run.timing import step, timed_step
+from verl.trainer.run.validator import Validator
 
 __all__ = [
     "AdvantageEstimator", "RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage",
@@ -44,7 +47,6 @@ __all__ = [
 ]  # fmt: skip
 
 Metrics = dict[str, Any]
-WEIGHT_SYNCS = "rollout/weight_syncs"
 
 
 class RayPPOTrainer:
@@ -89,10 +91,8 @@ class RayPPOTrainer:
         self.correction = utils.rollout_correction(config)
         self.keeps_groups_whole = bool(actor.share_prompt_forward)
         self.needs_old_log_probs = batching.needs_old_log_probs(config)
-        self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
-        self.rollout_check, self.early_syncs = RolloutCheck(config), 0  # syncs before the first step or validation
-        self.health = RunHealth(config)
-        self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`
+        self.late_scores = LateScores(self._score)
+        self.rollout_check, self.health = RolloutCheck(config), RunHealth(config)
         self.needs_greedy_baseline = "reward_baselines" in advantage.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
@@ -131,8 +131,12 @@ class RayPPOTrainer:
             trainer, trained, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
             delete_after_load=trainer.del_local_ckpt_after_load,
         )  # fmt: skip
+        self.rank_rows = RankRows(self.n, self.ranks, self.keeps_groups_whole)
         self.rollout = self._make_rollout_phase()
-        self.validator = self.rollout.validator(self.config, self.val_dataloader, self.val_reward_fn)
+        self.weight_sync = WeightSync(
+            self.rollout_check, self.rollout, self.actor_rollout_wg, self.rank_rows, self.train_dataloader, self._timed
+        )
+        self.validator = Validator(self.config, self.val_dataloader, self.tokenizer, self.rollout, self.val_reward_fn)
 
     def _make_rollout_phase(self) -> RolloutPhase:
         return RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
@@ -165,7 +169,7 @@ class RayPPOTrainer:
                         metrics |= self._compute_ref_log_prob(batch)
                     if self.use_critic:
                         metrics |= self._compute_values(batch)
-                    if self.pending_scores is not None:  # reward_model.launch_reward_fn_async
+                    if self.late_scores.pending is not None:  # reward_model.launch_reward_fn_async
                         batch, scored = self._await_scores(batch)
                         metrics |= scored
                     metrics |= self._assign_token_rewards(batch)  # scores minus the KL penalty
@@ -197,10 +201,8 @@ class RayPPOTrainer:
         if baselines is not None:
             batching.mark_without_baseline(samples, baselines)
         samples, counts = self._drop_lost(samples)
-        if self.scorer is not None and counts.scored:
-            samples.batch[batching.ROW] = torch.arange(len(samples))
-            own = DataProto(samples.batch.clone(recurse=False), dict(samples.non_tensor_batch), {})
-            self.pending_scores = self.scorer.submit(self._score, own, counts)
+        if self.config.reward_model.launch_reward_fn_async and counts.scored:
+            self.late_scores.begin(samples, counts)
         elif counts.scored:
             samples, counts, scored = self._score(samples, counts)
             metrics |= scored
@@ -236,40 +238,19 @@ class RayPPOTrainer:
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
         samples, metrics = self.rollout.generate(prompts, self.global_steps, reward_fn=self.reward_fn)
-        self.rollout_check.recent = prompts
+        self.weight_sync.recent = prompts
         versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
         if len(versions) != 1:
             raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
         return samples, metrics | {"training/weights_version": int(versions[0])}
 
     def _check_rollout(self) -> None:
-        """Send the first weights, which ends the run if they arrive wrong, before anything else is computed."""
-        if self.rollout_check.applies:
-            with self._rollout_awake() as metrics:
-                pass
-            self.early_syncs = metrics[WEIGHT_SYNCS]
+        """Send the first weights, before anything else is computed."""
+        self.weight_sync.send_first()
 
-    @contextmanager
-    def _rollout_awake(self) -> Iterator[Metrics]:
-        """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics.
-
-        The log-probs that some of these weights give are compared with the trainer's (rollout.verify_weights_every).
-        """
-        with self._timed("update_weights"):
-            sent = any(self.actor_rollout_wg.rollout_mode())
-        probe = self.rollout_check.prompts_if_due(self.train_dataloader, self.ranks) if sent else None
-        if probe is not None:
-            with self._timed("check_rollout"):
-                probe = self.rollout.probe(probe, self.n, PROBE_TOKENS)
-        yield {WEIGHT_SYNCS: int(sent) + self.early_syncs}
-        self.early_syncs = 0
-        self.actor_rollout_wg.trainer_mode()  # after an error the run ends: the rollout is left as it is
-        if probe is not None:
-            with self._timed("check_rollout"):
-                probe.batch["group_index"] = batching.prompt_groups(probe)
-                output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, probe)
-                probe.batch["old_log_probs"] = output.batch["old_log_probs"]
-                self.rollout_check.compare(probe)
+    def _rollout_awake(self) -> AbstractContextManager[Metrics]:
+        """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics."""
+        return self.weight_sync.awake()
 
     @step("reward")
     def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts, Metrics]:
@@ -280,7 +261,8 @@ class RayPPOTrainer:
         samples, scores, extras, failed = self.rollout.score(samples, self.reward_fn)
         metrics: Metrics = {"reward/errors": failed["error"], "reward/timeouts": failed["timeout"]}
         samples.batch["token_level_scores"] = scores
-        samples.non_tensor_batch[EXTRAS] = extras_column(extras, len(samples))
+        rows = [{name: values[i] for name, values in extras.items()} for i in range(len(samples))]
+        samples.non_tensor_batch[EXTRAS] = object_array(rows)
         metrics |= metric_utils.mean_extras(extras)
         if failed:
             samples, later = self._drop_lost(samples)
@@ -290,13 +272,10 @@ class RayPPOTrainer:
     @step("await_reward")
     def _await_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The batch with the scores that were computed meanwhile, and their metrics; see `_score`."""
-        samples, counts, metrics = self.pending_scores.result()
-        self.pending_scores = None
-        counts.check_any_scored()
-        scored = batching.with_scores(batch, samples)
+        scored, metrics = self.late_scores.take(batch)
         if len(scored) < len(batch):
             metrics |= self._balance_batch(scored)
-        return scored, metrics | counts.metrics()
+        return scored, metrics
 
     @step("balance")
     def _balance_batch(self, batch: DataProto) -> Metrics:
@@ -339,11 +318,8 @@ class RayPPOTrainer:
         return {}
 
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
-        """The rows of `batch` through a worker group's method, padded to an even share of the ranks."""
-        filled, own = batching.fill_groups(batch, self.n)
-        even = self.ranks * (self.n if self.keeps_groups_whole else 1)  # one of DAPO's generations may not divide
-        padded, pad = pad_dataproto_to_divisor(filled, even)
-        return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
+        """The columns [B, R] that a worker group's method computes for the samples."""
+        return self.rank_rows.forward(method, batch)
 
     @step("adv")
     def _assign_token_rewards(self, batch: DataProto) -> Metrics:
@@ -377,16 +353,12 @@ class RayPPOTrainer:
     @step("update_critic")
     def _update_critic(self, batch: DataProto) -> Metrics:
         """One pass of value updates over the batch."""
-        return self._updated(self.critic_wg.update_critic, batch)
+        return self.rank_rows.update(self.critic_wg.update_critic, batch)
 
     @step("update_actor")
     def _update_actor(self, batch: DataProto) -> Metrics:
         """One pass of PPO updates over the batch."""
-        return self._updated(self.actor_rollout_wg.update_actor, batch)
-
-    def _updated(self, method, batch: DataProto) -> Metrics:
-        filled, _ = batching.fill_groups(batch, self.n)
-        return metric_utils.reduce_metrics(method(to_rows(filled)).meta_info["metrics"])
+        return self.rank_rows.update(self.actor_rollout_wg.update_actor, batch)
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:
         """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
@@ -397,7 +369,7 @@ class RayPPOTrainer:
         )  # fmt: skip
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
-        return self.run_log.timed(name, self.global_steps)
+        return timed_step(name, self.run_log.timing, self.global_steps)
 
     def _remaining_steps(self) -> Iterator[int]:
         """Numbers of the steps still to do; ends early, with a checkpoint, when a stop is requested."""

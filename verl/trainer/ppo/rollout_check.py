@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from loguru import logger
 
@@ -10,7 +9,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.protocol import DataProto
 
-PROBE_TOKENS, PROBE_SAMPLES = 16, 8  # of a sample; samples at least
+PROBE_TOKENS = 16  # of a sample
 LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # largest difference in float32; mean difference in half precision
 PATIENCE = 3  # steps
 NAME = "actor_rollout_ref.rollout.name"
@@ -38,8 +37,6 @@ class RolloutCheck:
         own = self.rollout.engine_kwargs.get(self.rollout.name) or {}  # the engine's options by its own names
         self.quantized = self.rollout.quantization is not None or own.get("quantization") is not None
         self.disagreed = 0  # steps in a row
-        self.syncs = 0  # weight updates
-        self.recent: DataProto | None = None  # prompts [B, P] that the rollout answered last
 
     @property
     def applies(self) -> bool:
@@ -51,24 +48,6 @@ class RolloutCheck:
     def _comparable(self) -> bool:
         """Whether the samples' log-probs are log-probs of the weights that the trainer has."""
         return not self.rollout.skip_rollout and "logits" not in (self.rollout.logprobs_mode or "")
-
-    def prompts_if_due(self, loader: Any, ranks: int) -> DataProto | None:
-        """Count a weight update; prompts [B, P] to compare log-probs on, equally many for each rank, or None.
-
-        They are those that the rollout answered last: a prefix cache that was not emptied still has their keys and
-        values. Before the first step they are the first ones of the training data.
-        """
-        self.syncs += 1
-        if not self.applies or (self.syncs - 1) % self.rollout.verify_weights_every:
-            return None
-        count = ranks * -(-PROBE_SAMPLES // (ranks * self.rollout.n))
-        if self.recent is not None:
-            prompts = self.recent.select_idxs(np.arange(count) % len(self.recent))
-        else:
-            rows = [loader.dataset[i % len(loader.dataset)] for i in range(count)]
-            prompts = DataProto.from_single_dict(loader.collate_fn(rows))
-        prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(count)], dtype=object)
-        return prompts
 
     def compare(self, samples: DataProto) -> None:
         """Raise RuntimeError if rollout_log_probs and old_log_probs [B, R] of the samples disagree.

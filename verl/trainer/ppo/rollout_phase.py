@@ -1,6 +1,6 @@
 """The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_skip import RolloutSkip
-from verl.trainer.run.validator import Validator
 from verl.utils.tokenizer import stop_ids
 
 
@@ -60,12 +59,8 @@ class RolloutPhase:
         With `reward_fn` and agent loops, samples are graded as they finish, if the manager scores each by itself;
         `score` then reads the results.
         """
-        rollout = self.rollout_config
-        sampling = rollout.val_kwargs if validate else rollout
-        given = {name: sampling[name] for name in ("n", "temperature", "do_sample")}
-        meta = self._meta(**{**given, "validate": validate, "global_steps": step, **overrides})
-        n = meta["n"]
-        gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # extra_info too: SPD reads it
+        gen_batch = self._request(prompts, step, validate, **overrides)
+        n = gen_batch.meta_info["n"]
         stream = self._reward_stream(reward_fn)
         scored: list[tuple[int, DataProto]] = []  # rows already scored by their agent loop
         if stream is not None:
@@ -94,17 +89,11 @@ class RolloutPhase:
             output = unpad_dataproto(self.actor_group.generate_sequences(padded), pad_size=pad * n)
         if len(output) != len(prompts) * n:
             raise ValueError(
-                f"rollout '{rollout.name}' returned {len(output)} rows for {len(prompts)} prompts x n={n}; "
+                f"rollout '{self.rollout_config.name}' returned {len(output)} rows for {len(prompts)} prompts x n={n}; "
                 f"expected {len(prompts) * n}, samples of one prompt adjacent."
             )
         metrics = reduce_metrics(dict(output.meta_info["metrics"])) if "metrics" in output.meta_info else {}
-        # The rollout may have changed a column (extra_info): its own columns replace those of the prompts.
-        columns = {k: v for k, v in prompts.non_tensor_batch.items() if k not in output.non_tensor_batch}
-        samples = DataProto(None, columns, {}).repeat(n, interleave=True)
-        samples.union(DataProto(output.batch, output.non_tensor_batch, {}))
-        if "response_mask" not in samples.batch:
-            samples.batch["response_mask"] = compute_response_mask(samples)
-        samples.meta_info = {"global_steps": step, "temperature": rollout.temperature}
+        samples = self._samples(prompts, output, n, step)
         if stream is not None:
             metrics |= stream.finish(samples)
         return samples, metrics
@@ -114,27 +103,35 @@ class RolloutPhase:
 
         With rollout_log_probs [B * n, tokens], unless a rollout of the user's own does not return them.
         """
-        meta = self._meta(n=n, temperature=1.0, do_sample=True, validate=True, global_steps=0, probe_tokens=tokens)
-        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
-        output = self.actor_group.generate_sequences(asked)
-        samples = DataProto(None, {"uid": prompts.non_tensor_batch["uid"]}, {}).repeat(n, interleave=True)
-        samples.union(DataProto(output.batch, {}, {"temperature": 1.0}))
+        sampling = {"n": n, "temperature": 1.0, "do_sample": True, "probe_tokens": tokens}
+        output = self.actor_group.generate_sequences(self._request(prompts, 0, True, **sampling))
+        samples = self._samples(prompts, output, n, 0)
+        samples.non_tensor_batch, samples.meta_info = {"uid": samples.non_tensor_batch["uid"]}, {"temperature": 1.0}
+        return samples
+
+    def _request(self, prompts: DataProto, step: int, validate: bool = False, **overrides: Any) -> DataProto:
+        """The prompts [B, P] with all of their columns, and the meta_info that a rollout reads."""
+        sampling = self.rollout_config.val_kwargs if validate else self.rollout_config
+        meta = {name: sampling[name] for name in ("n", "temperature", "do_sample")}
+        meta |= {"validate": validate, "global_steps": step, "recompute_log_prob": False}
+        meta |= {"eos_token_id": list(self._stop_ids), "pad_token_id": self.tokenizer.pad_token_id}
+        return DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta | overrides)
+
+    def _samples(self, prompts: DataProto, output: DataProto, n: int, step: int) -> DataProto:
+        """The rows [B * n, T] that a rollout returned, with response_mask [B * n, R] and the columns of their prompts.
+
+        The rollout may have changed a column (extra_info): its own columns replace those of the prompts.
+        """
+        columns = {name: np.repeat(column, n, axis=0) for name, column in prompts.non_tensor_batch.items()}
+        facts = {"global_steps": step, "temperature": self.rollout_config.temperature}
+        samples = DataProto(output.batch, columns | output.non_tensor_batch, facts)
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
         return samples
 
-    def _meta(self, **given: Any) -> dict[str, Any]:
-        """The meta_info that a rollout reads: what is given, and the tokens that end and pad an answer."""
-        ends = stop_ids(self.tokenizer, self.model_path, self.rollout_config.stop_token_ids)
-        pad = self.tokenizer.pad_token_id
-        return {"eos_token_id": ends, "pad_token_id": pad, "recompute_log_prob": False, **given}
-
-    def validator(self, config: PPOConfig, loader: Any, reward_fn: Any) -> Validator:
-        """What validates on the prompts of `loader`."""
-        return Validator(
-            config, loader, self.tokenizer, generate=partial(self.generate_for_validation, reward_fn=reward_fn),
-            score=partial(self.score, reward_fn=reward_fn),
-        )  # fmt: skip
+    @cached_property
+    def _stop_ids(self) -> list[int]:
+        return stop_ids(self.tokenizer, self.model_path, self.rollout_config.stop_token_ids)
 
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None

@@ -9,7 +9,6 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from verl.protocol import DataProto
 from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
 from verl.trainer.run.starts import Starts, leaves, set_aside
-from verl.trainer.run.timing import timed_step
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
 
@@ -146,10 +144,6 @@ class RunLog:
         saved = f"last checkpoint: {self.run_dir}/global_step_{checkpoint}" if checkpoint else "no checkpoint was saved"
         sys.stdout.write(f"{text} Folder: {self.run_dir}{report}, {saved}\n")
         sys.stdout.flush()
-
-    def timed(self, name: str, step: int) -> AbstractContextManager[None]:
-        """Add the seconds of the block to `timing_s/<name>`; an error in it becomes StepFailed."""
-        return timed_step(name, self.timing, step)
 
     def take_timing(self) -> dict[str, float]:
         """Seconds by name since the last call."""

@@ -51,7 +51,7 @@ def step(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(self, *args, **kwargs):
-            with self.run_log.timed(name, self.global_steps):
+            with timed_step(name, self.run_log.timing, self.global_steps):
                 return method(self, *args, **kwargs)
 
         return timed

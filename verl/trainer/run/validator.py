@@ -1,16 +1,16 @@
 """One pass over a validation set: generate, score, name the metrics."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.trainer.run.samples import sample_rows, write_jsonl
 from verl.trainer.run.validation_metrics import process_validation_metrics
 from verl.utils.metric import reduce_metrics
@@ -19,18 +19,13 @@ from verl.utils.tracking import ValidationGenerationsLogger
 
 @dataclass
 class Validator:
-    """Generates and scores the validation set.
-
-    `generate(prompts, step)` returns the samples of prompts that could be generated, and the rollout's metrics;
-    `score(samples)` returns the samples that have a score, their token-level scores [B, R], the reward's extra values
-    by name, and how many samples have none.
-    """
+    """Generates and scores the validation set, by the trainer's rollout phase."""
 
     config: PPOConfig
     loader: Iterable[dict[str, Any]]
     tokenizer: Any
-    generate: Callable[[DataProto, int], tuple[DataProto, Mapping[str, float]]]
-    score: Callable[[DataProto], tuple[DataProto, torch.Tensor, Mapping[str, list[Any]], Any]]
+    rollout: RolloutPhase
+    reward_fn: Any
 
     def run(self, step: int) -> dict[str, float]:
         """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* requests them.
@@ -48,13 +43,13 @@ class Validator:
             names = [f"v{prompts_seen + i}" for i in range(len(prompts))]
             prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
             prompts_seen += len(prompts)
-            samples, metrics = self.generate(prompts, step)
+            samples, metrics = self.rollout.generate_for_validation(prompts, step, self.reward_fn)
             for key, value in metrics.items():
                 rollout_metrics[f"val-aux/{key}"].append(value)
             if not len(samples):
                 continue
             samples.meta_info["validate"] = True
-            samples, token_scores, extras, _ = self.score(samples)
+            samples, token_scores, extras, _ = self.rollout.score(samples, self.reward_fn)
             extras = {"reward_extra" if key == "reward" else key: column for key, column in extras.items()}
             scores = token_scores.sum(-1).tolist()
             values["reward"] += scores

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,17 +51,17 @@ class DataParallelPPOActor(BasePPOActor):
 
         meta_info: `temperature`; `micro_batch_size`, `use_dynamic_bsz`, `max_token_len` replace the actor's own keys.
         """
-        temperature, meta = _temperature(data), data.meta_info
+        data, meta = self._select(data, ()), data.meta_info
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        data, own = self.engine.gather_over_sequence_group(self._select(data, ()))
+        data, own = self.engine.gather_over_sequence_group(data)
         budget = tokens * self.engine.sequence_parallel_size if dynamic else None
         micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
 
         def forward(batch: TensorDict) -> list[torch.Tensor]:
             log_prob, entropy = self.policy.log_probs(
-                self.engine.module, batch, temperature=temperature, with_entropy=calculate_entropy
+                self.engine.module, batch, temperature=meta["temperature"], with_entropy=calculate_entropy
             )
             return [log_prob.float(), entropy.float()] if calculate_entropy else [log_prob.float()]
 
@@ -69,7 +70,7 @@ class DataParallelPPOActor(BasePPOActor):
 
     def update_policy(self, data: DataProto) -> dict:
         """PPO steps on this rank's rows; the columns are [B, R] and [B, P+R]. See `update_by_mini_batches`."""
-        config, temperature = self.config, _temperature(data)
+        config = self.config
         data = self._select(data, (*_UPDATE_KEYS, *(k for k in _OPTIONAL_KEYS if k in data.batch.keys())))
         if config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
             raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob, which the batch lacks.")
@@ -81,10 +82,8 @@ class DataParallelPPOActor(BasePPOActor):
                 f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
                 "only a single step may leave them out."
             )
-        metrics = update_by_mini_batches(
-            self.engine, config, data, lambda batch, counts: self._loss(batch, counts, temperature), "actor",
-            self._begin, **self._cut,
-        )  # fmt: skip
+        loss_of = partial(self._loss, temperature=data.meta_info["temperature"])
+        metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
         return metrics
@@ -174,6 +173,11 @@ class DataParallelPPOActor(BasePPOActor):
 
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the other columns are not copied to the device."""
+        if "temperature" not in data.meta_info:
+            raise ValueError(
+                "the actor's batch has no meta_info['temperature']: log-probs must be taken at the sampling "
+                "temperature."
+            )
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
         if SAMPLING_MASK in data.batch.keys():
             keys.append(SAMPLING_MASK)
@@ -199,11 +203,3 @@ def _token_keys(input_ids: torch.Tensor, responses: int, seed: int) -> torch.Ten
     rows = mixed(input_ids * 1_000_003 + columns).sum(-1, keepdim=True)  # [B, 1]
     drawn = mixed(mixed(rows + seed) + columns[-responses:])
     return ((drawn >> 24) & 0xFFFFFF).float() / 2**24
-
-
-def _temperature(data: DataProto) -> float:
-    if "temperature" not in data.meta_info:
-        raise ValueError(
-            "the actor's batch has no meta_info['temperature']: log-probs must be taken at the sampling temperature."
-        )
-    return data.meta_info["temperature"]

@@ -124,10 +124,9 @@ def published_steps(root: str | os.PathLike) -> list[int]:
     return sorted(int(m.group(1)) for m in matches if m)
 
 
-def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
-    """Removes all but the `max_to_keep` newest steps on the disk; `keep` always stays. Returns the removed steps."""
+def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> None:
+    """Removes all but the `max_to_keep` newest steps on the disk; `keep` always stays."""
     root = Path(root)
-    gone = []
     steps = published_steps(root)
     for step in steps[: max(0, len(steps) - max_to_keep)]:
         folder = root / f"global_step_{step}"
@@ -138,8 +137,6 @@ def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
         os.rename(folder, trash)
         remove(trash)
         logger.info("checkpoint rotated out: {}", folder)
-        gone.append(folder)
-    return gone
 
 
 def digest_files(folder: str | os.PathLike, files: Iterable[Path]) -> dict[str, tuple[int, str]]:

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
@@ -88,6 +89,7 @@ class FSDPEngine(BaseEngine):
         self.is_optimizer_offload_enabled = engine_config.optimizer_offload and self._moves
         self._depth = {"train": 0, "eval": 0}
         self._loss_is_bad: torch.Tensor | None = None
+        self._checkpoints: bool | None = None  # whether layers are recomputed; None: as the model was loaded
         self.sequence_parallel_size = engine_config.ulysses_sequence_parallel_size
         self.tensor_parallel_size = engine_config.tensor_parallel_size
         self.sequence_group: dist.ProcessGroup | None = None
@@ -213,18 +215,13 @@ class FSDPEngine(BaseEngine):
             if optimizer:
                 sharding.load_fsdp_optimizer(self.optimizer, self.device)
 
-    def train_mode(self) -> AbstractContextManager[FSDPEngine]:
-        return self._mode("train", optimizer=self.is_optimizer_offload_enabled)
-
-    def eval_mode(self) -> AbstractContextManager[FSDPEngine]:
-        return self._mode("eval", optimizer=False)
-
     def unsharded(self) -> AbstractContextManager:
         return sharding.kept_gathered(self.module, self.engine_config.reshard_after_forward)
 
     @contextmanager
-    def _mode(self, mode: str, *, optimizer: bool) -> Iterator[FSDPEngine]:
+    def _mode(self, mode: str) -> Iterator[FSDPEngine]:
         outermost = not any(self._depth.values())
+        optimizer = mode == "train" and self.is_optimizer_offload_enabled
         was_training = self.module.training
         if outermost and self.is_param_offload_enabled:
             self.to(self.device_type, model=True, optimizer=False)
@@ -247,6 +244,12 @@ class FSDPEngine(BaseEngine):
             if outermost and self.is_param_offload_enabled:
                 self.to("cpu", model=True, optimizer=False)
 
+    train_mode, eval_mode = partialmethod(_mode, "train"), partialmethod(_mode, "eval")
+
+    @cached_property
+    def _models(self) -> list[PreTrainedModel]:
+        return build.outermost_pretrained(self.module)
+
     def _checkpoint_where_needed(self, tokens: int) -> None:
         """Switch the recomputation of layers on or off for a forward of so many tokens; all ranks that share it agree,
         since the layers' collective calls are made again in a recomputation.
@@ -256,13 +259,15 @@ class FSDPEngine(BaseEngine):
         else:  # what PyTorch's allocator holds without a tensor in it is free too
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
-        models, itemsize = build.outermost_pretrained(self.module), self.compute_dtype.itemsize
-        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
+        itemsize = self.compute_dtype.itemsize
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in self._models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)
             needed = bool(flag)
-        build.checkpoint_layers(self.module, needed)
+        if needed != self._checkpoints:
+            build.checkpoint_layers(self.module, needed)
+            self._checkpoints = needed
 
     @contextmanager
     def autocast(self, tokens: int = 0) -> Iterator[None]:

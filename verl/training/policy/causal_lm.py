@@ -36,6 +36,7 @@ class CausalLMPolicy(Policy):
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
         self.remove_padding = self.share_prompt = self.compared = False
+        self.bound: nn.Module | None = None
         self.forward: Callable = response_log_probs
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
@@ -48,6 +49,7 @@ class CausalLMPolicy(Policy):
         shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
         if not make_packable(causal_model(model), shared, flat):
             self.remove_padding = self.share_prompt = False
+        self.bound = model
 
     def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
         """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
@@ -96,7 +98,8 @@ class CausalLMPolicy(Policy):
 
         The first call for flat rows compares layouts, unless `compare_layouts` was called before.
         """
-        self.bind(model)
+        if self.bound is not model:
+            self.bind(model)
         if (self.remove_padding or self.share_prompt) and not self.compared:
             self.compare_layouts(model, micro_batch["input_ids"].device)
         inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
