@@ -32,13 +32,14 @@ setup(
     entry_points={
         "verl.rollouts": [
             "refine.sync = dllm_reasoning.rollout:RefineRollout",
-            "spd.sync = recipe.spd.rollout:SPDRollout",
+            "spd.sync = recipe.spd.rollout.spd_rollout:SPDRollout",
         ],
         "verl.rollouts_of_the_actor": [
             "refine = dllm_reasoning.rollout:RefineRollout",
-            "spd = recipe.spd.rollout:SPDRollout",
+            "spd = recipe.spd.rollout.spd_rollout:SPDRollout",
         ],
         "verl.auxiliary_losses": ["refine_loss = dllm_reasoning.losses.refine_loss:RefineLoss"],
+        "verl.metrics": ["dllm = dllm_reasoning.metrics:METRICS", "spd = recipe.spd.metrics:METRICS"],
         "verl.reward_rules": ["spd_scorer = recipe.spd.reward:compute_score"],
     },
     install_requires=requirements("base"),

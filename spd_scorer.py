@@ -35,13 +35,11 @@ def load_spd_scorer(
 ) -> ScoringActor:
     """A scorer on the model in model_config.path, as `settings` describe it: ScoringModelConfig.from_loader.
 
-    `adapter_path`: directory written by save_pretrained, or a checkpoint's lora_adapter, from which training starts.
-    `feature_store`: folder of a `target` backbone's hidden states; None computes them in each forward. `draft_path`:
-    the draft model of the blocks, whose fingerprint is saved with the scorer. `compute_dtype`: of forwards; a frozen
-    target is held in it, since no optimizer needs more digits of its weights. `torch_dtype` is that of trained weights.
+    `compute_dtype`: of forwards; a frozen target is held in it, since no optimizer needs more digits of its weights.
+    `torch_dtype` is that of trained weights. The fingerprint of spd.rollout.draft_path is saved with the scorer.
     """
     path = model_config.local_path or model_config.path
-    config, (adapter_path, feature_store, draft_path) = ScoringModelConfig.from_loader(path, **settings)
+    config, spd = ScoringModelConfig.from_loader(path, **settings)
     frozen = not SCORERS[config.backbone].trains_backbone
     held = torch_dtype_of(compute_dtype, "compute_dtype") if frozen else torch_dtype
     # Rank 0 alone reads a frozen target; the engine gives the other ranks their shards of it.
@@ -50,10 +48,10 @@ def load_spd_scorer(
     model = AutoModelForSPDScoring.from_config(config, held, without_weights=shared, **options)
     if frozen:
         config.base_fingerprint = from_first_rank(lambda: config.base_fingerprint)
-    if draft_path and (folder := model_folder(draft_path)):
+    if spd.rollout.draft_path and (folder := model_folder(spd.rollout.draft_path)):
         config.draft_fingerprint = cached_folder_fingerprint(folder) or ""
-    if adapter_path:
-        model.load_trained(adapter_path)
-    if feature_store and isinstance(model, TargetHeadScorer):
-        model.features = FeatureStore(feature_store, f"{config.base_fingerprint} {held}")
+    if spd.adapter_path:
+        model.load_trained(spd.adapter_path)
+    if spd.feature_store and isinstance(model, TargetHeadScorer):
+        model.features = FeatureStore(spd.feature_store, f"{config.base_fingerprint} {held}")
     return model

@@ -40,10 +40,11 @@ def train(bed: Path, out: Path) -> list[str]:
     """Train an untrained scorer on some of the bed's blocks with an empty store; the lines of metrics.jsonl."""
     blocks = pd.read_parquet(bed / "blocks_train.parquet").sample(BLOCKS, random_state=0)
     blocks.to_parquet(out / "blocks.parquet")
-    command = [sys.executable, "train_spd_scorer.py", "--model", str(bed / "target"), "--device", "cpu"]
+    command = [sys.executable, "train_spd_scorer.py", "--model", str(bed / "target")]
     command += ["--blocks", str(out / "blocks.parquet"), "--metadata", str(bed / "metadata_train.parquet")]
-    command += ["--output-dir", str(out / "run"), "--epochs", str(EPOCHS), "--batch-size", str(BATCH)]
-    command += ["--max-tokens", str(LIMIT), "--seed", "0", "trainer.logger=[]", "trainer.report=false"]
+    command += ["--output-dir", str(out / "run"), "trainer.device=cpu", f"trainer.total_epochs={EPOCHS}"]
+    command += [f"data.train_batch_size={BATCH}", f"spd.rollout.max_tokens={LIMIT}", "data.seed=0", "spd.seed=0"]
+    command += ["trainer.logger=[]", "trainer.report=false"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
     run_logged(command, out / "train.log", env=env)
     return (out / "run" / "metrics.jsonl").read_text().splitlines()

@@ -19,7 +19,8 @@ import torch
 from benchmarks.harness import Row, say
 from examples.demo_runner import ROOT
 from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer
-from recipe.spd.rollout.decoder import Block, greedy_generate, speculative_generate
+from recipe.spd.data.blocks import Block
+from recipe.spd.rollout.decoder import greedy_generate, speculative_generate
 from scripts.eval_spd_scorer import load_questions, parse
 from scripts.spd_evaluation.measures import mean_and_error
 from scripts.spd_evaluation.pool import Job, Run

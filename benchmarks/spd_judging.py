@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import Row, ratios, row
 from benchmarks.spd_step import GAMMA, PAD_ID, PROMPTS, SEP_ID, VOCABULARY, contexts, model_config
 from benchmarks.spd_step import scorer as own_scorer
-from recipe.spd.rollout.decoder import Block, Judge, speculative_generate
+from recipe.spd.data.blocks import Block, Judge
+from recipe.spd.rollout.decoder import speculative_generate
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 

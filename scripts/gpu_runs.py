@@ -97,7 +97,7 @@ RUNS = {
     "GRPO with agent loops": Run(changes=(f"{ROLLOUT}.mode=async",)),
     "GRPO with LoRA": Run(changes=(_LORA,)),
     "GRPO with LoRA as an adapter in vLLM": Run(changes=(_LORA, f"{ROLLOUT}.lora_as_adapter=true", *BFLOAT16)),
-    "GRPO with the refinement loss": Run(changes=(f"{ACTOR}.refine_loss_coef=0.5",)),
+    "GRPO with the refinement loss": Run(changes=(f"+{ACTOR}.auxiliary_losses.refine_loss.coef=0.5",)),
     "PPO with a critic": Run(changes=(
         "algorithm.adv_estimator=gae", f"{ACTOR}.share_prompt_forward=false", "critic.model.path=MODEL",
         "critic.model.fsdp_config.dtype=float32", "critic.ppo_micro_batch_size_per_gpu=32",
@@ -157,10 +157,9 @@ def command_of(row: Run, inputs: Path, folder: Path, gpus: int) -> list[str]:
             changes.append(f"{ACTOR}.optim.lr={'1e-2' if _LORA in row.changes else '1e-3'}")
     if row.training in ("refinement", "sft"):
         changes.append(f"--nproc_per_node={ranks}")
-    if row.training != "spd":
-        changes.append(f"{RANKS}={ranks}")
+    changes.append(f"{RANKS}={ranks}")
     changes += [change.replace("=MODEL", f"={inputs / 'start' / 'model'}") for change in row.changes]
-    words = [{"cpu": "cuda", "trainer.device=cpu": "trainer.device=cuda"}.get(word, word)
+    words = [word.replace("trainer.device=cpu", "trainer.device=cuda")
              for word in TRAININGS[row.training].train(inputs, folder)]  # fmt: skip
     changed = {change.partition("=")[0]: change for change in changes}
     return [changed.pop(word.partition("=")[0], word) for word in words] + list(changed.values())

@@ -82,9 +82,12 @@ def train_spd(folder: Path, run: Path) -> list[str]:
         sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run),
         "--blocks", str(testbed / "blocks_train.parquet"), "--metadata", str(testbed / "metadata_train.parquet"),
         "--val-blocks", str(testbed / "blocks_val.parquet"), "--val-metadata", str(testbed / "metadata_val.parquet"),
-        "--store", str(run / "completions.sqlite3"), "--steps", "10", "--test-freq", "5", "--seed", "0",
-        "--batch-size", "32", "--n", "4", "--device", "cpu", "--epochs", "1000", "--max-tokens", "96",
-        "trainer.logger=[]", "trainer.report=false",
+        *settings(
+            spd__rollout__store_path=run / "completions.sqlite3", trainer__total_training_steps=10,
+            trainer__test_freq=5, data__seed=0, spd__seed=0, data__train_batch_size=32,
+            actor_rollout_ref__rollout__n=4, trainer__device="cpu", trainer__total_epochs=1000,
+            spd__rollout__max_tokens=96, trainer__logger="[]", trainer__report="false",
+        ),
     ]  # fmt: skip
 
 

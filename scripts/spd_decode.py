@@ -27,13 +27,12 @@ from safetensors import SafetensorError
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from recipe.spd.data.blocks import Block, Judge  # noqa: E402
 from recipe.spd.rollout.answers import extract_answer, is_correct  # noqa: E402
 from recipe.spd.rollout.decoder import (  # noqa: E402
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,
-    Block,
-    Judge,
     SpecResult,
     check_tokenizers,
     end_ids,

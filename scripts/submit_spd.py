@@ -41,12 +41,13 @@ LARGEST_PACKAGE_MIB = 100  # what a job server takes in one request
 LEFT_OUT = ("outputs", "checkpoints", "tensorboard_log", "wandb", "build", "__pycache__", "*.egg-info")
 FORWARDED = ("MODEL_PATH", "TOKENIZER_PATH", "ADAPTER_PATH", "LOGURU_LEVEL", "TENSORBOARD_DIR")
 FORWARDED_PREFIXES = ("SPD_", "REWARD_", "VERL_", "HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_")
-# Inputs and results of the job: options of train_spd_scorer.py, and the variables that may replace them.
+# Inputs and results of the job: options and keys of train_spd_scorer.py, and the variables that may replace them.
 INPUTS = {
     "--blocks": None, "--metadata": None, "--val-blocks": None, "--val-metadata": None, "--model": "MODEL_PATH",
-    "--tokenizer": "TOKENIZER_PATH", "--adapter": "ADAPTER_PATH", "--target": None, "--draft": None,
+    "--tokenizer": "TOKENIZER_PATH", "spd.adapter_path": "ADAPTER_PATH", "spd.target_path": None,
+    "spd.rollout.draft_path": None,
 }  # fmt: skip
-RESULTS = ("--output-dir", "--store")
+RESULTS = ("--output-dir", "spd.rollout.store_path")
 STOP_WAIT_S = "600"  # a step and its checkpoint; Ray's own 3 s would kill the training in the middle of them
 EXIT_STOPPED = 130
 
@@ -100,12 +101,14 @@ def check_paths(training: Sequence[str], environment: dict[str, str], files: Seq
     """The absolute paths. Exits for relative paths that the job could not read, or whose results would be lost."""
     options = argparse.ArgumentParser(add_help=False)
     for option in (*INPUTS, *RESULTS):
-        options.add_argument(option)
-    given = vars(options.parse_known_args(training)[0])
+        if option.startswith("--"):
+            options.add_argument(option, dest=option)
+    parsed, settings = options.parse_known_args(training)
+    given = vars(parsed) | dict(text.lstrip("+").split("=", 1) for text in settings if "=" in text)
     packed, absolute = set(files), []
     for option in (*INPUTS, *RESULTS):
         variable = INPUTS.get(option)
-        value = given[option.strip("-").replace("-", "_")] or environment.get(variable or "")
+        value = given.get(option) or environment.get(variable or "")
         if not value:
             continue
         if os.path.isabs(value):

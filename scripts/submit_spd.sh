@@ -4,7 +4,7 @@
 #
 #   scripts/submit_spd.sh http://head:8265 --python /opt/verl/bin/python \
 #       --model /shared/target --blocks /shared/blocks.parquet --metadata /shared/metadata.parquet \
-#       --output-dir /shared/run --steps 400 trainer.device=cuda
+#       --output-dir /shared/run trainer.total_training_steps=400 trainer.device=cuda
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-python}"

@@ -72,6 +72,7 @@ if [[ -f "$VAL_BLOCKS" ]]; then validation=(--val-blocks "$VAL_BLOCKS" --val-met
 
 exec "$PYTHON" train_spd_scorer.py \
     --blocks "$TRAIN_BLOCKS" --metadata "$TRAIN_METADATA" "${validation[@]}" \
-    --output-dir "$OUTPUT_DIR" --backbone "$BACKBONE" --lora-rank "$LORA_RANK" --lora-alpha "$LORA_ALPHA" \
-    --batch-size "$TRAIN_BATCH_SIZE" --mini-batch-size "$PPO_MINI_BATCH_SIZE" --n "$ROLLOUT_N" \
-    --epochs "$TOTAL_EPOCHS" --ranks "$RANKS" "$@"
+    --output-dir "$OUTPUT_DIR" spd.backbone="$BACKBONE" data.train_batch_size="$TRAIN_BATCH_SIZE" \
+    actor_rollout_ref.model.lora_rank="$LORA_RANK" actor_rollout_ref.model.lora_alpha="$LORA_ALPHA" \
+    actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" actor_rollout_ref.rollout.n="$ROLLOUT_N" \
+    trainer.total_epochs="$TOTAL_EPOCHS" trainer.n_gpus_per_node="$RANKS" "$@"

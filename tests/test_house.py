@@ -243,8 +243,8 @@ def test_a_documented_command_is_real(page, words):
 @pytest.mark.parametrize(
     ("target", "words", "unknown"),
     [
-        ("train_spd_scorer.py", "--n 1 spd.reward.alpha=1 --step 3 spd.reward.alfa=1", ["spd.reward.alfa", "--step"]),
-        ("scripts/submit_spd.sh", "http://h:1 --pack P --steps 4 --put P trainer.gpus=1", ["trainer.gpus", "--put"]),
+        ("train_spd_scorer.py", "--patience 1 spd.seed=1 --step 3 spd.sed=1", ["spd.sed", "--step"]),
+        ("scripts/submit_spd.sh", "http://h:1 --pack P --patience 4 --put P trainer.gpus=1", ["trainer.gpus", "--put"]),
         ("dllm_reasoning/scripts/run_train.sh", "4 D iterative.noise_min=0 iterative.noise=0", ["iterative.noise"]),
         ("recipe.dapo.main_dapo", "algorithm.filter_groups.enable=true data.gen_batch=3", ["data.gen_batch"]),
         ("verl.trainer.main_ppo", "+data.x=1 ++nowhere.x=1 trainer.logger.x=1", ["nowhere.x", "trainer.logger.x"]),

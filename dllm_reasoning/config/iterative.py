@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES
+from verl.config.actor import AuxiliaryLossConfig
 from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
@@ -157,3 +158,16 @@ class IterativeRefineConfig(SFTConfig, section=""):
     iterative: IterativeConfig = setting(IterativeConfig, "Noise, refinement rounds and self-generated answers.")
     use_remove_padding: bool = setting(False, fixed="rounds keep their padding, which is cut to the longest row")
     trainer: IterativeTrainerConfig = setting(IterativeTrainerConfig)
+
+
+@dataclass
+class RefineLossConfig(AuxiliaryLossConfig, section="actor.auxiliary_losses.refine_loss"):
+    """The refinement loss of an RL update, which keeps a policy able to draft its own tokens (rollout refine)."""
+
+    coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
+    samples: str = setting(
+        "all", "Samples it is taken on: all, or those of positive advantage.", choices=("all", "positive")
+    )
+    windows_per_sample: int = setting(8, "Windows per sample.", low=1)
+    num_iterations: int = setting(1, "Refinement rounds per window.", low=1)
+    aligned_windows: float = setting(0.0, "Share of windows that start at multiples of their width.", low=0, high=1)

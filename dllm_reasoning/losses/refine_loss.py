@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 
-from dllm_reasoning.config.iterative import IterativeConfig
+from dllm_reasoning.config.iterative import IterativeConfig, RefineLossConfig
 from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
 from dllm_reasoning.losses.iterative_loss import CachedPrefix, IterativeLoss, SharedPrefix, sharing
 from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
@@ -26,25 +26,25 @@ class RefineLoss(AuxiliaryLoss):
     """Packed windows next to each sample, as in refinement SFT, divided by the labels of all ranks' mini-batch.
 
     Where windows begin depends on a sample's tokens only, so neither the cut into micro-batches nor the number of ranks
-    changes the loss. With `refine_loss.samples=positive`, samples of advantage 0 or less have no labels.
+    changes the loss. With `samples=positive`, samples of advantage 0 or less have no labels.
 
     The clean text in front of a window is what the policy's forward reads. If that is packed, windows attend to its
     keys and values, and its backward pass takes their gradients along; else the text is read again for them.
     """
 
+    settings_type = RefineLossConfig
     cache: SharedPrefix | None = None
 
-    def __init__(self, config: FSDPActorConfig, engine: FSDPEngine) -> None:
+    def __init__(self, settings: RefineLossConfig, config: FSDPActorConfig, engine: FSDPEngine) -> None:
         model = causal_model(engine.module)
         window = trained_window(model.config)
         if window is None:
             raise ValueError(
-                f"actor.refine_loss_coef={config.refine_loss_coef} needs a model trained by iterative refinement: its "
+                f"{settings.section}.coef={settings.coef} needs a model trained by iterative refinement: its "
                 "config.json has no dllm_window. Train it with dllm_reasoning.train_iterative_refine "
-                "(iterative.noise_pattern=packed), or set actor.refine_loss_coef=0."
+                f"(iterative.noise_pattern=packed), or set {settings.section}.coef=0."
             )
-        settings = config.refine_loss
-        self.config, self.engine = config, engine
+        self.settings, self.config, self.engine = settings, config, engine
         self.noise_token = model.config.to_dict().get(NOISE_KEY, model.config.eos_token_id)
         self.noise = IterativeConfig(
             noise_pattern="packed", block_length=window, windows_per_sample=settings.windows_per_sample,
@@ -81,7 +81,7 @@ class RefineLoss(AuxiliaryLoss):
         with self.engine.autocast():
             losses = self.loss.run(
                 self.engine.module, layout, lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
-                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False, cached_prefix=prefix,
+                scale=self.settings.coef * share, ar_scale=0.0, is_last=False, cached_prefix=prefix,
             )  # fmt: skip
         if prefix is not None:
             prefix.cache.return_gradients()
@@ -114,7 +114,7 @@ class RefineLoss(AuxiliaryLoss):
         columns = on_host(batch)
         generated = columns["response_mask"]  # [b, R], 1 = generated token
         counts = generated.sum(-1) > 0
-        if self.config.refine_loss.samples == "positive":
+        if self.settings.samples == "positive":
             counts = counts & ((columns["advantages"] * generated).sum(-1) > 0)
         return counts.cpu()
 

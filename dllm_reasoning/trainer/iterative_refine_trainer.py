@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -21,6 +21,7 @@ from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
 from verl.config.compose import to_omegaconf, to_settings, with_values
 from verl.data.rl_dataset import custom_dataset_class
+from verl.planning.checks import Findings
 from verl.trainer.run.ranks import all_reduce_values
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
@@ -29,9 +30,6 @@ from verl.training.policy.packing import on_host, to_device
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.problems import Problem, wrong
-
-if TYPE_CHECKING:
-    from verl.planning.checks import Findings
 
 SEED_COLUMN = "noise_seed"
 VALIDATION_SEED = 1_000_003  # of the first row of the validation set; row n has this plus n

@@ -4,11 +4,11 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=squared_ratio
 """
 
-from verl.algos.policy_loss import LossInputs, register_loss
+from verl.algos.policy_loss import LossInputs, register_policy_loss
 from verl.config.actor import ActorConfig
 
 
-@register_loss("squared_ratio")
+@register_policy_loss("squared_ratio")
 def squared_ratio_loss(inputs: LossInputs, config: ActorConfig):
     """-A r + (r - 1)^2 with r = pi / pi_old: a soft bound on the ratio. Tensors [B, T] -> (tensor [], metrics).
 

@@ -1,7 +1,7 @@
 """An SPD scorer.
 
     export VERL_USE_EXTERNAL_MODULES=examples.extending.my_scorer
-    python train_spd_scorer.py --backbone draft_mlp ...
+    python train_spd_scorer.py spd.backbone=draft_mlp ...
 """
 
 import torch

@@ -38,16 +38,17 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STUDENT = {"steps": 1000, "layers": 2, "bare": 0.35}  # it often answers without its work
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SELF_DRAFT = {f"{ROLLOUT}.name": "refine", f"+{ROLLOUT}.custom.mode": "verify"}
+REFINE_LOSS = f"+{ACTOR}.auxiliary_losses.refine_loss"
 KEEP = {
-    f"{ACTOR}.refine_loss_coef": 0.5, f"{ACTOR}.refine_loss.num_iterations": 2,
-    f"{ACTOR}.refine_loss.windows_per_sample": 4, f"{ACTOR}.refine_loss.aligned_windows": 0.5,
+    f"{REFINE_LOSS}.coef": 0.5, f"{REFINE_LOSS}.num_iterations": 2, f"{REFINE_LOSS}.windows_per_sample": 4,
+    f"{REFINE_LOSS}.aligned_windows": 0.5,
 }  # fmt: skip
 FAST = {f"{ACTOR}.optim.lr": "1e-3"}  # ten times: the start answers nearly every question, and hardly moves at 1e-4
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {f"{ROLLOUT}.name": "hf"},
     "refine": SELF_DRAFT,
     "refine_all": SELF_DRAFT | KEEP,
-    "refine_positive": SELF_DRAFT | KEEP | {f"{ACTOR}.refine_loss.samples": "positive"},
+    "refine_positive": SELF_DRAFT | KEEP | {f"{REFINE_LOSS}.samples": "positive"},
     "refine_fast": SELF_DRAFT | FAST,
     "refine_all_fast": SELF_DRAFT | KEEP | FAST,
 }

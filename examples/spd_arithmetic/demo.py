@@ -27,18 +27,22 @@ MAX_VAL_DROP = "0.02"  # the upper end of an interval, which 600 questions leave
 MARGINS, TYPICALS = ("4", "8", "12"), ("0.045", "0.03")
 DTYPE = "float32"  # the documented results; the models are too small for bfloat16 to be faster
 # By LoRA, with a head that reads what the target's head does: docs/experiments.md has the results of others.
-OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", "--head-inputs", "pair")
+OWN_TRAINING = ("spd.backbone=own", "actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32",
+                "spd.head_inputs=pair")  # fmt: skip
 
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
     """Training of a scorer on a test bed's blocks, saved at its last step."""
     command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    command += ["--draft", str(testbed / "draft"), "--blocks", str(testbed / "blocks_train.parquet")]
+    command += ["--blocks", str(testbed / "blocks_train.parquet")]
     command += ["--metadata", str(testbed / "metadata_train.parquet")]
-    command += ["--store", str(store), "--steps", str(steps), "--seed", str(seed), "--save-freq", str(steps)]
-    command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT)]
-    command += ["trainer.logger=[file]", "trainer.val_before_train=false"]
-    settings = {"actor_rollout_ref.actor.fsdp_config.dtype": DTYPE, "spd.rollout.server_args": f"[--dtype,{DTYPE}]"}
+    settings = {
+        "spd.rollout.draft_path": testbed / "draft", "spd.rollout.store_path": store, "spd.rollout.max_tokens": LIMIT,
+        "spd.rollout.server_args": f"[--dtype,{DTYPE}]", "data.seed": seed, "spd.seed": seed,
+        "actor_rollout_ref.actor.fsdp_config.dtype": DTYPE, "trainer.total_training_steps": steps,
+        "trainer.save_freq": steps, "trainer.device": "cpu", "trainer.total_epochs": 1000, "trainer.logger": "[file]",
+        "trainer.val_before_train": "false",
+    }  # fmt: skip
     return [*command, *(f"{key}={value}" for key, value in settings.items())]
 
 

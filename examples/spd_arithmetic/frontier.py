@@ -67,7 +67,7 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     trainings = {name: training_command(testbed, place, store, args.steps, seed)
                  for name, place in (("training", run), ("supervised", labelled), ("refined", out / "refined"))}
     trainings["supervised"].insert(2, "--supervised")
-    trainings["refined"][2:2] = ["--adapter", str(labelled / "supervised")]
+    trainings["refined"].append(f"spd.adapter_path={labelled / 'supervised'}")
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft"), "--dtype", DTYPE]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps)), "--compare", f"supervised={labelled / 'supervised'}"]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from examples.spd_arithmetic.pair import PairFiles, end_tokens
-from recipe.spd.data.blocks import cut_at_end
-from recipe.spd.rollout.decoder import Block, greedy_generate, speculative_generate
+from recipe.spd.data.blocks import Block, cut_at_end
+from recipe.spd.rollout.decoder import greedy_generate, speculative_generate
 from scripts.spd_evaluation.rules import margin as accept_within
 from verl.models.loading import torch_dtype_of
 

@@ -27,14 +27,15 @@ done
     --train-questions "$QUESTIONS" --test-questions "$TEST_QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
     --n-train-questions "${N_TRAIN:-1000}" --n-val-questions "${N_VAL:-300}" --n-test-questions "${N_TEST:-1000}"
 train=(
-    "$PYTHON" train_spd_scorer.py --device cuda --backbone target --head-inputs pair
-    --model "$OUT/testbed/target" --draft "$OUT/testbed/draft"
+    "$PYTHON" train_spd_scorer.py --model "$OUT/testbed/target" --output-dir "$OUT/run"
     --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet"
     --val-blocks "$OUT/testbed/blocks_val.parquet" --val-metadata "$OUT/testbed/metadata_val.parquet"
-    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --epochs 1000
+    spd.head_inputs=pair spd.rollout.draft_path="$OUT/testbed/draft" spd.rollout.max_tokens=400
+    spd.rollout.store_path="$OUT/completions.sqlite3" trainer.device=cuda trainer.total_epochs=1000
+    trainer.total_training_steps="$STEPS"
 )
 "${train[@]}" --supervised
-"${train[@]}" --adapter "$OUT/run/supervised" --save-freq "$STEPS"
+"${train[@]}" spd.adapter_path="$OUT/run/supervised" trainer.save_freq="$STEPS"
 "$PYTHON" scripts/eval_spd_scorer.py --device cuda --out "$OUT" --max-new-tokens 400 \
     --target "$OUT/testbed/target" --draft "$OUT/testbed/draft" \
     --scorer "$OUT/run/global_step_$STEPS/actor/huggingface" \

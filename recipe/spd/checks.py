@@ -150,7 +150,7 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     given = to_plain(model.loader.kwargs)
     given.pop("compute_dtype", None)
     try:
-        scorer, (adapter, *_) = ScoringModelConfig.from_loader(model.path, **given)
+        scorer, group = ScoringModelConfig.from_loader(model.path, **given)
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
@@ -165,15 +165,15 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
-    if not adapter:
+    if not group.adapter_path:
         return
     try:
         backbone = kind.described_backbone(findings.hf_config, scorer, model.trust_remote_code)
         if not kind.is_complete(scorer) and (folder := model_folder(model.path)):
             scorer.base_fingerprint = folder_fingerprint(folder, findings.hf_config) or ""
-        kind.check_trained(Path(adapter), scorer, backbone)
+        kind.check_trained(Path(group.adapter_path), scorer, backbone)
     except (OSError, ValueError, TypeError) as e:
-        yield wrong("spd.adapter_path", f"spd.adapter_path={adapter}: {e}")
+        yield wrong("spd.adapter_path", f"spd.adapter_path={group.adapter_path}: {e}")
 
 
 @MEASURES.register("spd_scorer")

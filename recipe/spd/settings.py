@@ -13,8 +13,6 @@ from verl.config.fields import check_settings, refuse_unknown, setting, value_er
 
 _YAML = "recipe/spd/config/spd_trainer.yaml"
 BACKBONES = ["own", "target"]  # and those of recipe.spd.scorer.auto.register_scorer
-ATTENTIONS = ("causal", "spd", "hybrid")
-HEAD_INPUTS = ("state", "pair", "logits")
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
     "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
@@ -111,7 +109,9 @@ class ScorerSettings:
         choices=BACKBONES,
         hint="A scorer of your own is known where VERL_USE_EXTERNAL_MODULES names its module.",
     )
-    attention: str = setting("causal", "Mask of an own backbone; target is causal.", choices=ATTENTIONS)
+    attention: str = setting(
+        "causal", "Mask of an own backbone; target is causal.", choices=("causal", "spd", "hybrid")
+    )
     context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)
     head_inputs: str = setting(
         "state",
@@ -119,7 +119,7 @@ class ScorerSettings:
         "token and both tokens' embeddings; target: state is the hidden state that predicted the target token, with "
         "both embeddings, pair adds the state at the draft token, logits also the target's entropy and the margin "
         "of its own token's logit over the draft token's (in training only for targets with tied embeddings).",
-        choices=HEAD_INPUTS,
+        choices=("state", "pair", "logits"),
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
     seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from scripts.audit.names import Finding
 from scripts.audit.sources import flat, yaml_of
 from verl.config import aliases
-from verl.report.metric_names import METRICS
+from verl.report.metric_names import all_metrics
 
 CONFIG = "verl/trainer/config"
 #: upstream's file -> our composed tree
@@ -144,9 +144,9 @@ def compare_metrics(release: dict[str, str]) -> list[Finding]:
 
 def compare_metric_names(theirs: set[str]) -> list[Finding]:
     """`compare_metrics` of names that were read already."""
-    findings, used = [], set()
+    findings, used, ours = [], set(), all_metrics()
     for name in sorted(theirs):
-        covering = [p for p in METRICS if fnmatchcase(name, p) or fnmatchcase(p, name)]
+        covering = [p for p in ours if fnmatchcase(name, p) or fnmatchcase(p, name)]
         used.update(covering)
         findings.append(Finding("metrics", name, "same" if covering else "missing"))
-    return findings + [Finding("metrics", name, "ours alone") for name in METRICS if name not in used]
+    return findings + [Finding("metrics", name, "ours alone") for name in ours if name not in used]

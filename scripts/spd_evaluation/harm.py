@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from recipe.spd.rollout.decoder import Block, Judge
+    from recipe.spd.data.blocks import Block, Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipe.spd.rollout.decoder import Block, Judge
+from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.scorer.model import ScoringActor
 
 FIGURE = re.compile(r"[\d+*/=<>^%×÷−-]")

@@ -10,16 +10,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.answers import is_correct
-from recipe.spd.rollout.decoder import (
-    Block,
-    Judge,
-    SpecResult,
-    check_tokenizers,
-    end_ids,
-    greedy_generate,
-    speculative_generate,
-)
+from recipe.spd.rollout.decoder import SpecResult, check_tokenizers, end_ids, greedy_generate, speculative_generate
 from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores

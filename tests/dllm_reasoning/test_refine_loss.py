@@ -1,5 +1,7 @@
 """The refinement loss of an RL update against windows that are forwarded one at a time."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -13,13 +15,13 @@ from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning.models import tiny
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
-from verl.config.actor import RefineLossConfig
 from verl.training.actor import DataParallelPPOActor, base
 from verl.training.policy import get_policy
 from verl.training.policy.packing import to_device
 from verl.workers.config import FSDPActorConfig
 
 WINDOW, NOISE, WINDOWS = 4, 3, 2
+SETTINGS = {"coef": 0.5, "windows_per_sample": WINDOWS}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,7 @@ def model_path(tmp_path_factory):
 
 
 def actor_of(path, micro=8, **more):
-    chosen = RefineLossConfig(windows_per_sample=WINDOWS, **more)
-    return make_actor(make_engine(path), micro=micro, refine_loss_coef=0.5, refine_loss=chosen)
+    return make_actor(make_engine(path), micro=micro, auxiliary_losses={"refine_loss": SETTINGS | more})
 
 
 def batch():
@@ -114,7 +115,7 @@ def test_cuts_do_not_change_the_update(model_path):
             np.testing.assert_allclose(changed[name], weight, atol=2e-4)
 
 
-def changes(path, data, *, apart, shared, sequences=1, **more):
+def changes(path, data, *, apart, shared, sequences=1, losses=("refine_loss",), **more):
     """Metrics of an update, and what it subtracts from the weights at learning rate 1; `apart`: windows read again what
     the policy has read."""
     optimizer = {"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e6}
@@ -122,8 +123,8 @@ def changes(path, data, *, apart, shared, sequences=1, **more):
     policy = get_policy("causal_lm")
     policy.set_forward(remove_padding=True, share_prompt=shared)
     config = FSDPActorConfig(
-        ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, rollout_n=4, grad_clip=1e6, refine_loss_coef=0.5,
-        refine_loss=RefineLossConfig(windows_per_sample=WINDOWS, **more), share_prompt_forward=shared,
+        ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, rollout_n=4, grad_clip=1e6,
+        auxiliary_losses=dict.fromkeys(losses, SETTINGS | more), share_prompt_forward=shared,
     )  # fmt: skip
     actor = DataParallelPPOActor(config, engine, policy)
     (loss,) = actor.auxiliary_losses
@@ -177,9 +178,27 @@ def test_ranks_that_share_a_batch_have_its_gradient(model_path, ranks, sequences
 def test_one_loss_alone_gets_the_cache_of_the_policys_forward(model_path, monkeypatch):
     monkeypatch.setitem(base._AUXILIARY_LOSSES, "second", RefineLoss)
     with pytest.raises(ValueError, match="losses refine_loss, second need the keys and values of the policy's forward"):
-        changes(model_path, batch(), apart=False, shared=False)
+        changes(model_path, batch(), apart=False, shared=False, losses=("refine_loss", "second"))
 
 
 def test_a_model_without_a_window_is_refused(tiny_llama):
-    with pytest.raises(ValueError, match=r"actor.refine_loss_coef=0.5 needs a model trained by iterative refinement"):
+    with pytest.raises(ValueError, match=r"losses.refine_loss.coef=0.5 needs a model trained by iterative refinement"):
         actor_of(tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ({"refine_los": {"coef": 0.5}}, "auxiliary_losses='refine_los' is unknown; did you mean 'refine_loss'?"),
+        ({"refine_loss": {"windows": 2}}, "actor.auxiliary_losses.refine_loss.windows is unknown"),
+        ({"refine_loss": {"coef": -1}}, "actor.auxiliary_losses.refine_loss.coef=-1 is too small"),
+        ({"refine_loss": {"samples": "both"}}, "actor.auxiliary_losses.refine_loss.samples='both' is unknown"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_model_is_loaded(losses, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        base.enabled_losses(FSDPActorConfig(rollout_n=1, auxiliary_losses=losses))
+
+
+def test_a_loss_of_weight_0_is_not_made():
+    assert base.enabled_losses(FSDPActorConfig(rollout_n=1, auxiliary_losses={"refine_loss": {"coef": 0}})) == {}

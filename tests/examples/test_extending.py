@@ -19,11 +19,13 @@ LIB, ACTOR = "actor_rollout_ref__model__external_lib", "actor_rollout_ref__actor
         ({LIB: "examples.extending.my_estimator", "algorithm__adv_estimator": "median"}, "critic/advantages/mean"),
         ({LIB: "examples.extending.my_loss", f"{ACTOR}policy_loss__loss_mode": "squared_ratio",
           f"{ACTOR}ppo_mini_batch_size": 4}, "actor/ratio_drift"),
+        ({LIB: "examples.extending.my_column_loss", f"{ACTOR}policy_loss__loss_mode": "weighted_ratio",
+          "custom_reward_function__path": FOLDER / "my_column_loss.py"}, "actor/weight"),
         ({LIB: "examples.extending.my_rollout", "actor_rollout_ref__rollout__name": "random_words"}, "actor/pg_loss"),
         ({"data__custom_cls__path": FOLDER / "my_dataset.py", "data__custom_cls__name": "ShoutedDataset"},
          "actor/pg_loss"),
     ],
-    ids=["reward", "estimator", "loss", "rollout", "dataset"],
+    ids=["reward", "estimator", "loss", "column", "rollout", "dataset"],
 )  # fmt: skip
 def test_a_part_of_the_guide_trains(settings, metric, tiny_llama, tmp_path, capfd):
     config = compose_run(

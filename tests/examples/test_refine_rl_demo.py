@@ -31,9 +31,11 @@ def test_runs_differ_only_in_rollout_and_refinement_loss(tmp_path):
     made = configs(tmp_path, demo.RUNS)
     actors = {name: config.actor_rollout_ref.actor for name, config in made.items()}
     assert [made[name].actor_rollout_ref.rollout.name for name in made] == ["hf", *["refine"] * 5]
-    assert actors["plain"].refine_loss_coef == actors["refine"].refine_loss_coef == 0
-    assert actors["refine_all"].refine_loss_coef > 0 and actors["refine_positive"].refine_loss.samples == "positive"
-    actors["refine_positive"].refine_loss.samples = "all"
+    assert actors["plain"].auxiliary_losses == actors["refine"].auxiliary_losses == {}
+    loss = actors["refine_all"].auxiliary_losses.refine_loss
+    assert loss.coef > 0
+    assert actors["refine_positive"].auxiliary_losses.refine_loss == {**loss, "samples": "positive"}
+    actors["refine_positive"].auxiliary_losses = actors["refine_all"].auxiliary_losses
     assert made["refine_positive"] == made["refine_all"]
     for name in ("refine", "refine_all"):
         fast = made[f"{name}_fast"]
@@ -42,8 +44,7 @@ def test_runs_differ_only_in_rollout_and_refinement_loss(tmp_path):
         assert fast == made[name]
     for config in made.values():
         OmegaConf.set_struct(config, False)
-        for key in ("refine_loss_coef", "refine_loss"):
-            del config.actor_rollout_ref.actor[key]
+        del config.actor_rollout_ref.actor["auxiliary_losses"]
         del config.actor_rollout_ref.rollout["name"], config.actor_rollout_ref.rollout["custom"]
     assert made["plain"] == made["refine"] == made["refine_all"]
     batch = made["plain"].data.train_batch_size * made["plain"].actor_rollout_ref.rollout.n

@@ -39,7 +39,7 @@ def test_the_phases_of_the_demo_hand_on_what_the_one_before_leaves(tmp_path, bac
     made = prepare_blocks.parse_arguments(phases["test bed"][3:])
     config, trained = trained_config(phases["training"])
     judged = evaluated(phases["evaluation"])
-    assert (made.seed, made.n_test_questions, trained.seed) == (3, 50, 3)
+    assert (made.seed, made.n_test_questions, config.data.seed, config.spd.seed) == (3, 50, 3, 3)
     assert trained.blocks == str(made.out / "blocks_train.parquet")
     assert judged.questions == made.out / "questions_test.jsonl" != judged.val_questions
     last = f"global_step_{config.trainer.total_training_steps}"
@@ -67,7 +67,8 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     assert judged.harmless_shares == [float(share) for share in frontier.HARMLESS_SHARES]
     assert set(judged.scorers) == set(frontier.SCORERS)
     budgeted, supervised = trained_config([*phases["supervised"], "--label-budget", "5"])
-    assert supervised.supervised and supervised.label_budget == 5 and supervised.store == trained.store
+    assert supervised.supervised and supervised.label_budget == 5
+    assert budgeted.spd.rollout.store_path == config.spd.rollout.store_path
     assert budgeted.trainer.total_training_steps == 7
     assert Path(judged.scorer).is_relative_to(config.trainer.default_local_dir)
 

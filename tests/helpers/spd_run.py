@@ -52,10 +52,11 @@ class SPDRuns:
     def arguments(self, name: str, *more: str, store: str = "store.sqlite3") -> list[str]:
         """Arguments of train_spd_scorer.py for a run in `directory/name`."""
         return [
-            "--model", self.model, "--device", "cpu", "--blocks", str(self.directory / "blocks.jsonl"),
+            "--model", self.model, "--blocks", str(self.directory / "blocks.jsonl"),
             "--metadata", str(self.directory / "meta.jsonl"), "--output-dir", str(self.directory / name),
-            "--store", str(self.directory / store), "--batch-size", "8", "--n", "4", "--steps", str(self.steps),
-            "--save-freq", "1", "--max-tokens", "16", "trainer.logger=[]", "trainer.val_before_train=false",
+            f"spd.rollout.store_path={self.directory / store}", "spd.rollout.max_tokens=16", "trainer.device=cpu",
+            "data.train_batch_size=8", "actor_rollout_ref.rollout.n=4", f"trainer.total_training_steps={self.steps}",
+            "trainer.save_freq=1", "trainer.logger=[]", "trainer.val_before_train=false",
             "trainer.report=false", "spd.truncated=keep",  # the model never ends after every fifth word
             "actor_rollout_ref.actor.fsdp_config.dtype=float32", *more,  # else the sums on two ranks are others
         ]  # fmt: skip

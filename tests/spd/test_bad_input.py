@@ -145,7 +145,7 @@ def prepare(bed, capsys, monkeypatch, tmp_path, *more, **files):
     monkeypatch.setattr(entry, "run_training", lambda config, known: None)
     given = {"blocks": bed.blocks, "metadata": bed.metadata, "model": bed.target, **files}
     argv = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    code = entry.main([*argv, "--output-dir", str(tmp_path / "out"), "--device", "cpu", *more])
+    code = entry.main([*argv, "--output-dir", str(tmp_path / "out"), "trainer.device=cpu", *more])
     output = capsys.readouterr().err
     assert "Traceback" not in output
     return code, output.strip().splitlines()[-1] if output.strip() else ""
@@ -405,8 +405,9 @@ RECIPE_OPTIONS = ["--config-path", "pkg://recipe.spd.config", "--config-name", "
 
 def test_the_training_command_reports_what_the_trainer_refuses(bed, monkeypatch, tmp_path):
     monkeypatch.setenv("SPD_VLLM_URLS", f"http://127.0.0.1:{free_port()}")
-    arguments = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "--device", "cpu"]
-    arguments += ["--batch-size", "4", "--output-dir", tmp_path / "out", "--adapter", bed.directory / "foreign"]
+    arguments = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "trainer.device=cpu"]
+    arguments += ["--output-dir", tmp_path / "out", "data.train_batch_size=4"]
+    arguments += [f"spd.adapter_path={bed.directory / 'foreign'}"]
     text = ended(monkeypatch, entry.main, *arguments)
     assert "2 problems in the config:" in text
     assert "/v1/models does not answer from here" in text and "belongs to the target" in text

@@ -102,7 +102,7 @@ def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone,
     size, exact = measure_loaded(hf_config, config)
     model = load_spd_scorer(
         SimpleNamespace(local_path=tiny_llama, path=tiny_llama, trust_remote_code=False, override_config={}),
-        torch.float32, backbone=backbone, head_inputs=inputs, head_size=16,
+        torch.float32, spd={"backbone": backbone, "head_inputs": inputs, "head_size": 16},
     )  # fmt: skip
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert exact and size.trainable == trained

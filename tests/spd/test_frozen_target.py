@@ -24,7 +24,7 @@ def trained(rank: int, world_size: int, path: str, dtype: str, store: str | None
     """(dtypes of backbone and head, metrics of two updates, the head's weights after them)."""
     if rank:  # reads no weights
         AutoModel.from_pretrained = None
-    kwargs = {"backbone": "target", "compute_dtype": dtype, "feature_store": store}
+    kwargs = {"compute_dtype": dtype, "spd": {"backbone": "target", "feature_store": store}}
     loader = PluginConfig(name="spd_scorer", kwargs=kwargs)
     engine = make_engine(path, loader=loader, engine={"dtype": dtype})
     parts = (engine.module.backbone, engine.module.head)

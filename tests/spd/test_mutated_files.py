@@ -234,7 +234,7 @@ def test_the_command_refuses_mutated_files_without_a_traceback(bench, tmp_path, 
         mutate(bench.files[kind], path, random.Random(f"command {number}"))
         given = {**bench.files, kind: path, "model": bench.model, "output-dir": tmp_path / "out"}
         argv = [f"--{name}={value}" for name, value in given.items() if name != "train"]
-        code, said = entry.main([*argv, "--device", "cpu"]), capsys.readouterr().err
+        code, said = entry.main([*argv, "trainer.device=cpu"]), capsys.readouterr().err
         assert "Traceback" not in said
         assert code == 0 and started.pop() or code == 1 and str(path) in said.strip().splitlines()[-1], (number, said)
     assert started == []

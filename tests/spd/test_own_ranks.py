@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 N, PROMPTS, GAMMA = 3, 4, 3
 KINDS = {
-    "whole": {"head_inputs": "state", "attention": "hybrid"},
-    "adapters": {"head_inputs": "pair", "lora_rank": 4},
+    "whole": {"spd": {"backbone": "own", "attention": "hybrid"}},
+    "adapters": {"spd": {"backbone": "own", "head_inputs": "pair"}, "lora_rank": 4},
 }
 
 
@@ -49,7 +49,7 @@ def judged_blocks(seed: int) -> DataProto:
 
 
 def build(path: str, kind: str, **model):
-    loader = PluginConfig(name="spd_scorer", kwargs={"backbone": "own", **KINDS[kind]})
+    loader = PluginConfig(name="spd_scorer", kwargs=KINDS[kind])
     return make_engine(path, loader=loader, contents=("model", "optimizer", "extra", "hf_model"), **model)
 
 

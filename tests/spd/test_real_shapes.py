@@ -84,10 +84,10 @@ def test_no_command_refuses_a_qwen_pair_or_asks_a_target_head_for_a_separator(tm
         *(word for name, count in sizes.items() for word in (f"--n-{name}", str(count))),
     ])  # fmt: skip
     files = [f"--{kind}={bed}/{kind}_train.parquet" for kind in ("blocks", "metadata")]
-    options = ["--model", str(target), *files, "--output-dir", str(tmp_path / "run"), "--device", "cpu"]
-    dry = ["--batch-size", "2", "--max-tokens", "10", "trainer.dry_run=true", "trainer.logger=[]"]
+    options = ["--model", str(target), *files, "--output-dir", str(tmp_path / "run"), "trainer.device=cpu"]
+    dry = ["data.train_batch_size=2", "spd.rollout.max_tokens=10", "trainer.dry_run=true", "trainer.logger=[]"]
     assert not exit_code(*options, *dry), capsys.readouterr().err
-    assert exit_code(*options, *dry, "--backbone", "own") == 1
+    assert exit_code(*options, *dry, "spd.backbone=own") == 1
     assert "set SPD_SEP_TOKEN_ID to a token id that never occurs in text" in capsys.readouterr().err
 
     config = ScoringModelConfig(base_model_path=str(target))

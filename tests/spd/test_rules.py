@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.spd.rollout.decoder import Block
+from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import rules
 from tests.helpers.models import make_tokenizer

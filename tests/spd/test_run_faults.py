@@ -34,7 +34,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(runs):
 
 def test_the_watchdog_detects_a_stopped_rank(runs):
     limits = [f"trainer.watchdog.{phase}=40" for phase in ("generate", "log_prob", "update", "save")]
-    with running(runs, "rank_stopped", "--ranks", "2", *QUICK, *limits) as run:
+    with running(runs, "rank_stopped", "trainer.n_gpus_per_node=2", *QUICK, *limits) as run:
         runs.wait_for_step("rank_stopped", 2, run)
         stopped = ranks_of(run)[0]
         send([stopped], signal.SIGSTOP)

@@ -300,7 +300,8 @@ def test_loader_builds_the_same_scorer_twice_and_starts_from_a_saved_one(llama, 
     with torch.no_grad():
         first.head.out.bias.fill_(3.0)
     first.save_pretrained(tmp_path)
-    again = create_huggingface_actor(llama, loader="spd_scorer", automodel_kwargs={"adapter_path": str(tmp_path)})
+    kwargs = {"spd": {"adapter_path": str(tmp_path)}}
+    again = create_huggingface_actor(llama, loader="spd_scorer", automodel_kwargs=kwargs)
     assert again.head.out.bias.item() == 3.0
 
 

@@ -48,7 +48,7 @@ def test_every_sample_is_scored_and_the_head_is_trained(bench):
 
 
 def test_two_ranks_give_the_losses_of_one(bench):
-    bench.run_here("two", "--ranks", "2")
+    bench.run_here("two", "trainer.n_gpus_per_node=2")
     for one, two in zip(bench.rows("undisturbed"), bench.rows("two"), strict=True):
         for name in COMPARED:
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
@@ -83,7 +83,7 @@ def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
 @pytest.mark.chaos
 def test_a_full_disk_during_a_save_keeps_the_previous_checkpoint(bench, cluster):
     with small_disk(bench.directory / "disk_full", "64m") as disk:
-        with running(bench, "disk_full", "--steps", "60", RAY_ADDRESS=cluster) as run:
+        with running(bench, "disk_full", "trainer.total_training_steps=60", RAY_ADDRESS=cluster) as run:
             bench.wait_for_step("disk_full", 2, run)
             leave_free(disk, 300_000)
             code = ended(run, 120)

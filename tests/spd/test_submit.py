@@ -101,7 +101,7 @@ def test_paths_the_job_would_not_find_or_would_lose_are_refused(tree):
         ([], {"MODEL_PATH": "data"}, "--model data: data/big.bin is not packed"),
         (["--output-dir", "outputs/run"], {}, "--output-dir outputs/run: the job's working directory is deleted after"),
         (["--blocks", "../x"], {}, "--blocks ../x: ../x is not packed"),
-        (["--store", "store.sqlite3"], {}, "--store store.sqlite3: the job's working directory is deleted after it"),
+        (["spd.rollout.store_path=s"], {}, "spd.rollout.store_path s: the job's working directory is deleted after it"),
     ):
         with pytest.raises(SystemExit, match=sentence):
             command.check_paths(training, environment, files)
@@ -275,10 +275,11 @@ def test_a_training_of_an_own_backbone_runs_on_the_cluster_that_the_job_is_on(he
     """By LoRA; what it saves loads again, with other weights behind each step."""
     model = save_tiny_llama(tmp_path / "target")
     write_blocks(tmp_path)
-    options = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--steps", "2"]
-    options += ["--backbone", "own", "--lora-rank", "4", "--head-inputs", "pair", "--lr", "1e-3", "--save-freq", "1"]
-    options += ["--output-dir", str(tmp_path / "run"), "--device", "cpu", "--batch-size", "8", "--n", "4"]
-    options += ["--max-tokens", "16", "trainer.logger=[]", "trainer.report=false"]
+    options = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl")]
+    options += ["--output-dir", str(tmp_path / "run"), "trainer.total_training_steps=2", "spd.backbone=own"]
+    options += ["actor_rollout_ref.model.lora_rank=4", "spd.head_inputs=pair", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    options += ["trainer.save_freq=1", "trainer.device=cpu", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=4"]
+    options += ["spd.rollout.max_tokens=16", "trainer.logger=[]", "trainer.report=false"]
     with Words(model=model).running() as url:
         env = {"MODEL_PATH": model, "SPD_VLLM_URLS": url, "LOGURU_LEVEL": "DEBUG"}
         returned, out, err = head.run(ROOT, *options, **env)

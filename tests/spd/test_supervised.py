@@ -77,7 +77,8 @@ def test_the_supervised_training_checks_its_settings_first(tiny_llama, tmp_path,
     for name, content in (("blocks", row), ("meta", meta)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(content) + "\n")
     options = ["--supervised", "--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"),
-               "--model", tiny_llama, "--output-dir", str(tmp_path / "run"), "--device", "cpu", "--batch-size", "1"]
+               "--model", tiny_llama, "--output-dir", str(tmp_path / "run"), "trainer.device=cpu",
+               "data.train_batch_size=1"]
     monkeypatch.setattr("recipe.spd.supervised.train_supervised", lambda *_: pytest.fail("trains"))
     with pytest.raises(SystemExit, match="did you mean spd.rollout.max_tokens"):
         entry.main([*options, "spd.rollout.max_tokenz=5"])
@@ -112,8 +113,9 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     options = [
         "--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--model", tiny_llama,
-        "--tokenizer", str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "--device", "cpu",
-        "--max-tokens", "16", "--batch-size", "3", "--steps", "40", "spd.rollout.served_model=served",
+        "--tokenizer", str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "trainer.device=cpu",
+        "spd.rollout.max_tokens=16", "data.train_batch_size=3", "trainer.total_training_steps=40",
+        "spd.rollout.served_model=served",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",  # in which the saved scorer is loaded
     ]  # fmt: skip
     if contradicted:  # harmful after 21 and harmless after 20, as no training block is

@@ -70,9 +70,15 @@ def whole(kept, tmp_path) -> Path:
     return Path(shutil.copytree(kept["whole"], tmp_path / "whole"))
 
 
+def arguments(settings: dict, **more) -> dict:
+    """The keyword arguments of the loader for fields of ScoringModelConfig and `more` of the group spd."""
+    adapters = {name: value for name, value in settings.items() if name.startswith("lora_")}
+    return adapters | {"spd": {name: value for name, value in settings.items() if name not in adapters} | more}
+
+
 def message_before_start(folder, path: str, settings: dict) -> str | None:
     """The message of the check before a start."""
-    loader = {"name": "spd_scorer", "kwargs": {**settings, "adapter_path": str(folder)}}
+    loader = {"name": "spd_scorer", "kwargs": arguments(settings, adapter_path=str(folder))}
     model = {"path": path, "trust_remote_code": False, "loader": loader}
     config = OmegaConf.create({"actor_rollout_ref": {"model": model}})
     problems = list(check_scorer(config, SimpleNamespace(hf_config=AutoConfig.from_pretrained(path))))
@@ -81,7 +87,7 @@ def message_before_start(folder, path: str, settings: dict) -> str | None:
 
 
 def load(folder, path: str, settings: dict):
-    kwargs = {**settings, "adapter_path": str(folder)}
+    kwargs = arguments(settings, adapter_path=str(folder))
     return create_huggingface_actor(path, automodel_kwargs=kwargs, loader="spd_scorer")
 
 
@@ -135,7 +141,7 @@ def test_adapters_of_another_model_are_refused(tiny_llama, others, kept, which):
 
 
 def test_adapters_without_fingerprint_are_refused_by_their_shapes(tiny_llama, others, adapters):
-    folder = edit_config(adapters, base_fingerprint=None, target_fingerprint="")
+    folder = edit_config(adapters, base_fingerprint=None)
     heard = []
     sink = logger.add(heard.append, level="WARNING", format="{message}")
     assert load(folder, others["seed"], ADAPTERS).config.base_fingerprint
@@ -217,7 +223,7 @@ def test_a_full_backbone_of_another_depth_or_rope_is_refused(tiny_llama, others,
 
 def test_a_head_without_fingerprint_is_loaded(tiny_llama, kept, tmp_path):
     folder = Path(shutil.copytree(kept["head"], tmp_path / "head"))
-    edit_config(folder, base_fingerprint=None, target_fingerprint="0123")
+    edit_config(folder, base_fingerprint=None)
     assert message_before_start(folder, tiny_llama, {}) is None
     loaded, meant = load(folder, tiny_llama, {}), AutoModelForSPDScoring.from_pretrained(kept["head"])
     assert torch.equal(scores(loaded), scores(meant))
@@ -230,7 +236,7 @@ def test_a_head_without_fingerprint_is_loaded(tiny_llama, kept, tmp_path):
 def checkpoint(tiny_llama, tmp_path_factory):
     """(scores of a scorer with adapters in an engine, the folder it was saved to)"""
     folder = tmp_path_factory.mktemp("checkpoint") / "actor"
-    loader = PluginConfig(name="spd_scorer", kwargs=PAIR)
+    loader = PluginConfig(name="spd_scorer", kwargs=arguments(PAIR))
     engine = make_engine(tiny_llama, loader=loader, contents=("model", "hf_model"))
     randomise(engine.module)
     z = scores(engine.module)

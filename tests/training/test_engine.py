@@ -11,7 +11,7 @@ from tests.helpers.engines import leave_group, make_engine, weights_of
 from verl.training.engine import EngineRegistry, FSDPEngine
 from verl.training.engine.build import build_lr_scheduler
 from verl.training.peft_weights import full_weights
-from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig
+from verl.workers.config import FSDPOptimizerConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,20 +139,6 @@ def test_schedules_by_hand(kind, expected):
             assert schedule.get_last_lr()[0] == pytest.approx(2.0 * value, abs=1e-9)
         optimizer.step()
         schedule.step()
-
-
-def test_the_decay_of_wsd_is_megatrons():
-    config = McoreOptimizerConfig(
-        lr=2.0, lr_decay_style="WSD", lr_warmup_steps=0, total_training_steps=4, lr_wsd_decay_steps=2
-    )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = build_lr_scheduler(optimizer, config)
-    seen = []
-    for _ in range(5):
-        seen.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert seen == pytest.approx([2, 2, 2, 2 * (2 * 0.5**0.5 - 1), 0])  # exponential
 
 
 def test_a_decaying_schedule_without_a_length_is_refused():

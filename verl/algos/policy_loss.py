@@ -1,6 +1,6 @@
 """Policy losses, one function per loss, in one registry; the value loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,9 +25,8 @@ class LossInputs:
         advantages: advantage of each token.
         response_mask: 1 = the token counts.
         counts: what losses are divided by. The default counts the tokens of these tensors.
-        chosen: tokens that the loss treats differently (`choose_tokens`), chosen over the mini-batch, bool; None lets
-            the loss choose among these tensors.
         rollout_is_weights: importance weights that correct for the rollout; None for none.
+        columns: the micro-batch by column, [B] or [B, T], with those that the loss was registered to read.
     """
 
     log_prob: Tensor
@@ -35,8 +34,8 @@ class LossInputs:
     advantages: Tensor
     response_mask: Tensor
     counts: StepCounts = field(default_factory=StepCounts)
-    chosen: Tensor | None = None
     rollout_is_weights: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def log_ratio(self) -> Tensor:
         """log(pi / pi_old) [B, T], within 20 so that its exponential stays finite."""
@@ -54,13 +53,21 @@ PolicyLoss = Callable[[LossInputs, ActorConfig], LossAndMetrics]
 
 LOSS_FUNCTIONS: Registry[str, PolicyLoss] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "Your own: register it with register_loss or register_policy_loss in a module named by "
-    "actor_rollout_ref.model.external_lib.",
+    "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
-# Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
-# A loss with verl's signature is registered with `verl.trainer.ppo.core_algos.register_policy_loss`.
-register_loss = LOSS_FUNCTIONS.register
+LOSS_COLUMNS: dict[str, tuple[str, ...]] = {}  # what a loss reads from `LossInputs.columns`, by its name
 get_loss_fn = LOSS_FUNCTIONS.find
+
+
+def register_policy_loss(name: str, reads: Sequence[str] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
+
+    The loss finds the columns that `reads` names in `inputs.columns`: tensors of the batch, and columns of numbers of
+    the data file, an agent loop or the reward function (docs/extending.md). A loss with verl's signature is registered
+    with `verl.trainer.ppo.core_algos.register_policy_loss`.
+    """
+    LOSS_COLUMNS[name] = tuple(reads)
+    return LOSS_FUNCTIONS.register(name)
 
 
 def _clip_range(config: ActorConfig) -> tuple[float, float]:
@@ -102,7 +109,7 @@ def _dual_clip(
     return losses, clipped > free, (ppo > bound) & negative
 
 
-@register_loss("vanilla")
+@register_policy_loss("vanilla")
 def vanilla_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """PPO's clipped loss with dual clip. All [B, T] -> scalar, metrics.
 
@@ -115,7 +122,7 @@ def vanilla_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, clipped, below)
 
 
-@register_loss("gspo")
+@register_policy_loss("gspo")
 def gspo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Clipping of the sequence's ratio (GSPO-token, arXiv 2507.18071). All [B, T] -> scalar, metrics.
 
@@ -132,7 +139,7 @@ def gspo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, clipped > free)
 
 
-@register_loss("sapo")
+@register_policy_loss("sapo")
 def sapo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """A soft gate in place of the clip (SAPO, arXiv 2511.20347). All [B, T] -> scalar, metrics.
 
@@ -146,13 +153,13 @@ def sapo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(gate))
 
 
-@register_loss("gpg")
+@register_policy_loss("gpg")
 def gpg_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Plain policy gradient L = -A log pi, no ratio (GPG, arXiv 2504.02546). All [B, T] -> scalar, metrics."""
     return inputs.aggregate(-inputs.log_prob * inputs.advantages, config.loss_agg_mode), {}
 
 
-@register_loss("cispo")
+@register_policy_loss("cispo")
 def cispo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585). All [B, T] -> scalar, metrics.
 
@@ -215,12 +222,12 @@ def choose_tokens(
 
 
 def _chosen(name: str, inputs: LossInputs, config: ActorConfig) -> Tensor:
-    """What the actor chose over its mini-batch, or else a choice within this batch, as 0 and 1 [B, T]."""
-    chosen = choose_tokens(name, inputs, config) if inputs.chosen is None else inputs.chosen
-    return chosen.to(inputs.log_prob.dtype)
+    """What the actor chose over its mini-batch (`chosen`), or else a choice within this batch, as 0 and 1 [B, T]."""
+    chosen = inputs.columns.get("chosen", None)
+    return (choose_tokens(name, inputs, config) if chosen is None else chosen).to(inputs.log_prob.dtype)
 
 
-@register_loss("clip_cov")
+@register_policy_loss("clip_cov")
 def clip_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """PPO's loss, without a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> [], metrics.
 
@@ -236,7 +243,7 @@ def clip_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return inputs.aggregate(losses, config.loss_agg_mode), metrics
 
 
-@register_loss("kl_cov")
+@register_policy_loss("kl_cov")
 def kl_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Unclipped ratio loss; the tokens of highest covariance also pay |log r| (KL-Cov, arXiv 2505.22617).
 
@@ -250,7 +257,7 @@ def kl_cov_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, {"actor/ppo_kl": _mean(log_ratio.abs(), inputs.response_mask)}
 
 
-@register_loss("geo_mean")
+@register_policy_loss("geo_mean")
 def geo_mean_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The geometric mean of the clipped token ratios (GMPO, arXiv 2507.20673). All [B, T] -> scalar, metrics.
 
@@ -284,7 +291,7 @@ def _dppo(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> LossAn
     return loss, _metrics(log_ratio, inputs.response_mask, ~within, ~within & (inputs.advantages < 0))
 
 
-@register_loss("dppo_tv")
+@register_policy_loss("dppo_tv")
 def dppo_tv_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """A trust region by the total variation (DPPO-Binary-TV, arXiv 2602.04879). All [B, T] -> scalar, metrics.
 
@@ -295,7 +302,7 @@ def dppo_tv_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return _dppo(inputs, config, (inputs.log_prob.detach().exp() - inputs.old_log_prob.exp()).abs())
 
 
-@register_loss("dppo_kl")
+@register_policy_loss("dppo_kl")
 def dppo_kl_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """As dppo_tv with the KL divergence of two outcomes, the sampled token or another (DPPO-Binary-KL).
 
@@ -307,7 +314,7 @@ def dppo_kl_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return _dppo(inputs, config, divergence.to(inputs.log_prob.dtype))
 
 
-@register_loss("dro")
+@register_policy_loss("dro")
 def dro_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Policy gradient with a quadratic penalty (DRO, arXiv 2405.19107, 2501.12599). All [B, T] -> scalar, metrics.
 
@@ -323,7 +330,7 @@ def dro_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(log_ratio))
 
 
-@register_loss("bypass_mode")
+@register_policy_loss("bypass_mode")
 def bypass_mode_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).
 

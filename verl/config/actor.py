@@ -45,15 +45,10 @@ class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
 
 
 @dataclass
-class RefineLossConfig(BaseConfig, section="actor.refine_loss"):
-    """The refinement loss that keeps a policy able to draft its own tokens (rollout refine)."""
+class AuxiliaryLossConfig(BaseConfig, section="actor.auxiliary_losses"):
+    """Settings of an auxiliary loss, under its name in actor.auxiliary_losses; a subclass may add more."""
 
-    samples: str = setting(
-        "all", "Samples it is taken on: all, or those of positive advantage.", choices=("all", "positive")
-    )
-    windows_per_sample: int = setting(8, "Windows per sample.", low=1)
-    num_iterations: int = setting(1, "Refinement rounds per window.", low=1)
-    aligned_windows: float = setting(0.0, "Share of windows that start at multiples of their width.", low=0, high=1)
+    coef: float = setting(1.0, "Weight of the loss; 0: none.", low=0)
 
 
 @dataclass
@@ -100,8 +95,9 @@ class ActorConfig(BaseConfig, section="actor"):
     engine: Any = setting(BaseConfig)
     rollout_n: int = setting(MISSING, "Samples of each prompt, as rollout.n.", low=1)
     model_config: HFModelConfig | None = None
-    refine_loss_coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
-    refine_loss: RefineLossConfig = setting(RefineLossConfig, "That loss.")
+    auxiliary_losses: dict[str, Any] = setting(
+        dict, "Settings of auxiliary losses by registered name; coef, the weight of a loss, turns it off at 0."
+    )
     share_prompt_forward: bool = setting(
         False,
         "Compute tokens that several rows of a prompt begin with once, in one micro-batch: equal prompts, and any "

@@ -27,6 +27,7 @@ OPEN = (
     "override_config", "override_optimizer_config", "engine_kwargs", "reward_kwargs", "apply_chat_template_kwargs",
     "pf_ppo", "fused_kernel_options", "wrap_policy", "mixed_precision", "rollout.custom", "data.custom",
     "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init", "environment.params", "environment.tasks",
+    "actor.auxiliary_losses",
 )  # fmt: skip
 ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
 

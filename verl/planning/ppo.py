@@ -107,12 +107,14 @@ def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     from verl.models.loading import get_model_loader
     from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.rollout.base import get_rollout_class
+    from verl.training.actor.base import enabled_losses
     from verl.training.policy import get_policy
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     checks: dict[str, Callable[[], Any]] = {
         "actor_rollout_ref.model.loader.name": lambda: get_model_loader(model.loader.name),
         "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
+        "actor_rollout_ref.actor.auxiliary_losses": lambda: enabled_losses(config.actor_rollout_ref.actor),
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
         "custom_reward_function.path": lambda: get_custom_reward_fn(config),
         "reward_manager.name": lambda: get_manager_class(config),

@@ -1,6 +1,15 @@
 """Every metric that a run logs: its name (a pattern, * for a variable part) and its meaning."""
 
+import functools
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+
+from verl.utils.registry import installed_plugins
+
+#: panels of the report: (title, explanation, names, or prefixes that end in "/", "_" or "@")
+Headlines = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 METRICS: dict[str, str] = {
     "actor/pg_loss": "Policy loss of the step's mini-batches, mean over them.",
@@ -27,7 +36,6 @@ METRICS: dict[str, str] = {
     "critic/vpred_mean": "Mean value in the update.",
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/lr": "Learning rate of the critic's update.",
-    "actor/refine_loss": "Cross-entropy of the refinement loss per label and round (actor.refine_loss_coef).",
     "critic/nonfinite_steps": "Mini-batches whose value update was skipped.",
     "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at the limit (clip_ratio).",
     "response_length_non_aborted/*": "The same without empty answers.",
@@ -43,9 +51,8 @@ METRICS: dict[str, str] = {
     "timing_s/agent_loop/*": "Seconds that a conversation spent in generation and in tool calls.",
     "global_seqlen/*": "Tokens of the ranks' shares before balancing, and after it (balanced_*).",
     "rollout/weight_syncs": "How often the step sent weights to the rollout, for its samples and its validation.",
-    "rollout/tokens_per_forward": "Rollout refine, or with drafts: tokens per forward; ordinary decoding has 1.",
+    "rollout/tokens_per_forward": "Rollouts that draft tokens: tokens per forward; ordinary decoding has 1.",
     "rollout/draft_acceptance": "Share of the draft tokens that were accepted (rollout.speculative).",
-    "rollout/forwards": "Rollout refine: forwards of the step's batch on one rank.",
     "trainer/idle_ratio": "Asynchronous training: share of the step in which the trainer waited for samples.",
     "rollouter/idle_ratio": "Asynchronous training: share of the step in which servers had no request, mean of them.",
     "fully_async/count/stale_samples_processed": "Prompts trained so far whose oldest token is of weights before the "
@@ -99,12 +106,6 @@ METRICS: dict[str, str] = {
     "reward/errors": "Samples left out because their reward raised (reward_model.error=drop).",
     "reward/timeouts": "Samples left out because their reward took longer than reward_model.item_timeout.",
     "train/loss": "SFT: minus the log-prob of a learned token, mean over the step's batch.",
-    "train/loss_s*": "Iterative refinement: the loss of a round, from 0 on, over the positions that it counts.",
-    "train/loss_ar": "Iterative refinement: the next-token loss of the clean text.",
-    "train/loss_total": "Iterative refinement: the weighted sum of the rounds' losses and the clean text's.",
-    "train/noise_mean": "Iterative refinement: noise tokens over the positions that a round's loss counts.",
-    "val/loss_*": "The same four over the validation set, whose noise is the same each time.",
-    "val/noise_mean": "The same as in training.",
     "train/lr": "Learning rate of this step.",
     "train/lr(1e-3)": "The same in thousandths.",
     "train/grad_norm": "Norm of the gradient before clipping.",
@@ -113,17 +114,6 @@ METRICS: dict[str, str] = {
     "train/time(s)": "Seconds of the training step.",
     "val/loss": "SFT: the loss over the learned tokens of the full validation set.",
     "train/num_gen_batches": "Generations that one DAPO batch took.",
-    "spd/accepted_len/*": "Draft tokens accepted of a block.",
-    "spd/scenario/*": "Share of samples by scenario of the SPD reward: A, B, C, D, zero.",
-    "spd/completions/*": "Completions of hybrid contexts: requested, computed, read from the store, failed.",
-    "spd/completions/hit_rate": "Share of the requested completions that the store had.",
-    "spd/store/mib": "Size of the completion store's file, MiB.",
-    "spd/drift/*": "actor/logprob_drift of accept/reject decisions.",
-    "spd/dropped_samples": "Samples whose completion failed.",
-    "spd/hit_limit": "Share of answers cut at the token limit.",
-    "spd/baseline/truncated": "Share of samples whose answer by the target alone is cut there (`spd.truncated`).",
-    "spd/baseline/changed": "Share of samples whose baseline by the run's server differs from that of the data.",
-    "spd/output_length_ratio": "Length of the answer after a hybrid context over the target's own.",
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",
     "perf/mfu/*": "Model FLOPs of the update over what the GPUs could do at most in that time (trainer.peak_tflops).",
@@ -141,6 +131,37 @@ METRICS: dict[str, str] = {
 }
 
 
+@dataclass(frozen=True)
+class RecipeMetrics:
+    """The metrics of a recipe, which its package names by an entry point of the group `verl.metrics`.
+
+    Attributes:
+        meanings: as METRICS.
+        headlines: panels that the report shows first if the run has their metrics.
+        trends: name -> label of a card with its first and last values.
+        counters: name -> label of a card with its sum.
+        flags: beginnings of names of the reward's extras that the report shows only where they are not 0.
+    """
+
+    meanings: Mapping[str, str]
+    headlines: Headlines = ()
+    trends: Mapping[str, str] = field(default_factory=dict)
+    counters: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+
+@functools.cache
+def metrics_of_recipes() -> tuple[RecipeMetrics, ...]:
+    """The metrics of all installed recipes."""
+    return tuple(pkgutil.resolve_name(path) for _, path in sorted(installed_plugins("metrics").items()))
+
+
+def all_metrics() -> dict[str, str]:
+    """METRICS and those of all installed recipes."""
+    return METRICS | {name: meaning for recipe in metrics_of_recipes() for name, meaning in recipe.meanings.items()}
+
+
 def unknown_metrics(names: list[str]) -> list[str]:
     """Those of the names that no pattern covers."""
-    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in METRICS)]
+    patterns = all_metrics()
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]

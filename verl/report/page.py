@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from verl.report.asynchronous import async_panels, idle_cards
 from verl.report.health import RULES
+from verl.report.metric_names import Headlines, metrics_of_recipes
 from verl.report.plots import Curve, Panel, draw_panel
 from verl.utils.jsonl import read_objects
 from verl.utils.visible_text import visible
@@ -29,19 +30,15 @@ from verl.utils.visible_text import visible
 LARGEST = 1e200  # magnitude of a number that is drawn
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
-_DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
-# Panels shown first when the run has their metrics: (title, explanation, names or prefixes ending in "/", "_" or "@").
-HEADLINES = (
+# Panels shown first when the run has their metrics, after those of recipes.
+HEADLINES: Headlines = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
-    ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
-    ("Scenario shares", "A sped up, B broke, C useless, D repaired, zero: nothing accepted", ("spd/scenario/",)),
-    ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
     ("Policy loss", "", ("actor/pg_loss",)),
     ("Loss", "mean over the learned tokens of a step", ("train/loss",)),
-    ("Refinement", "loss of each round, of the clean text, and their weighted sum", ("train/loss_",)),
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
-    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
+    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped",
+     ("actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")),
     ("Rollout against trainer", "KL at the sampled tokens; near 0 where they agree",
      ("rollout_corr/kl", "rollout_corr/k3_kl")),
     ("Correlation of rollout and trainer", "of token probabilities; near 1 where they agree",
@@ -52,16 +49,13 @@ HEADLINES = (
     ("Learning rate", "", ("actor/lr", "train/lr")),
     ("Throughput", "tokens per second and rank", ("perf/throughput",)),
     ("Memory", "GiB, the most of a rank so far", ("perf/max_memory_",)),
-    ("Completions", "requested, computed by a server, read from the store, failed", ("spd/completions/",)),
 )
 TRENDS = {
-    "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "loss",
-    "val/loss": "validation loss", "rollout_corr/kl": "KL of rollout and trainer",
-    "perf/throughput": "tokens per second and rank",
+    "critic/score/mean": "reward", "train/loss": "loss", "val/loss": "validation loss",
+    "rollout_corr/kl": "KL of rollout and trainer", "perf/throughput": "tokens per second and rank",
 }  # fmt: skip
 COUNTERS = {
-    "training/dropped_samples": "dropped samples", "spd/dropped_samples": "lost completions' samples",
-    "spd/completions/failed": "failed completions", "actor/nonfinite_steps": "non-finite steps",
+    "training/dropped_samples": "dropped samples", "actor/nonfinite_steps": "non-finite steps",
     "train/skipped_steps": "skipped steps",
 }  # fmt: skip
 
@@ -97,9 +91,13 @@ def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
     return [c for name, c in series.items() if name in exact or name.startswith(families)]
 
 
+def _headlines() -> Headlines:
+    return (*(headline for recipe in metrics_of_recipes() for headline in recipe.headlines), *HEADLINES)
+
+
 def headline_panels(series: dict[str, Curve]) -> list[Panel]:
-    """The panels of HEADLINES that this run has data for, and the stacked timings."""
-    matches = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
+    """The headlines of recipes and of HEADLINES that this run has data for, and the stacked timings."""
+    matches = ((title, note, _matching(series, wanted)) for title, note, wanted in _headlines())
     panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in matches if curves]
     timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
     timings = [Curve(c.name, c.steps, [v if math.isfinite(v) else 0.0 for v in c.values]) for c in timings]
@@ -114,7 +112,7 @@ def headline_panels(series: dict[str, Curve]) -> list[Panel]:
 def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str, str]]]:
     """Panels of all other metrics, siblings (`a/b/x`, `a/b/y`) in one; and (name, note) of those that are not drawn:
     a constant curve, or one equal to a curve already drawn."""
-    shown = [c for _, _, wanted in HEADLINES for c in _matching(series, wanted)]
+    shown = [c for _, _, wanted in _headlines() for c in _matching(series, wanted)]
     drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in shown}
     headlines = set(drawn.values()) | {c.name for c in shown}
     groups: dict[str, list[Curve]] = defaultdict(list)
@@ -149,7 +147,11 @@ def health_rows(series: dict[str, Curve]) -> list[HealthRow]:
 def summary_cards(series: dict[str, Curve], steps: int, planned: int | None = None) -> list[tuple[str, str]]:
     """(label, value) pairs at the top of the page: steps, first and last reward, sums of dropped and failed items."""
     cards = [("steps", str(steps))] if planned is None else [("steps, finished of planned", f"{steps} of {planned}")]
-    for name, label in TRENDS.items():
+    trends, counters = dict(TRENDS), dict(COUNTERS)
+    for recipe in metrics_of_recipes():
+        trends |= recipe.trends
+        counters |= recipe.counters
+    for name, label in trends.items():
         if name in series:
             values = series[name].values
             k = max(1, len(values) // 10)
@@ -157,7 +159,7 @@ def summary_cards(series: dict[str, Curve], steps: int, planned: int | None = No
             cards.append((f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"))
     if "timing_s/step" in series:
         cards.append(("seconds in steps", f"{sum(series['timing_s/step'].values):.0f}"))
-    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in COUNTERS.items() if name in series]
+    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in counters.items() if name in series]
     return cards
 
 
@@ -246,10 +248,10 @@ def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
 
 
 def _notes(extras: dict[str, float | str | None]) -> list[str]:
-    """`name value` of each extra; of the one-hot scenarios, only the one that is set."""
-    notes = []
+    """`name value` of each extra; of the flags of recipes, the names of those that are set."""
+    notes, flags = [], tuple(flag for recipe in metrics_of_recipes() for flag in recipe.flags)
     for name, value in extras.items():
-        if name.startswith("scenario_"):
+        if name.startswith(flags):
             notes += [name.replace("_", " ")] if value else []
         elif name != "score" and value is not None:
             notes.append(f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}")

@@ -22,8 +22,8 @@ def installed_plugins(kind: str) -> dict[str, str]:
     """{name: dotted path} of the entry points that installed packages declare in the group `verl.<kind>`.
 
     The groups are `verl.rollouts` (the name is `<rollout.name>.<rollout.mode>`), `verl.rollouts_of_the_actor` (the name
-    is the `rollout.name` of one that generates with the actor's own module), `verl.auxiliary_losses` and
-    `verl.reward_rules` (the name is a data source).
+    is the `rollout.name` of one that generates with the actor's own module), `verl.auxiliary_losses`, `verl.metrics`
+    (the name is the recipe's) and `verl.reward_rules` (the name is a data source).
     """
     return {point.name: point.value.replace(":", ".") for point in entry_points(group=f"verl.{kind}")}
 

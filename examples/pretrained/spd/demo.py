@@ -265,12 +265,13 @@ def scorer_stages(
     """
     (target, draft), folder, prepared = models_of(out, sizes), out / f"seed{seed}", out / "pair"
     train = python(
-        "train_spd_scorer.py", "--model", target, "--draft", draft, "--blocks", prepared / "blocks_train.parquet",
+        "train_spd_scorer.py", "--model", target, "--blocks", prepared / "blocks_train.parquet",
         "--metadata", prepared / "metadata_train.parquet", "--val-blocks", prepared / "blocks_val.parquet",
-        "--val-metadata", prepared / "metadata_val.parquet", "--store", out / "completions.sqlite3",
-        "--max-tokens", limit_of(gsm8k), "--epochs", 1000, "--seed", seed, "--steps", sizes.scorer_steps,
-        "--batch-size", sizes.scorer_batch, "--save-freq", max(1, sizes.scorer_steps // 3),
-        "--device", get_device_name(),
+        "--val-metadata", prepared / "metadata_val.parquet", f"spd.rollout.draft_path={draft}",
+        f"spd.rollout.store_path={out / 'completions.sqlite3'}", f"spd.rollout.max_tokens={limit_of(gsm8k)}",
+        "trainer.total_epochs=1000", f"data.seed={seed}", f"spd.seed={seed}",
+        f"trainer.total_training_steps={sizes.scorer_steps}", f"data.train_batch_size={sizes.scorer_batch}",
+        f"trainer.save_freq={max(1, sizes.scorer_steps // 3)}", f"trainer.device={get_device_name()}",
     )  # fmt: skip
     more = ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false", f"spd.head_inputs={inputs}"]
 
@@ -281,7 +282,7 @@ def scorer_stages(
     supervised, grpo = training("supervised", blocks, "--supervised"), training("grpo", blocks)
     scorers = {"supervised": folder / "supervised" / "supervised"}
     scorers |= {role: saved_scorer(folder / role, sizes.scorer_steps) for role in ("grpo", "refined")}
-    refined = training("refined", supervised, "--adapter", str(scorers["supervised"]))
+    refined = training("refined", supervised, f"spd.adapter_path={scorers['supervised']}")
     evaluation = Stage(
         f"seed{seed}/evaluation", python(
             "scripts/eval_spd_scorer.py", "--target", target, "--draft", draft, "--scorer", scorers["grpo"],

@@ -1,11 +1,12 @@
-"""Drafted blocks: the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and what a valid block looks like."""
+"""Drafted blocks: as a judge gets them, as the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and their checks.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,31 @@ import torch
 
 from verl.utils.problems import one_line
 
-OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
 IDS = ("context_ids", "draft_ids", "target_ids")
 # Of a block; the first then comes from the metadata.
 OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len")
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
+
+
+@dataclass
+class Block:
+    """Input of a judge: B drafted blocks of g tokens, and the target's predictions.
+
+    Position i of `target_ids`, `target_logits` and `target_hidden` predicts draft token i from the context and the
+    draft tokens before i; position g predicts the bonus token.
+    """
+
+    context_ids: list[list[int]]  # B lists: the prompt and the tokens committed so far
+    draft_ids: torch.Tensor  # [B, g] int64
+    target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices; sampled ones: see Sampling
+    target_logits: torch.Tensor  # [B, g + 1, V] float32; V: ids that both models know, however they pad embeddings
+    draft_logits: torch.Tensor  # [B, g, V] float32
+    target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
+    mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
+    rows: torch.Tensor  # [B] int64, the question each row belongs to
+
+
+Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
 
 
 def build_spd_input(

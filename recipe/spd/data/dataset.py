@@ -7,32 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from recipe.spd.data.blocks import (
-    IDS,
-    OPTIONAL,
-    build_spd_input,
-    left_padded_layout,
-    validate_block,
-    validate_column_names,
-    validate_ground_truth,
-)
-from recipe.spd.data.columns import ROWS_AT_A_TIME, Lists, TableRows, read_table_rows
-from recipe.spd.data.repeated_rows import batch_without_copies, row_without_copies
+from recipe.spd.data.blocks import IDS, build_spd_input, left_padded_layout, validate_block, validate_ground_truth
+from recipe.spd.data.columns import TableRows, read_table_rows
 from verl.data.rl_dataset import FileRows, left_pad
 from verl.utils.problems import one_line
-
-
-def _integers(column: pa.Array) -> np.ndarray:
-    """A column of integers, [N] int64; ValueError for a null or another type."""
-    if column.null_count or not pa.types.is_integer(column.type):
-        raise ValueError(f"a column of {column.type} with {column.null_count} nulls")
-    return column.to_numpy().astype(np.int64)
 
 
 class SPDRLHFDataset(FileRows):
@@ -58,12 +40,7 @@ class SPDRLHFDataset(FileRows):
         self.draw(max_samples, config)
         self.separators = np.empty(len(self.rows), dtype=np.int64)  # of each block
         self.largest_ids, self.lengths = (np.empty_like(self.separators) for _ in range(2))
-        cut = 0
-        for first in range(0, len(self.rows), ROWS_AT_A_TIME):
-            numbers = range(first, min(first + ROWS_AT_A_TIME, len(self.rows)))
-            over_long = self._check_columns(numbers) if isinstance(self.rows, TableRows) else None
-            cut += sum(self._check(i) for i in numbers) if over_long is None else over_long
-        if cut:
+        if cut := sum(self._check(item, row) for item, row in enumerate(self.rows)):
             logger.info(
                 "{} of {} blocks exceed data.max_prompt_length={} and lose the start of their context",
                 cut, len(self.rows), self.max_prompt_length,
@@ -71,10 +48,7 @@ class SPDRLHFDataset(FileRows):
 
     @staticmethod
     def read(path: str | Path) -> Sequence[dict[str, Any]]:
-        rows = read_table_rows(path, batch_without_copies)
-        if isinstance(rows, TableRows):
-            return rows
-        return [row_without_copies(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+        return read_table_rows(path)
 
     def _keep(self, numbers: list[int]) -> None:
         rows = self.rows
@@ -82,40 +56,8 @@ class SPDRLHFDataset(FileRows):
         if isinstance(rows, TableRows):
             self.rows = rows.take(numbers)
 
-    def _check_columns(self, numbers: range) -> int | None:
-        """`_check` of several rows: how many will be cut, None where one of them must be looked at by itself."""
-        (batch,) = self.rows.table.slice(numbers.start, len(numbers)).combine_chunks().to_batches()
-        try:
-            structs = extra, reward = [batch.column(name) for name in ("extra_info", "reward_model")]
-            context, draft, target = parts = [Lists.of(extra.field(name)) for name in IDS]
-            separators = _integers(batch.column("sep_token_id"))
-            known = [extra.field(name) for name in OPTIONAL if extra.type.get_field_index(name) >= 0]
-            facts = [_integers(column.drop_null()) for column in known if not pa.types.is_null(column.type)]
-            right, truths = _integers(extra.field("is_correct_baseline")), reward.field("ground_truth")
-            is_blank = pc.any(pc.equal(pc.utf8_trim_whitespace(truths), "")).as_py()
-        except (AttributeError, KeyError, ValueError, TypeError, IndexError, pa.ArrowException):
-            return None
-        lengths = context.lengths + draft.lengths + target.lengths + 3  # with the separators
-        if not (
-            all(part.within(self.vocabulary) for part in parts) and 0 <= separators.min()
-            and separators.max() < self.vocabulary
-            and not any(column.null_count for column in (*structs, truths)) and not is_blank
-            and np.array_equal(target.lengths, draft.lengths + 1)
-            and all(((0 <= column) & (column < 2**31)).all() for column in facts) and right.max() <= 1
-            and draft.lengths.max() <= self.gamma
-            and (lengths - context.lengths + 1).max() <= self.max_prompt_length
-            and not validate_column_names(tuple(field.name for field in extra.type))
-        ):  # fmt: skip
-            return None
-        where = slice(numbers.start, numbers.stop)
-        largest = [np.maximum.reduceat(part.values, part.starts) for part in parts]
-        self.separators[where], self.lengths[where] = separators, lengths
-        self.largest_ids[where] = np.maximum.reduce([separators, *largest])
-        return int((lengths > self.max_prompt_length).sum())
-
-    def _check(self, item: int) -> bool:
+    def _check(self, item: int, row: dict[str, Any]) -> bool:
         """Raise DatasetError for wrong ids, optional columns or lengths; True if the context will be cut."""
-        row = self.rows[item]
         for column in ("extra_info", "reward_model"):
             if not isinstance(row.get(column), Mapping):
                 raise self.error(item, f"column '{column}' is missing or not a mapping; columns: {', '.join(row)}.")
@@ -138,7 +80,7 @@ class SPDRLHFDataset(FileRows):
             raise self.error(item, f"{excess}. Raise it to {len(draft)}.")
         length = len(context) + len(draft) + len(target) + 3
         self.separators[item], self.lengths[item] = sep, length
-        self.largest_ids[item] = max(sep, *context, *draft, *target)
+        self.largest_ids[item] = max(sep, max(context), max(draft), max(target))
         needed = length - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
             limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."

@@ -17,29 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
 from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
-
-
-@dataclass
-class Block:
-    """Input of a judge: B drafted blocks of g tokens, and the target's predictions.
-
-    Position i of `target_ids`, `target_logits` and `target_hidden` predicts draft token i from the context and the
-    draft tokens before i; position g predicts the bonus token.
-    """
-
-    context_ids: list[list[int]]  # B lists: the prompt and the tokens committed so far
-    draft_ids: torch.Tensor  # [B, g] int64
-    target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices; sampled ones: see Sampling
-    target_logits: torch.Tensor  # [B, g + 1, V] float32; V: ids that both models know, however they pad embeddings
-    draft_logits: torch.Tensor  # [B, g, V] float32
-    target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
-    mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
-    rows: torch.Tensor  # [B] int64, the question each row belongs to
 
 
 @dataclass
@@ -84,9 +67,6 @@ class Sampling:
         excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, p[:, :count])  # equal: never drawn from
         drawn = self.draw(torch.cat([excess, p[:, count:]], dim=1))
         return torch.cat([torch.where(kept, draft_ids, drawn[:, :count]), drawn[:, count:]], dim=1)
-
-
-Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from recipe.spd.data.blocks import SPDInputData, cut_at_end
-from recipe.spd.rollout.decoder import Block, speculative_generate
+from recipe.spd.data.blocks import Block, SPDInputData, cut_at_end
+from recipe.spd.rollout.decoder import speculative_generate
 
 Scores = Callable[[SPDInputData], torch.Tensor]  # blocks -> z [B, g]
 Gather = Callable[[Any], list[Any]]  # an object of this rank -> those of every rank, in rank order

@@ -1,18 +1,13 @@
 """The vLLM server of an SPD run: completions of the target, on 127.0.0.1 unless the config names servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.spd.settings import SPDSettings
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
-
-if TYPE_CHECKING:
-    from recipe.spd.settings import SPDSettings
 
 LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # handle of the server that the run's entry started, for its other processes
 
@@ -32,8 +27,6 @@ def local_server(config: DictConfig) -> Iterator[None]:
 
     Not where the config names servers, on a running cluster, or on several nodes.
     """
-    from recipe.spd.settings import SPDSettings
-
     if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers:
         yield
         return

@@ -47,19 +47,12 @@ class ScoringModelConfig(ScorerSettings):
 
     @classmethod
     def from_loader(
-        cls, base_model_path: str, spd: Mapping[str, Any] | None = None, adapter_path: str | None = None,
-        feature_store: str | None = None, draft_path: str | None = None, **settings: Any,
-    ) -> tuple[ScoringModelConfig, tuple[str | None, str | None, str | None]]:  # fmt: skip
-        """The scorer of a loader's keyword arguments, with adapter_path, feature_store and draft_path.
-
-        `spd`: the config group, in place of these paths and of the fields that it has; `settings`: the other fields.
-        """
-        paths = adapter_path, feature_store, draft_path
-        if spd is not None:
-            group = SPDSettings.from_custom(spd)
-            settings |= {f.name: getattr(group, f.name) for f in fields(ScorerSettings)}
-            paths = group.adapter_path, group.feature_store, group.rollout.draft_path
-        return cls(base_model_path=base_model_path, **settings), paths
+        cls, base_model_path: str, spd: Mapping[str, Any] | None = None, **adapters: Any
+    ) -> tuple[ScoringModelConfig, SPDSettings]:
+        """The scorer of a loader's keyword arguments, and the config group `spd` among them; `adapters`: lora_*."""
+        group = SPDSettings.from_custom({"target_path": base_model_path, **(spd or {})})
+        settings = {f.name: getattr(group, f.name) for f in fields(ScorerSettings)}
+        return cls(base_model_path=base_model_path, **settings, **adapters), group
 
     def save(self, directory: Path) -> None:
         """Write spd_config.json."""
@@ -78,7 +71,6 @@ class ScoringModelConfig(ScorerSettings):
             raise ValueError(f"{file} is damaged ({error}); save the scorer again.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{file} is not a JSON object; save the scorer again.")
-        values.pop("target_fingerprint", None)  # of older scorers: a hash of too few weights
         if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         return cls(**values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from loguru import logger
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig
 
+from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
 from recipe.spd.scorer.files import CHECKPOINT_ADAPTERS, HEAD_FILE, KIND, different, shapes_of
 from verl.training.peft_weights import without_adapters
@@ -20,14 +21,11 @@ from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import OnHost, pack_rows
 from verl.utils.weight_files import tensor_shapes
 
-if TYPE_CHECKING:
-    from recipe.spd.rollout.decoder import Block
-
 
 class ScoringActor(nn.Module):
     """z [B, gamma] for drafted blocks; trained are the full backbone, its LoRA adapters, or the head alone.
 
-    `ScoringActor(config, backbone)` makes the subclass that config.backbone names.
+    `recipe.spd.scorer.auto` makes the subclass that config.backbone names.
     """
 
     #: whether the separators between the parts of a block are in its input
@@ -36,13 +34,6 @@ class ScoringActor(nn.Module):
     trains_backbone: ClassVar[bool] = False
     #: of an error about another base model: what was trained, on which kind of model, and why it must be that one
     belongs: ClassVar[tuple[str, str, str]] = ("the scorer in {} belongs", "model", "It was trained on that model")
-
-    def __new__(cls, config: ScoringModelConfig | None = None, backbone: nn.Module | None = None) -> ScoringActor:
-        if cls is ScoringActor:
-            from recipe.spd.scorer.auto import SCORERS
-
-            cls = SCORERS[config.backbone]
-        return super().__new__(cls)
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from recipe.spd.data.blocks import SPDInputData, cut_at_end
+from recipe.spd.data.blocks import Block, SPDInputData, cut_at_end
 from recipe.spd.scorer.cached_scorer import CachedScorer
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.files import ADAPTER_DIR, BACKBONE_DIR, adapter_file, different, first_of, shapes_of
@@ -23,9 +22,6 @@ from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_colum
 from verl.data.fingerprint import architecture
 from verl.training.policy.packing import OnHost
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
-
-if TYPE_CHECKING:
-    from recipe.spd.rollout.decoder import Block
 
 
 class OwnBackboneScorer(ScoringActor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PretrainedConfig
 
+from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
@@ -17,12 +19,6 @@ from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_colum
 from verl.trainer.run.ranks import any_rank
 from verl.training.parallel.sharding import full_tensor
 from verl.training.policy.packing import OnHost
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from recipe.spd.rollout.decoder import Block
-
 
 LOGIT_ROWS = 512  # positions whose logits are in memory at once
 

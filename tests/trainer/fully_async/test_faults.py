@@ -41,7 +41,7 @@ from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.reward.rows import GRADED
-from verl.trainer.fully_async.phase import SAMPLE_ID, SPANS, AsyncPhase, SeparateRolloutPhase
+from verl.trainer.fully_async.phase import SAMPLE_ID, SPANS, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound
 from verl.trainer.fully_async.trainer import FullyAsyncTrainer
@@ -68,7 +68,7 @@ def test_samples_of_several_versions_have_all_columns():
         arrays = {name: np.array([value], dtype=object) for name, value in columns.items()}
         samples = [queued(number, k, spans, end_reason="stop", notes=f"{number}/{k}") for k in range(2)]
         groups.append(Group(number, DataProto(None, arrays, {}), {}, 1, samples))
-    batch, _ = AsyncPhase.batch_of(phase, groups)
+    batch, _ = SeparateRolloutPhase.batch_of(phase, groups)
     columns = batch.non_tensor_batch
     assert columns[SAMPLE_ID].tolist() == columns["notes"].tolist() == ["0/0", "0/1", "1/0", "1/1"]
     assert columns["data_source"].tolist() == ["source 0"] * 2 + ["source 1"] * 2

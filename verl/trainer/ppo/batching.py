@@ -15,6 +15,7 @@ from loguru import logger
 from verl.algos import advantage, kl
 from verl.algos.advantage import as_torch_index
 from verl.algos.log_prob_metrics import calculate_debug_metrics
+from verl.algos.policy_loss import LOSS_COLUMNS
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
     compute_rollout_corr_metrics_from_logprobs,
@@ -284,6 +285,11 @@ def apply_kl_penalty(
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
 
 
+def values_of_rows(data: DataProto) -> dict[str, list[Any]]:
+    """B values by name: of columns that are no tensors, and of what the reward function returned besides the score."""
+    return reward_extras(data) | {name: column.tolist() for name, column in data.non_tensor_batch.items()}
+
+
 def compute_advantage(
     data: DataProto, adv_estimator: advantage.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
     num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None,
@@ -295,7 +301,7 @@ def compute_advantage(
     """
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    columns = reward_extras(data) | {name: column.tolist() for name, column in data.non_tensor_batch.items()}
+    columns = values_of_rows(data)
     settings |= {"index": data.non_tensor_batch["uid"], "non_tensor_batch": columns}
     inputs = {**settings, **dict(data.batch.items())}
     advantages, returns = advantage.estimate_advantages(adv_estimator, inputs, columns)
@@ -308,3 +314,33 @@ def compute_advantage(
             "too easy or too hard for the model. With on-policy distillation student and teacher agree."
         )
     return data
+
+
+def add_loss_columns(data: DataProto, loss: str) -> None:
+    """Make a tensor of each column that the policy loss of this name reads (`register_policy_loss`), in place.
+
+    A number for each row becomes a column [B], a list of at most R numbers for each row a column [B, R] with 0 after
+    the list's end, both float32. Raises ValueError for a column that is missing or has other values.
+    """
+    length, values = data.batch["responses"].shape[1], values_of_rows(data)
+    for name in LOSS_COLUMNS.get(loss, ()):
+        if name in data.batch:
+            continue
+        if name not in values:
+            raise ValueError(
+                f"policy loss '{loss}' reads the column '{name}', which the batch lacks. Provide a number for each "
+                "row, or a list with one for each token of its response: as a column of the data file, as a value "
+                f"that the reward function returns besides the score ({{'score': 1.0, '{name}': 0.5}}), in an agent "
+                "loop's extra_fields, or as a tensor that a rollout adds to the batch. The batch has "
+                f"{', '.join(sorted({*data.batch.keys(), *values}))}."
+            )
+        rows = [np.asarray(value) for value in values[name]]
+        for value, row in zip(values[name], rows, strict=True):
+            if row.dtype.kind not in "biuf" or row.ndim != rows[0].ndim or row.ndim > 1 or row.size > length:
+                raise ValueError(
+                    f"policy loss '{loss}' reads the column '{name}', where a row has {value!r:.80}. Expected a number "
+                    f"for each row, or for each row a list of at most {length} numbers, one for each response token."
+                )
+        if rows[0].ndim == 1:
+            rows = [np.pad(row, (0, length - row.size)) for row in rows]
+        data.batch[name] = torch.from_numpy(np.stack(rows)).float()

@@ -358,6 +358,7 @@ class RayPPOTrainer:
     @step("update_actor")
     def _update_actor(self, batch: DataProto) -> Metrics:
         """One pass of PPO updates over the batch."""
+        batching.add_loss_columns(batch, self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
         return self.rank_rows.update(self.actor_rollout_wg.update_actor, batch)
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:

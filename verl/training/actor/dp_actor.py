@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from verl.algos.aggregation import StepCounts, agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
+from verl.algos.policy_loss import LOSS_COLUMNS, TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
 from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
@@ -71,7 +71,8 @@ class DataParallelPPOActor(BasePPOActor):
     def update_policy(self, data: DataProto) -> dict:
         """PPO steps on this rank's rows; the columns are [B, R] and [B, P+R]. See `update_by_mini_batches`."""
         config = self.config
-        data = self._select(data, (*_UPDATE_KEYS, *(k for k in _OPTIONAL_KEYS if k in data.batch.keys())))
+        optional = (k for k in _OPTIONAL_KEYS if k in data.batch.keys())
+        data = self._select(data, (*_UPDATE_KEYS, *LOSS_COLUMNS.get(config.policy_loss.loss_mode, ()), *optional))
         if config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
             raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob, which the batch lacks.")
         samples = len(data) // data.meta_info.get(ROWS_PER_SAMPLE, 1)
@@ -144,8 +145,8 @@ class DataParallelPPOActor(BasePPOActor):
             advantages=batch["advantages"],
             response_mask=mask,
             counts=counts,
-            chosen=batch.get("chosen", None),
             rollout_is_weights=batch.get("rollout_is_weights", None),
+            columns=batch,
         )
         result = self.loss_fn(inputs, config)
         loss, means = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
