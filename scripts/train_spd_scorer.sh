@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the SPD scorer with full logs (LOGURU_LEVEL=DEBUG). Every setting below can be given in the environment;
+# Trains the SPD scorer with full logs (LOGURU_LEVEL=DEBUG). Models and data below can be given in the environment;
 # arguments (options of train_spd_scorer.py, or key=value for the trainer) are added at the end.
 #
 #   DATA_DIR=outputs/spd_arithmetic/testbed scripts/train_spd_scorer.sh
@@ -19,9 +19,6 @@ DATA_DIR="${DATA_DIR:-outputs/spd_arithmetic/testbed}"
 export MODEL_PATH="${MODEL_PATH:-$DATA_DIR/target}"
 export TOKENIZER_PATH="${TOKENIZER_PATH:-$MODEL_PATH}"
 if [[ -n "${ADAPTER_PATH:-}" ]]; then export ADAPTER_PATH; else unset ADAPTER_PATH; fi
-BACKBONE="${SPD_BACKBONE:-target}"
-LORA_RANK="${LORA_RANK:-0}"
-LORA_ALPHA="${LORA_ALPHA:-16}"
 
 TRAIN_BLOCKS="${TRAIN_BLOCKS:-$DATA_DIR/blocks_train.parquet}"
 TRAIN_METADATA="${TRAIN_METADATA:-$DATA_DIR/metadata_train.parquet}"
@@ -29,13 +26,7 @@ VAL_BLOCKS="${VAL_BLOCKS:-$DATA_DIR/blocks_val.parquet}"
 VAL_METADATA="${VAL_METADATA:-$DATA_DIR/metadata_val.parquet}"
 OUTPUT_DIR="${OUTPUT_DIR:-outputs/spd_scorer}"
 
-TRAIN_BATCH_SIZE="${TRAIN_BATCH_SIZE:-192}"
-ROLLOUT_N="${ROLLOUT_N:-16}"
-TOTAL_EPOCHS="${TOTAL_EPOCHS:-4}"
-PPO_MINI_BATCH_SIZE="${PPO_MINI_BATCH_SIZE:-$TRAIN_BATCH_SIZE}"
-RANKS="${RANKS:-1}"
-
-# SPD_SEP_TOKEN_ID: a token id that never occurs in text, for SPD_BACKBONE=own where the tokenizer has neither a sep nor a
+# SPD_SEP_TOKEN_ID: a token id that never occurs in text, for spd.backbone=own where the tokenizer has neither a sep nor a
 # reserved special token (Qwen2.5); a target head needs none.
 
 # The reward's coefficients: REWARD_ALPHA, REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE win over
@@ -72,7 +63,4 @@ if [[ -f "$VAL_BLOCKS" ]]; then validation=(--val-blocks "$VAL_BLOCKS" --val-met
 
 exec "$PYTHON" train_spd_scorer.py \
     --blocks "$TRAIN_BLOCKS" --metadata "$TRAIN_METADATA" "${validation[@]}" \
-    --output-dir "$OUTPUT_DIR" spd.backbone="$BACKBONE" data.train_batch_size="$TRAIN_BATCH_SIZE" \
-    actor_rollout_ref.model.lora_rank="$LORA_RANK" actor_rollout_ref.model.lora_alpha="$LORA_ALPHA" \
-    actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" actor_rollout_ref.rollout.n="$ROLLOUT_N" \
-    trainer.total_epochs="$TOTAL_EPOCHS" trainer.n_gpus_per_node="$RANKS" "$@"
+    --output-dir "$OUTPUT_DIR" trainer.total_epochs=4 "$@"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from verl.training.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
 from verl.training.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
 from verl.utils.problems import one_line
-from verl.utils.weight_files import FILE_DTYPES, WeightFileError, safetensors_of
+from verl.utils.weight_files import FILE_DTYPES, WeightFileError, safetensors_of, stored_tensors
 
 Described = dict[str, torch.Tensor]  # name -> a tensor on the meta device, of the stored shape and dtype
 
@@ -85,21 +85,16 @@ class HuggingFaceFolder(TensorSource):
     """The safetensors of a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.where: dict[str, Path] = {}
-        self.described = {}
-        files = safetensors_of(folder)
-        if not files:
+        self.stored = stored_tensors(safetensors_of(folder))
+        if not self.stored:
             raise MergeError(f"{folder} holds no *.safetensors; name a Hugging Face model folder.")
-        for file in files:
-            with _named_in_errors(file), safe_open(file, "pt") as opened:
-                for name in opened.keys():
-                    piece = opened.get_slice(name)
-                    self.where[name] = file
-                    dtype = vars(torch)[FILE_DTYPES[piece.get_dtype()]]
-                    self.described[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+        with _named_in_errors(folder):
+            dtypes = {name: vars(torch)[FILE_DTYPES[tensor.dtype]] for name, tensor in self.stored.items()}
+        self.described = {n: torch.empty(t.shape, dtype=dtypes[n], device="meta") for n, t in self.stored.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        with _named_in_errors(self.where[name]), safe_open(self.where[name], "pt") as opened:
+        file = self.stored[name].file
+        with _named_in_errors(file), safe_open(file, "pt") as opened:
             return opened.get_tensor(name)
 
 

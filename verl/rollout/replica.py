@@ -102,12 +102,12 @@ def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenO
     )  # fmt: skip
 
 
-class ServerClient:
+class ServerClient(HttpClient):
     """Requests to one server, in the form of SGLang's native API; all from one event loop."""
 
     def __init__(self, handle: ServerHandle, max_connections: int = 1000, timeout: float = 60.0) -> None:
+        super().__init__(handle.token, max_connections, connect_timeout=timeout)
         self.handle = handle
-        self._client = HttpClient(handle.token, max_connections, connect_timeout=timeout)
 
     async def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         """The answer of POST /path: decoded JSON, text, or None if it is empty.
@@ -116,7 +116,7 @@ class ServerClient:
         """
         url = f"http://{self.handle.address}/{path}"
         try:
-            reply = await self._client.send("POST", url, json.dumps(body).encode(), timeout=timeout)
+            reply = await self.send("POST", url, json.dumps(body).encode(), timeout=timeout)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
         if reply.status >= 500:
@@ -140,16 +140,6 @@ class ServerClient:
         if sampling.get("kept_tokens"):
             body["return_kept_tokens"] = True
         return token_output(await self.post("generate", body), log_probs, self.handle.address)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
-
-    async def __aenter__(self) -> ServerClient:
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self.close()
 
 
 class RolloutReplica:

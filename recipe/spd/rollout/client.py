@@ -17,10 +17,12 @@ from loguru import logger
 from recipe.spd.rollout.store import Completion, CompletionStore
 from recipe.spd.settings import SPDRolloutSettings
 from verl.data.fingerprint import model_dir_fingerprint
+from verl.utils.http_json import HttpClient, ServiceError
 from verl.utils.request_router import RequestRouter
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
 _LONGEST_BACKOFF_S = 10.0
+_FAILED = (aiohttp.ClientError, TimeoutError, ServiceError)  # a request that another attempt may answer
 # Stated in every request: a server takes what is missing from the model's generation_config.json, where chat models
 # have penalties that change greedy text.
 SAMPLING = {
@@ -83,7 +85,7 @@ class CompletionClient:
         self.router = RequestRouter(len(self.urls), backoff_s=settings.timeout_s)
         self.last_error = ""
         self._names: dict[str, str] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient(max_connections=settings.concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="spd-client", daemon=True)
         self._thread.start()
@@ -107,7 +109,7 @@ class CompletionClient:
             async with gate:
                 try:
                     answers = await self._ask_with_retry([requests[i] for i in positions])
-                except (aiohttp.ClientError, TimeoutError) as error:
+                except _FAILED as error:
                     self.last_error = f"{type(error).__name__}: {error}"
                     logger.warning("{} completions are lost: {}", len(positions), self.last_error)
                     return
@@ -129,7 +131,7 @@ class CompletionClient:
             try:
                 self._run(self._model_name(url))
                 answering += 1
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except _FAILED as error:
                 logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
                 self.router.release(server, lost=True, weight=0)
                 self.last_error = f"{type(error).__name__}: {error}"
@@ -143,23 +145,13 @@ class CompletionClient:
         """Close the connections and end the thread."""
         if self._loop.is_closed():
             return
-        if self._session is not None:
-            self._run(self._session.close())
+        self._run(self._http.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _pool(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self.settings.concurrency),
-                timeout=aiohttp.ClientTimeout(total=self.settings.timeout_s),
-                trust_env=False,
-            )
-        return self._session
 
     async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
         """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""
@@ -173,7 +165,7 @@ class CompletionClient:
             url, lost = self.urls[server], False
             try:
                 answers = await self._ask(url, requests)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except _FAILED as error:
                 lost = True
                 logger.warning("SPD server {}: attempt {} of {} failed: {}: {}", url, attempt, attempts,
                                type(error).__name__, error)  # fmt: skip
@@ -194,18 +186,18 @@ class CompletionClient:
             "model": await self._model_name(url), "prompt": [list(ids) for ids in prompts], "max_tokens": max(limits),
             "stop_token_ids": sorted(self.eos), "return_token_ids": True, **SAMPLING,
         }  # fmt: skip
-        async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
-            if 400 <= reply.status < 500 and reply.status not in (408, 429):
-                raise RequestRefused(
-                    f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
-                    f"{max(map(len, prompts))} tokens, max_tokens {max(limits)}) with {reply.status}: "
-                    f"{(await reply.text())[:500]}"
-                )
-            reply.raise_for_status()
-            answer = await reply.json()
+        try:
+            answer = await self._http.post_json(f"{url}/v1/completions", body, self.settings.timeout_s, max_bytes=None)
+        except ServiceError as error:
+            if error.status is None or error.status >= 500 or error.status in (408, 429):
+                raise
+            raise RequestRefused(
+                f"SPD server {url} refused a request of {len(prompts)} prompts (longest {max(map(len, prompts))} "
+                f"tokens, max_tokens {max(limits)}): {error}"
+            ) from error
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(len(prompts))):
-            raise aiohttp.ClientPayloadError(f"{url} returned {len(choices)} choices for {len(prompts)} prompts")
+            raise ServiceError(f"{url} returned {len(choices)} choices for {len(prompts)} prompts")
         done = []
         for choice, limit in zip(choices, limits, strict=True):
             ids, hit_limit = choice.get("token_ids"), choice["finish_reason"] == "length"
@@ -229,15 +221,15 @@ class CompletionClient:
         """The name under which a server serves our model, requested once."""
         if url in self._names:
             return self._names[url]
-        async with self._pool().get(f"{url}/v1/models") as reply:
-            reply.raise_for_status()
-            text = await reply.text()
+        reply = await self._http.send("GET", f"{url}/v1/models", timeout=self.settings.timeout_s)
+        if reply.status >= 400:
+            raise ServiceError(f"{url}/v1/models answered {reply.status}", reply.status)
         ours = self.settings.served_model
         try:
-            roots = {model["id"]: model.get("root") for model in json.loads(text)["data"]}
+            roots = {model["id"]: model.get("root") for model in json.loads(reply.content)["data"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestRefused(
-                f"{url}/v1/models answers {text[:120]!r}, which lists no models: is it a vLLM server? Correct "
+                f"{url}/v1/models answers {reply.text[:120]!r}, which lists no models: is it a vLLM server? Correct "
                 f"{URLS_VARIABLE} or spd.rollout.servers."
             ) from error
         for name, root in roots.items():

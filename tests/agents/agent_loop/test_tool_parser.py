@@ -31,22 +31,6 @@ def test_hermes():
     assert parse("hermes", "no call") == ("no call", [])
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("<tool_call>{'name': 'add'}</tool_call>", "the call is not valid JSON"),
-        ("<tool_call>" + "[" * 100_000, "the call is not valid JSON"),
-        ("<tool_call>[1]</tool_call>", "a call is a JSON object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "a call is a JSON object"),
-        ('<tool_call>{"name": 3}</tool_call>', "a call is a JSON object"),
-        ("<tool_call>__import__('os').system('true')</tool_call>", "the call is not valid JSON"),
-    ],
-)
-def test_hermes_malformed(text, error):
-    _, [(name, _, got)] = parse("hermes", text)
-    assert name == "" and got.startswith(error)
-
-
 CALLS = {
     "hermes": '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>',
     "qwen3_coder": "<tool_call><function=add><parameter=a>%s</parameter></function></tool_call>",
@@ -164,6 +148,14 @@ def test_a_call_has_the_id_that_the_model_gave_it(name, text, ids):
 @pytest.mark.parametrize(
     ("name", "text", "named", "error"),
     [
+        ("hermes", "<tool_call>{'name': 'add'}</tool_call>", "", "the call is not valid JSON"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "", "the call is not valid JSON"),
+        ("hermes", "<tool_call>[1]</tool_call>", "", "a call is a JSON object"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "", "a call is a JSON object"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', "", "a call is a JSON object"),
+        ("llama3_json", '<|python_tag|>{"name": ', "", "the call is not valid JSON"),
+        ("qwen3_coder", "<tool_call><function=x>", "", "a call is written <function=name>"),
+        ("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>", "add", "the call is not valid JSON"),
         ("glm45", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", "a call is written name<"),
         ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>", "", "a call is written name<"),
         ("glm45", '<tool_call>{"name": "add"}', "", "a call is written name<"),
@@ -234,7 +226,6 @@ def test_llama3_json():
     assert parse("llama3_json", f"<|python_tag|>{call}; {call}<|eom_id|>") == ("", [("add", {"a": 1}, None)] * 2)
     assert parse("llama3_json", f"{call}<|eot_id|>")[1] == [("add", {"a": 1}, None)]
     assert parse("llama3_json", "a plain answer {}")[1] == []
-    assert parse("llama3_json", '<|python_tag|>{"name": ')[1][0][2].startswith("the call is not valid JSON")
 
 
 def test_qwen3_coder():
@@ -246,7 +237,6 @@ def test_qwen3_coder():
     content, calls = parse("qwen3_coder", text)
     assert content == "I look.\n"
     assert calls == [("search", {"query": "red foxes", "topk": 3, "ids": [1, 2], "quoted": '"3"'}, None)]
-    assert parse("qwen3_coder", "<tool_call><function=x>")[1][0][2].startswith("a call is written <function=name>")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +281,6 @@ def test_gpt_oss():
     assert parse("gpt-oss", "<|channel|>final<|message|>It is 3.<|return|>") == ("It is 3.", [])
     plain = "text without a message " * 2000  # read in linear time
     assert parse("gpt-oss", plain) == ("", []) == parse("gpt-oss", f"<|channel|>analysis<|message|>no<|end|>{plain}")
-    broken = parse("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>")[1][0]
-    assert broken[0] == "add" and broken[2].startswith("the call is not valid JSON")
 
 
 def test_unknown_and_own():

@@ -155,6 +155,11 @@ def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
     return FunctionCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
+def malformed_call(expected: str, text: str) -> FunctionCall:
+    """A call that is not written in its format."""
+    return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
+
+
 def named_call(name: str, arguments: str, id: str | None = None) -> FunctionCall:
     """A call in a format that writes the name separately from the JSON object of arguments."""
     try:
@@ -168,14 +173,14 @@ def named_call(name: str, arguments: str, id: str | None = None) -> FunctionCall
 class HermesToolParser(ToolParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, the format of Hermes and Qwen models."""
 
-    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
+        begin, end = map(re.escape, self.TAGS)
+        section = re.compile(rf"{begin}(.*?)(?:{end}|$)", re.DOTALL)
+        return section.sub("", text), [call for body in section.findall(text) for call in self._calls(body)]
 
-    def _call(self, text: str) -> FunctionCall:
-        """The call in the text between the tags."""
-        return json_call(text.strip())
+    def _calls(self, body: str) -> list[FunctionCall]:
+        """The calls in the text between TAGS."""
+        return [json_call(body.strip())]
 
 
 @ToolParser.register("llama3_json")
@@ -210,13 +215,13 @@ class Qwen3CoderToolParser(HermesToolParser):
 
     FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
     PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+    EXPECTED = "<function=name><parameter=key>value</parameter></function>"
 
-    def _call(self, text: str) -> FunctionCall:
-        function = self.FUNCTION.fullmatch(text)
+    def _calls(self, body: str) -> list[FunctionCall]:
+        function = self.FUNCTION.fullmatch(body)
         if function is None:
-            expected = "<function=name><parameter=key>value</parameter></function>"
-            return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
-        return self.typed_call(function.group(1).strip(), self.PARAMETER.findall(function.group(2)))
+            return [malformed_call(self.EXPECTED, body)]
+        return [self.typed_call(function[1].strip(), self.PARAMETER.findall(function[2]))]
 
 
 @ToolParser.register("glm45")
@@ -228,49 +233,39 @@ class Glm45ToolParser(HermesToolParser):
 
     STOPS = ("<|observation|>", "<|user|>")
     PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    EXPECTED = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
 
-    def _call(self, text: str) -> FunctionCall:
-        name = self.PAIR.sub("", text).strip()
-        if not text.lstrip().startswith(name) or not re.fullmatch(r"[^<>\s]+", name):
-            expected = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
-            return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
-        return self.typed_call(name, self.PAIR.findall(text))
+    def _calls(self, body: str) -> list[FunctionCall]:
+        name = self.PAIR.sub("", body).strip()
+        if not body.lstrip().startswith(name) or not re.fullmatch(r"[^<>\s]+", name):
+            return [malformed_call(self.EXPECTED, body)]
+        return [self.typed_call(name, self.PAIR.findall(body))]
 
 
 @ToolParser.register("minimax_m2")
-class MinimaxM2ToolParser(ToolParser):
+class MinimaxM2ToolParser(HermesToolParser):
     """<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>.
 
     One block may contain several calls; see `typed_call` for values.
     """
 
     TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
-    BLOCK = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|$)", re.DOTALL)
     CALL = re.compile(r'<invoke name="([^"\n]+)">(.*?)</invoke>', re.DOTALL)
     PARAMETER = re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
+    EXPECTED = '<invoke name="name"><parameter name="key">value</parameter></invoke>'
 
-    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        calls = []
-        for block in self.BLOCK.findall(text):
-            calls += [self.typed_call(name, self.PARAMETER.findall(body)) for name, body in self.CALL.findall(block)]
-            if rest := self.CALL.sub("", block).strip():
-                expected = '<invoke name="name"><parameter name="key">value</parameter></invoke>'
-                calls.append(FunctionCall(name="", arguments=rest, error=f"a call is written {expected}"))
-        return self.BLOCK.sub("", text), calls
+    def _calls(self, body: str) -> list[FunctionCall]:
+        calls = [self.typed_call(name, self.PARAMETER.findall(text)) for name, text in self.CALL.findall(body)]
+        rest = self.CALL.sub("", body).strip()
+        return [*calls, malformed_call(self.EXPECTED, rest)] if rest else calls
 
 
-class _TokenToolParser(ToolParser):
+class _TokenToolParser(HermesToolParser):
     """Calls between special tokens BEGIN and END, in a section between TAGS. CALL matches the text of a call."""
 
     BEGIN: str
     END: str
     CALL: re.Pattern[str]
-    EXPECTED: str
-
-    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        begin, end = map(re.escape, self.TAGS)
-        section = re.compile(rf"{begin}(.*?)(?:{end}|$)", re.DOTALL)
-        return section.sub("", text), [call for body in section.findall(text) for call in self._calls(body)]
 
     def _calls(self, body: str) -> list[FunctionCall]:
         calls = []
@@ -278,7 +273,7 @@ class _TokenToolParser(ToolParser):
             text = part.partition(self.END)[0]
             match = self.CALL.fullmatch(text)
             if match is None:
-                calls.append(FunctionCall(name="", arguments=text, error=f"a call is written {self.EXPECTED}"))
+                calls.append(malformed_call(self.EXPECTED, text))
             else:
                 calls.append(named_call(match["name"], match["arguments"], match.groupdict().get("id")))
         return calls

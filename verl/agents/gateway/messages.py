@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from typing import Any
+
+from verl.agents.tools.schemas import decode_arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -63,11 +66,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} has a call without function.name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            read = None
-        arguments = read if isinstance(read, dict) else arguments
+        with contextlib.suppress(ValueError):
+            arguments = decode_arguments(arguments)
     named = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": named}
 

@@ -42,17 +42,6 @@ def _messages(items: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    """Tools of the chat completions API."""
-    names = ("name", "description", "parameters")
-    made = []
-    for i, tool in enumerate(tools or ()):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise RequestError(f"tools[{i}].type must be function")
-        made.append({"type": "function", "function": {name: tool.get(name) for name in names}})
-    return made
-
-
 async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     """The object that answers a body of POST /responses; `previous_response_id` is one of the same session."""
     check_format((body.get("text") or {}).get("format"), "text.format")
@@ -61,7 +50,7 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
         raise RequestError(f"previous_response_id={previous!r} is not a response of this session", 404)
     history = [*session.responses.get(previous, ()), *_messages(body.get("input"))]
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    given = _tools(body.get("tools"))
+    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in body.get("tools") or ()]
     tools = None if body.get("tool_choice") == "none" else template_tools(given)
     limit = positive(body, "max_output_tokens")
     answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)
