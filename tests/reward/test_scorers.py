@@ -195,7 +195,7 @@ def test_what_never_ends_has_the_time_out_score_and_the_next_answer_its_own():
 def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(monkeypatch):
     assert not math_verify.is_equal("7", "4")
     comparer = math_verify._comparer(os.getpid())
-    os.kill(comparer.child._pid, signal.SIGKILL)
+    os.kill(comparer.child.pid, signal.SIGKILL)
     assert math_verify.is_equal("\\frac{28}{4}", "7")
     comparer.child.end()
     monkeypatch.setattr(math_verify, "_compare", lambda answer, truth: answer != "13" or os._exit(9))

@@ -14,16 +14,16 @@ import torch
 
 from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.store import Completion, CompletionStore
-from verl.rollout.server_process import SUPERVISOR, LocalServerError, RunningServer
+from verl.rollout.server_process import LocalServerError, RunningServer
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
+from verl.utils.children import supervised
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """
-import os, subprocess, sys, time
-script = "trap '' TERM; sleep 600 & wait; sleep 600"
-command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "sh", "-c", script]
-supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-print(supervisor.pid, flush=True)
+import time
+from verl.utils.children import supervised
+server = supervised(["sh", "-c", "trap '' TERM; sleep 600 & wait; sleep 600"], {})
+print(server.pid, flush=True)
 time.sleep(600)
 """
 
@@ -48,7 +48,7 @@ def family_of(supervisor: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("victim", ["owner", "supervisor"])
 def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(SUPERVISOR)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     supervisor = psutil.Process(int(owner.stdout.readline()))
     family = family_of(supervisor)
     os.kill(owner.pid if victim == "owner" else supervisor.pid, how)
@@ -72,15 +72,13 @@ time.sleep(600)
 @pytest.mark.process
 def test_a_server_that_ignores_sigterm_leaves_no_semaphore(tmp_path):
     name = tmp_path / "name"
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), sys.executable, "-c", HOLDER, str(name)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as supervisor:
-        until = time.monotonic() + 20
-        while not (name.exists() and name.read_text()) and time.monotonic() < until:
-            time.sleep(0.05)
-        semaphore = Path("/dev/shm") / f"sem.{name.read_text().strip('/')}"
-        assert semaphore.exists()
-        supervisor.stdin.close()
-        supervisor.wait(20)
+    server = supervised([sys.executable, "-c", HOLDER, str(name)], {})
+    until = time.monotonic() + 20
+    while not (name.exists() and name.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    semaphore = Path("/dev/shm") / f"sem.{name.read_text().strip('/')}"
+    assert semaphore.exists()
+    server.end(grace=20)
     assert not semaphore.exists()
 
 

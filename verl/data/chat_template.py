@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import pass_context
 from jinja2.runtime import Context
 
-from verl.data.template_process import LimitExceeded, RenderError, TemplateProcess
-from verl.utils.time_limit import ProcessorSeconds, call_interruptibly, call_with_alarm
+from verl.data import template_process
+from verl.utils.children import ChildDied, ProcessorSeconds, Program
+from verl.utils.time_limit import call_interruptibly
 from verl.utils.visible_text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0  # seconds of processor time of one rendering, which usually takes a tenth of a millisecond
-_process = TemplateProcess()
 
 
 class ChatTemplateError(ValueError):
     """A chat template is missing, raised an error, or exceeded a limit."""
+
+
+class _Problem(RuntimeError):
+    """What a template did instead of making a text."""
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> str:
@@ -35,16 +43,13 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
         if not _has_own_rendering(type(tokenizer)):
             settings |= _rendered_by_process(tokenizer, settings)
             return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-        in_main = threading.current_thread() is threading.main_thread()
-        call = call_with_alarm if in_main else call_interruptibly
         limit = ProcessorSeconds(LIMIT_S)
-        return call(tokenizer.apply_chat_template, limit, messages, tokenize=False, **settings)
-    except LimitExceeded as error:
-        problem = _refused(str(error))
+        return call_interruptibly(tokenizer.apply_chat_template, limit, messages, tokenize=False, **settings)
+    except _Problem as error:
+        problem = f"the chat template {error}"
     except TimeoutError:
-        problem = _refused(f"did not end within {LIMIT_S:g} s of processor time and was stopped")
-    except RenderError as error:
-        problem = f"the chat template raised {error}"
+        what = f"did not end within {LIMIT_S:g} s of processor time and was stopped"
+        problem = f"the chat template {_refused(what)}"
     except Exception as error:  # a template can raise anything
         problem = f"the chat template raised {type(error).__name__}: {error}"
     raise ChatTemplateError(f"{tokenizer.name_or_path}: {visible(' '.join(problem.split())[:400])}")
@@ -52,7 +57,49 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
 def _refused(what: str) -> str:
     keys = "RL: actor_rollout_ref.model.custom_chat_template, SFT: data.chat_template"
-    return f"the chat template {what}. Correct it, or set another ({keys})."
+    return f"{what}. Correct it, or set another ({keys})."
+
+
+class _TemplateProcess:
+    """A subprocess shared by all threads, started on first use and restarted after it has ended.
+
+    It ends when this process ends, because its end of the connection is then closed. It is no process of
+    multiprocessing: data loader and grading workers render templates too, are daemonic, and cannot fork safely.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)  # a forked process starts a subprocess of its own
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Program | None = None
+
+    def render(self, template: str, variables: dict[str, Any]) -> str:
+        """The text of a template with these variables. Raises TimeoutError after LIMIT_S, or _Problem."""
+        memory, length = template_process.MEMORY_BYTES, template_process.TEXT_LENGTH
+        request = pickle.dumps((LIMIT_S, memory, length, template, variables))
+        with self._lock:
+            if self._process is None or self._process.gone or self._process.process.poll() is not None:
+                # -P: modules in its folder must not shadow those of the standard library.
+                script = [sys.executable, "-P", template_process.__file__]
+                self._process = Program(script, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            try:
+                # Bytes, not `call`: a template that gets at the process must not make a pickle for this one.
+                answer = self._process.ask(ProcessorSeconds(LIMIT_S), request)
+            except ChildDied as error:
+                raise _Problem(_refused(f"ended its process with exit code {error.exit_code}")) from None
+        kind, _, text = answer.partition(b" ")
+        if kind == template_process.MEMORY:
+            raise _Problem(_refused(f"needed more than {memory >> 20} MiB of memory and was stopped"))
+        if kind == template_process.LONG:
+            raise _Problem(_refused(f"made a text of more than {length} characters, which was not taken"))
+        if kind == template_process.ERROR:
+            raise _Problem(f"raised {text.decode('utf-8', 'surrogatepass')}")
+        return text.decode("utf-8", "surrogatepass")
+
+
+_process = _TemplateProcess()
 
 
 def _rendered_by_process(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +113,7 @@ def _rendered_by_process(tokenizer: PreTrainedTokenizerBase, settings: dict[str,
     def render(context: Context) -> str:
         functions = [render, *context.environment.globals.values()]  # the subprocess has Jinja's functions
         variables = {name: value for name, value in context.parent.items() if not any(value is f for f in functions)}
-        return _process.render(LIMIT_S, template, variables)
+        return _process.render(template, variables)
 
     # transformers refuses to continue a message whose field, "content" if none is set, does not occur in the template.
     fields = f"{{# content {settings.get('continue_final_message')} #}}"
@@ -78,4 +125,3 @@ def _has_own_rendering(kind: type) -> bool:
     from transformers import PreTrainedTokenizerBase
 
     return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-

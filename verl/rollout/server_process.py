@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import psutil
 from loguru import logger
 
-from verl.utils import supervisor
+from verl.utils.children import supervised
 
-SUPERVISOR = Path(supervisor.__file__)
 _LOG_TAIL = 25
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not reach this machine's servers
 
@@ -113,28 +111,17 @@ class OwnedServer(RunningServer):
     ) -> None:
         log_file = Path(log_file).expanduser()
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        # The rendezvous of the trainer's ranks must not reach the server.
-        ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | dict.fromkeys(ranks)
-        variables |= environment or {}
+        variables = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | (environment or {})
         with open(log_file, "w") as log:
             log.write(" ".join(command) + "\n")
             log.flush()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), *command], stdin=subprocess.PIPE,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={name: value for name, value in variables.items() if value is not None},
-            )  # fmt: skip
+            self._process = supervised(
+                command, variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
         super().__init__(self._process.pid, url, log_file)
         logger.info("local {} server starts at {}; log: {}", self.engine, self.url, self.log_file)
 
     def stop(self) -> None:
         """End the server with all its processes; may be called twice."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            logger.warning("the supervisor of the local {} server did not end; killing {}", self.engine, self.pid)
-            self._process.kill()
-            self._process.wait(timeout=10)
+        if self._process.end(grace=10) == -signal.SIGKILL:
+            logger.warning("the supervisor of the local {} server did not end and was killed", self.engine)

@@ -3,18 +3,17 @@
 - `end_with_parent`, in the child: the kernel signals it when its parent is gone.
 - `kill_when_closed`, in the child: the kernel kills it when a pipe is closed; for children of a fork server, which
   outlives the owner.
-- `python supervisor.py OWNER_PID COMMAND...` runs a server. When the owner is gone, or this process gets a signal, the
-  server's entire process group is ended: by SIGTERM, then by SIGKILL. Python's resource trackers get that last: they
-  end by themselves, after they have removed the semaphores of processes that were killed.
-- `python supervisor.py --ray-session OWNER_PID FOLDER` ends the Ray session that a killed driver leaves.
+- `python supervisor.py DESCRIPTOR '{"owner": PID, "limits": null}' COMMAND...` runs a program, see `supervise`.
+- `python supervisor.py --ray-session DESCRIPTOR OWNER_PID FOLDER` ends the Ray session that a killed driver leaves.
 
-The owner of the two programs holds the other end of their standard input. Standard library only, but for psutil in the
-last one: servers are supervised without the packages of the environment (`python -I -S`).
+The owner holds the other end of the descriptor, as `verl.utils.children.Program`. Standard library only, but for psutil
+in the last one: programs are supervised without the packages of the environment (`python -I -S`).
 """
 
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import select
 import shutil
@@ -23,12 +22,14 @@ import subprocess
 import sys
 import time
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 F_SETSIG = 10  # linux/fcntl.h
 GRACE_S = 2.0
 TRACKER = b"multiprocessing.resource_tracker"
-LOOK_EVERY_S = 2.0  # processes that lose their parent are known from the last look
+LOOK_EVERY_S = 0.1
+SESSION_LOOK_EVERY_S = 2.0  # processes that lose their parent are known from the last look
 SESSION_GRACE_S = 3.0
+PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,19 +47,17 @@ def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> 
 
 
 def kill_when_closed(descriptor: int) -> None:
-    """Have the kernel kill this process when the other end of a pipe is closed (Linux).
+    """Have the kernel kill this process when the other end of a pipe is closed (Linux), also if that was before.
 
-    This also ends a call into a library that never runs Python code again.
+    This also ends a call into a library that never runs Python code again. Nothing is written to the pipe.
     """
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-
-
-def read_owner(seconds: float) -> bytes | None:
-    """What the owner writes to standard input within `seconds`: None for nothing, b"" once it has closed its end."""
-    readable, _, _ = select.select([sys.stdin], [], [], seconds)
-    return os.read(sys.stdin.fileno(), 1) if readable else None
+    closed = select.poll()
+    closed.register(descriptor, select.POLLIN)
+    if closed.poll(0):  # the kernel signals changes only
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_group(group: int, reap) -> None:
@@ -83,7 +82,10 @@ def end_group(group: int, reap) -> None:
 
 
 def kill_all_but_trackers(group: int) -> None:
-    """SIGKILL the members of a process group; on systems without /proc none."""
+    """SIGKILL the members of a process group but for Python's resource trackers; on systems without /proc none.
+
+    Trackers end by themselves, after they have removed the semaphores of processes that were killed.
+    """
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(ValueError, OSError):  # no process, or one that has ended
             if os.getpgid(int(name)) == group:
@@ -104,7 +106,7 @@ def guard(group: int, *closed: int) -> int:
     if first == 0:
         os.setsid()
         if os.fork() == 0:
-            for descriptor in (write_end, sys.stdin.fileno(), *closed):
+            for descriptor in (write_end, *closed):
                 os.close(descriptor)
             os.read(read_end, 1)
             end_group(group, lambda: None)
@@ -114,30 +116,109 @@ def guard(group: int, *closed: int) -> int:
     return write_end
 
 
-def supervise(owner: int, command: list[str]) -> int:
-    """Run a server until it ends or the process `owner` is gone; its exit code."""
-    stopping = []
-    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+def descendants(pid: int) -> list[int]:
+    """The process ids of all children of a process, and of theirs."""
+    pids, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                pids += children
+                waiting += children
+    return pids
+
+
+def memory_of(pids: list[int]) -> int:
+    """Bytes of memory in use by processes; pages that they share count for each of them."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
+            pages += int(file.read().split()[1])
+    return pages * PAGE
+
+
+def end_descendants() -> None:
+    """Kill all descendants: they are stopped first, so that they start no others meanwhile."""
+    while pids := descendants(os.getpid()):
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, sign)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)
+
+
+def report(channel: int, **content: object) -> None:
+    """Send the owner a message as connections of multiprocessing do, unless it is gone."""
+    message = json.dumps(content).encode()
+    with contextlib.suppress(OSError):
+        os.write(channel, len(message).to_bytes(4, "big") + message)
+
+
+def supervise(channel: int, owner: int, limits: dict[str, float] | None, command: list[str]) -> None:
+    """Run a program until it ends, a limit is exceeded, or the process `owner` is gone or sends a message; then report.
+
+    With limits {seconds, memory_bytes, processes}, which hold for all processes of the program together and are
+    compared ten times a second, this process is the subreaper of the program: processes that detach themselves are its
+    children as well, and are killed too. Without limits the program is a server, whose process group is ended gently,
+    also when this process is killed or gets a signal. The report: {exit, stopped}, the exit code (below 0 for a
+    signal), and null or why the program was ended.
+    """
+    stopping: list[int] = []
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # handled, not ignored, which the program would inherit
         signal.signal(sign, lambda number, frame: stopping.append(number))
-    me = os.getpid()
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True,
-        preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
-    )  # fmt: skip
-    guard(child.pid)
+    me, stopped = os.getpid(), None
+    deadline = time.monotonic() + (limits["seconds"] if limits else float("inf"))
+    if limits:
+        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        while child.poll() is None and not stopping and os.getppid() == owner and read_owner(0.5) != b"":
-            pass
+        child = subprocess.Popen(
+            command, stdin=None if limits else subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
+        )  # fmt: skip
+    except OSError as error:
+        sys.stderr.write(str(error))
+        report(channel, exit=127, stopped=None)
+        return
+    if not limits:
+        guard(child.pid, channel)
+    try:
+        while child.poll() is None and stopped is None:
+            wait = min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+            if select.select([channel], [], [], wait)[0] or os.getppid() != owner:
+                stopped = "owner"
+            elif limits:
+                stopped = exceeded(limits, deadline)
+            elif stopping:
+                stopped = "signal"
+        code = child.poll()
     finally:
-        end_group(child.pid, child.poll)
-    return child.returncode if child.returncode is not None and child.returncode >= 0 else 1
+        if limits:
+            end_descendants()
+        else:
+            end_group(child.pid, child.poll)
+    report(channel, exit=-signal.SIGKILL if code is None else code, stopped=stopped)
 
 
-def guard_ray_session(owner_pid: int, folder: str) -> int:
-    """Wait for the end of the process `owner_pid`; unless it wrote a byte before, end its descendants, delete `folder`.
+def exceeded(limits: dict[str, float], deadline: float) -> str | None:
+    """The limit that the descendants of this process exceed."""
+    pids = descendants(os.getpid())
+    if len(pids) > limits["processes"]:
+        return "processes"
+    if memory_of(pids) > limits["memory_bytes"]:
+        return "memory"
+    return "time" if time.monotonic() >= deadline else None
 
-    It writes the byte when it has ended its session itself. Every descendant gets a moment to end, then SIGKILL. Ray's
-    own reaper ends the raylet, but its agents may wait half a minute for a GCS that is gone.
+
+def guard_ray_session(channel: int, owner_pid: int, folder: str) -> None:
+    """Wait for the end of the process `owner_pid`; unless it sent a message, end its descendants, delete `folder`.
+
+    It sends the message when it has ended its session itself. Every descendant gets a moment to end, then SIGKILL.
+    Ray's own reaper ends the raylet, but its agents may wait half a minute for a GCS that is gone.
     """
     import psutil
 
@@ -150,10 +231,10 @@ def guard_ray_session(owner_pid: int, folder: str) -> int:
 
     owner = psutil.Process(owner_pid)
     known = below([owner])
-    while (word := read_owner(LOOK_EVERY_S)) is None:
+    while not select.select([channel], [], [], SESSION_LOOK_EVERY_S)[0]:
         known = {p for p in known if p.is_running()} | below([owner])
-    if word:
-        return 0
+    if os.read(channel, 1):
+        return
     known |= below([owner, *known])
     time.sleep(SESSION_GRACE_S)
     known |= below(list(known))
@@ -162,10 +243,10 @@ def guard_ray_session(owner_pid: int, folder: str) -> int:
             process.kill()  # psutil compares start times: never a later process with the same number
     psutil.wait_procs(known, timeout=2.0)
     shutil.rmtree(folder, ignore_errors=True)
-    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--ray-session":
-        sys.exit(guard_ray_session(int(sys.argv[2]), sys.argv[3]))
-    sys.exit(supervise(int(sys.argv[1]), sys.argv[2:]))
+        guard_ray_session(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        supervise(int(sys.argv[1]), command=sys.argv[3:], **json.loads(sys.argv[2]))

@@ -1,14 +1,10 @@
-"""Threads next to an event loop and next to processes that start, and coroutines in blocking code."""
+"""Threads next to an event loop, and coroutines in blocking code."""
 
 import asyncio
 import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
-
-#: Held while a process starts. A process that another thread forks meanwhile would inherit the ends of its pipes that
-#: are closed once it has started, and then a reader of these pipes waits for both processes to end.
-PROCESS_STARTS = threading.RLock()
 
 
 async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.agents.environments.base import SPLITS, Ask, Environment, Message, NoMoreTurns, digest, load_environment
-from verl.reward.pool import begin_worker
 from verl.utils.user_code import full_traceback, user_frame
 
 
@@ -105,31 +104,24 @@ def compute_score(
     return _host(environment).score(extra_info["environment"], solution_str)
 
 
-def serve_calls(connection: Connection, life: Connection, settings: dict[str, Any]) -> None:
-    """A process that answers calls (method of ScoringHost, arguments) in order: (True, result) or (False, text)."""
-    begin_worker(life, connection)
-    host: ScoringHost | None = None
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            host = host or ScoringHost(settings)
-            connection.send((True, getattr(host, method)(*arguments)))
-        except Exception as error:
-            frame = "" if isinstance(error, EnvironmentFailed) else user_frame(full_traceback(error))
-            connection.send((False, f"{error}{f' (at {frame})' if frame else ''}"))
+def call_host(settings: str, method: str, *arguments: Any) -> Any:
+    """The result of a method of the ScoringHost for these settings, as JSON; EnvironmentFailed if it raises."""
+    try:
+        return getattr(_host(settings), method)(*arguments)
+    except Exception as error:
+        frame = "" if isinstance(error, EnvironmentFailed) else user_frame(full_traceback(error))
+        text = f"{error}{f' (at {frame})' if frame else ''}"
+        named = text.startswith("environment ")
+        raise EnvironmentFailed(text if named else f"environment {json.loads(settings)['name']}: {text}") from None
 
 
-def serve_conversations(connection: Connection, life: Connection, settings: dict[str, Any]) -> None:
+def serve_conversations(connection: Connection, settings: dict[str, Any]) -> None:
     """A process that holds conversations.
 
     Receives ("start", number, item), ("reply", number, message), ("over", number, text), ("cancel", number, None);
     sends ("ready", None, None), then for each conversation ("ask", number, (messages, tools)) any number of times, and
     at its end ("done", number, scores) or ("failed", number, text).
     """
-    begin_worker(life, connection)
     asyncio.run(_Conversations(connection, settings).serve())
 
 

@@ -1,21 +1,20 @@
-"""Starts and limits the processes of environments; this side of their connections."""
+"""The processes of environments, on this side of their connections."""
 
 import asyncio
 import contextlib
 import functools
 import itertools
 import json
-import os
-import signal
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from loguru import logger
 
-from verl.agents.environments.hosting import EnvironmentFailed, describe, serve_calls, serve_conversations
+from verl.agents.environments.hosting import EnvironmentFailed, call_host, describe, serve_conversations
 from verl.config.environment import EnvironmentConfig
-from verl.reward.pool import FatalGradingError, start_worker
+from verl.reward.pool import FatalGradingError
+from verl.utils.children import ChildDied, SpawnedChild, serve
 
 START_S = 300.0  # limit for the import of a library and the start of its environment
 ROWS_S = 3600.0  # limit for the rows of both splits
@@ -26,50 +25,33 @@ def plain_settings(settings: EnvironmentConfig) -> dict[str, Any]:
     return {name: settings[name] for name in settings if name != "_target_"}
 
 
-class _Process:
-    """A process of an environment, in a process group of its own."""
-
-    def __init__(self, target: Any, settings: dict[str, Any]) -> None:
-        self.name = settings["name"]
-        self.process, self.connection, self._alive = start_worker(target, settings)
-
-    def kill(self) -> None:
-        """End the process, and what it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # before it has a group
-        self.process.join()
-        self.connection.close()
-        self._alive.close()
+def start(target: Callable, *arguments: Any) -> SpawnedChild:
+    """A process of an environment, with which everything ends that it started."""
+    return SpawnedChild(target, *arguments, preload=["verl.reward.pool"], leads_group=True)
 
 
-class EnvironmentCalls(_Process):
+class EnvironmentCalls:
     """Calls methods of `verl.agents.environments.hosting.ScoringHost` in a process of its own; use it as `with`."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
-        super().__init__(serve_calls, plain_settings(settings))
+        self.name = settings.name
+        self._child = start(serve, functools.partial(call_host, json.dumps(plain_settings(settings))))
 
     def __enter__(self) -> "EnvironmentCalls":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.kill()
+        self._child.end()
 
     def call(self, seconds: float, method: str, *arguments: Any) -> Any:
         """The result; EnvironmentFailed with the reason if it raises, ends its process or takes too long."""
         try:
-            self.connection.send((method, arguments))
-            if not self.connection.poll(seconds):
-                raise EnvironmentFailed(f"environment {self.name}: {method} took longer than {seconds:g} s.")
-            succeeded, result = self.connection.recv()
-        except (EOFError, OSError) as error:
-            self.process.join(1.0)
-            code = self.process.exitcode
+            return self._child.call(seconds, method, *arguments)
+        except TimeoutError:
+            raise EnvironmentFailed(f"environment {self.name}: {method} took longer than {seconds:g} s.") from None
+        except ChildDied as error:
+            code = error.exit_code
             raise EnvironmentFailed(f"environment {self.name} ended its process with exit code {code}.") from error
-        if not succeeded:
-            named = result.startswith("environment ")
-            raise EnvironmentFailed(result if named else f"environment {self.name}: {result}")
-        return result
 
 
 def environment_rows(settings: EnvironmentConfig, files: Mapping[str, list[str]]) -> dict[str, list[dict[str, Any]]]:
@@ -111,9 +93,9 @@ class EnvironmentPool:
     async def _process(self) -> "_ConversationProcess":
         async with self._starts:
             self._processes = [process for process in self._processes if process.alive]
-            free = [process for process in self._processes if len(process.conversations) < self.settings.concurrency]
-            if free and (len(self._processes) == self.settings.num_workers or not min_load(free)):
-                return min(free, key=lambda process: len(process.conversations))
+            least = min(self._processes, key=lambda process: len(process.conversations), default=None)
+            if least and (len(self._processes) == self.settings.num_workers or not least.conversations):
+                return least
             process = _ConversationProcess(self.settings, asyncio.get_running_loop())
             await process.wait_ready()
             self._processes.append(process)
@@ -125,14 +107,9 @@ class EnvironmentPool:
             process.fail("the run has ended")
 
 
-def min_load(processes: list["_ConversationProcess"]) -> int:
-    """The fewest conversations that one of them holds."""
-    return min(len(process.conversations) for process in processes)
-
-
-class _ConversationProcess(_Process):
+class _ConversationProcess:
     def __init__(self, settings: EnvironmentConfig, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(serve_conversations, plain_settings(settings))
+        self.name, self.child = settings.name, start(serve_conversations, plain_settings(settings))
         self.loop, self.timeout, self.alive = loop, settings.timeout, True
         self.conversations: dict[int, EnvironmentConversation] = {}
         self._numbers = itertools.count()
@@ -157,7 +134,7 @@ class _ConversationProcess(_Process):
 
     def send(self, kind: str, number: int, content: Any = None) -> None:
         with contextlib.suppress(OSError):  # it ended; `_receive` notices
-            self.connection.send((kind, number, content))
+            self.child.connection.send((kind, number, content))
 
     def fail(self, reason: str) -> None:
         """End the process; its conversations fail for this reason."""
@@ -168,12 +145,12 @@ class _ConversationProcess(_Process):
             self._ready.set_result(reason)
         for conversation in self.conversations.values():
             conversation.events.put_nowait(("failed", reason))
-        self.kill()
+        self.child.end()
 
     def _receive(self) -> None:
         try:
             while True:
-                self.loop.call_soon_threadsafe(self._take, *self.connection.recv())
+                self.loop.call_soon_threadsafe(self._take, *self.child.connection.recv())
         except (EOFError, OSError, TypeError):  # TypeError: the connection was closed while it was read
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(self.fail, "its process ended, for example because of its memory limit")

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl.agents.gateway import program_guard
-from verl.utils.threads import PROCESS_STARTS
+from verl.utils import children
 
-GUARD = Path(program_guard.__file__)
 OUTPUT_BYTES = 64 << 20  # of standard output and error together; a program that writes more is ended
 KEPT_BYTES = 32 << 10  # the end of each that is kept
-GRACE_S = 15.0  # for the guard to start, to end all processes and to report
-#: The rendezvous of the trainer's ranks must not reach the program.
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_S = 15.0  # for the supervisor to start, to end all processes and to report
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Limits:
 @dataclass(frozen=True)
 class Ending:
     """How a program ended; `stopped` is None, or why it was ended: time, memory, processes, output, owner,
-    or guard if the process that supervises it was killed."""
+    or supervisor if the process that supervises it was killed."""
 
     exit_code: int
     stopped: str | None
@@ -66,74 +58,40 @@ class Program:
 
     def __init__(self, command: list[str], environment: dict[str, str], limits: Limits) -> None:
         self.command, self.environment, self.limits = command, environment, limits
-        self._owner: socket.socket | None = None  # the guard ends all processes when it is closed
+        self._child: children.Program | None = None
         self._reason: str | None = None  # why this object ended it
 
     def end(self, reason: str = "owner") -> None:
         """End the program and all of its processes."""
         self._reason = self._reason or reason
-        self._close()
-
-    def _close(self) -> None:
-        """Let the guard end all processes."""
-        if self._owner is not None:
-            with contextlib.suppress(OSError):
-                self._owner.shutdown(socket.SHUT_WR)
+        if self._child is not None:  # else `run` sees the reason, once it has started it
+            self._child.stop()
 
     def run(self, stdin: bytes) -> Ending:
         """Run it to its end; blocks for at most `limits.seconds` and a few more."""
-        started = time.monotonic()
-        variables = {name: value for name, value in os.environ.items() if name not in RANKS} | self.environment
-        with tempfile.TemporaryFile() as given:
-            given.write(stdin)
-            given.seek(0)
-            with PROCESS_STARTS:
-                self._owner, theirs = socket.socketpair()
-                with theirs:
-                    process = subprocess.Popen(
-                        [sys.executable, "-I", "-S", str(GUARD), str(theirs.fileno()), *self.command], stdin=given,
-                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables, start_new_session=True,
-                        pass_fds=[theirs.fileno()],
-                    )  # fmt: skip
-            with self._owner, process:
-                if self._reason is not None:  # ended before it started
-                    self._close()
-                try:
-                    report, texts = self._wait(process, started)
-                finally:
-                    self._close()
-                    try:
-                        process.wait(timeout=GRACE_S)
-                    except subprocess.TimeoutExpired:
-                        process.kill()  # its program follows by its death signal
-        stopped = report["stopped"] if "exit" in report else self._reason or "guard"
-        stderr = texts[1] + report.get("error", "")
-        return Ending(report.get("exit", -9), stopped, texts[0], stderr, time.monotonic() - started)
+        started, kept, written = time.monotonic(), {1: b"", 2: b""}, 0
 
-    def _wait(self, process: subprocess.Popen, started: float) -> tuple[dict, list[str]]:
-        """(the guard's report or {}, the ends of standard output and error)."""
-        limits = {"seconds": self.limits.seconds, "memory_bytes": self.limits.memory_bytes,
-                  "processes": self.limits.processes}  # fmt: skip
-        with contextlib.suppress(OSError):
-            self._owner.sendall(json.dumps(limits).encode() + b"\n")
-        kept: dict = {process.stdout: bytearray(), process.stderr: bytearray()}
-        written, report, deadline = 0, b"", started + self.limits.seconds + GRACE_S
-        with selectors.DefaultSelector() as selector:
-            for file in (*kept, self._owner):
-                selector.register(file, selectors.EVENT_READ)
-            while selector.get_map() and time.monotonic() < deadline:
-                for key, _ in selector.select(max(0.0, min(0.5, deadline - time.monotonic()))):
-                    try:
-                        part = os.read(key.fd, 1 << 16)
-                    except ConnectionResetError:  # the guard was killed before it read the limits
-                        part = b""
-                    if not part:
-                        selector.unregister(key.fileobj)
-                    elif key.fileobj is self._owner:
-                        report += part
-                    else:
-                        written += len(part)
-                        kept[key.fileobj] = (kept[key.fileobj] + part)[-KEPT_BYTES:]
-                        if written > OUTPUT_BYTES:
-                            self.end("output")
-        return json.loads(report or b"{}"), [bytes(text).decode(errors="replace") for text in kept.values()]
+        def take(number: int, part: bytes) -> bool:
+            nonlocal written
+            written += len(part)
+            kept[number] = (kept[number] + part)[-KEPT_BYTES:]
+            if written > OUTPUT_BYTES:
+                self._reason = self._reason or "output"
+            return written <= OUTPUT_BYTES
+
+        if self._reason is not None:  # ended before it started
+            return Ending(-9, self._reason, "", "", 0.0)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._child = child = children.supervised(self.command, self.environment, asdict(self.limits), **pipes)
+        try:
+            if self._reason is not None:  # ended meanwhile
+                child.stop()
+            report = json.loads(child.exchange(stdin, self.limits.seconds + GRACE_S, take) or b"null")
+        finally:
+            child.end(GRACE_S)
+        if report is None:
+            report = {"exit": -9, "stopped": self._reason or "supervisor"}
+        elif report["stopped"] == "owner":
+            report["stopped"] = self._reason
+        texts = [text.decode(errors="replace") for text in kept.values()]
+        return Ending(report["exit"], report["stopped"], *texts, time.monotonic() - started)

@@ -33,7 +33,7 @@ STOPPED = {
     "memory": "used more than rollout.agent.command_memory_mb={0.command_memory_mb}",
     "processes": "started more than rollout.agent.command_processes={0.command_processes} processes",
     "output": "wrote more than 64 MiB to its standard output and error",
-    "guard": "killed the process that supervises it",
+    "supervisor": "killed the process that supervises it",
 }
 
 

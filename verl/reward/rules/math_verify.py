@@ -11,7 +11,7 @@ from typing import Any
 from loguru import logger
 
 from verl.reward.rules.math_reward import boxed_answer, is_equiv
-from verl.utils.time_limit import Child, ChildDied, ProcessorSeconds
+from verl.utils.children import ChildDied, ForkedChild, ProcessorSeconds
 
 _SECONDS = 10.0
 _LONGEST = 2000  # characters; a longer answer counts as wrong
@@ -70,7 +70,7 @@ class _Comparer:
     """Compares expressions in a child that is kept: a fork for each answer would cost more than the comparison."""
 
     def __init__(self) -> None:
-        self.child: Child | None = None
+        self.child: ForkedChild | None = None
         self.lock = threading.Lock()
 
     def ask(self, answer: str, truth: str, seconds: float) -> bool | None:
@@ -80,7 +80,7 @@ class _Comparer:
         with self.lock:
             while True:  # one that died idle is replaced; only in a fresh one is the answer to blame
                 fresh = self.child is None or self.child.gone
-                self.child = Child(_compare) if fresh else self.child
+                self.child = ForkedChild(_compare) if fresh else self.child
                 try:
                     return self.child.call(ProcessorSeconds(seconds), answer, truth)
                 except TimeoutError:

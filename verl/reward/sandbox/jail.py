@@ -1,8 +1,8 @@
 """Starts one Python program without privileges, kills it at its time limit, reports how it ended.
 
 Run as a script by `verl.reward.sandbox.run`, with the standard library alone: `python -I -S jail.py CONTROL_FD`.
-CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a report goes out (JSON); when the other end
-closes, the program is killed. Descriptors 0, 1, 2 are the program's.
+CONTROL_FD is a socket: a request comes in (4 bytes of length, then JSON), and a report goes out in the same form; when
+the other end sends more or closes, the program is killed. Descriptors 0, 1, 2 are the program's.
 
 Layers: user, pid, mount, network, ipc, uts and cgroup namespaces; a root of read-only libraries and one small tmpfs;
 rlimits; no new privileges; Landlock; a filter that allows known system calls only (no fork, no network).
@@ -197,7 +197,7 @@ def start(request: dict, trees: list[tuple[str, str | int]], failure: int) -> No
 
 
 def supervise(pid: int, control: int, seconds: float) -> dict:
-    """Wait for the program, kill it at its time or when the other end of the control socket is gone."""
+    """Wait for the program, kill it at its time or when the other end of the control socket sends or closes."""
     began = time.monotonic()
     watched = select.poll()
     ended = os.pidfd_open(pid)
@@ -216,12 +216,12 @@ def supervise(pid: int, control: int, seconds: float) -> dict:
 def serve(control: int) -> dict:
     """One request, answered by a report: how the program ended, or {"refused": why it was not started}."""
     received = b""
-    while len(received) < 8 or len(received) < 8 + int.from_bytes(received[:8], "big"):
+    while len(received) < 4 or len(received) < 4 + int.from_bytes(received[:4], "big"):
         part = os.read(control, 1 << 20)
         if not part:
             raise Refused("the request is incomplete")
         received += part
-    request = json.loads(received[8:])
+    request = json.loads(received[4:])
     trees = []
     if not request["unconfined"]:
         if os.uname().machine != MACHINE:
@@ -250,6 +250,7 @@ if __name__ == "__main__":
     except (Refused, OSError) as problem:
         report = {"refused": str(problem)}
     try:
-        os.write(channel, json.dumps(report).encode())
+        message = json.dumps(report).encode()
+        os.write(channel, len(message).to_bytes(4, "big") + message)
     except OSError:
         pass  # the caller is gone

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from verl.data.dynamicgen_dataset import DynamicGenDataset
 from verl.protocol import DataProto
 from verl.trainer.run.stop_signals import obey_parent_only
-from verl.utils.threads import PROCESS_STARTS
+from verl.utils.children import PROCESS_STARTS
 
 GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a loader whose data set grows
 

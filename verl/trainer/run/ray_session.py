@@ -23,6 +23,7 @@ from verl.config.ppo import PPOConfig
 from verl.trainer.run.failure import failure_message
 from verl.trainer.run.stop_signals import StopSignals
 from verl.utils import supervisor
+from verl.utils.children import Program
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -116,13 +117,14 @@ def keep_token_private() -> None:
 @contextmanager
 def session_guard(folder: Path) -> Iterator[None]:
     """Run a process that ends our Ray session if this one is killed within the block."""
-    command = [sys.executable, "-I", supervisor.__file__, "--ray-session", str(os.getpid()), str(folder)]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    script = [sys.executable, "-I", supervisor.__file__, "--ray-session"]
+    arguments = [str(os.getpid()), str(folder)]
+    guard = Program(script, arguments, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
     finally:
-        with suppress(BrokenPipeError):
-            guard.communicate(b".", timeout=30)
+        guard.stop()
+        guard.end(grace=30)
 
 
 def stop_left_session(run_dir: Path) -> None:

@@ -1,0 +1,257 @@
+"""Processes of this one: calls, limits of time, memory and output, and the end with the owner, whatever their kind."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.utils.children import (
+    PROCESS_STARTS,
+    ChildDied,
+    ForkedChild,
+    ProcessorSeconds,
+    Program,
+    SpawnedChild,
+    serve,
+    supervised,
+)
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[2]
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+LIMITS = {"seconds": 60.0, "memory_bytes": 1 << 30, "processes": 8}
+asked = []
+
+
+def work(what):
+    """Process and number of calls; or what the text says."""
+    asked.append(what)
+    if what == "hang":
+        while True:
+            pass
+    if what == "die":
+        os._exit(3)
+    if what == "raise":
+        raise KeyError("boom")
+    if what == "lambda":
+        return lambda: None
+    if what.endswith("GiB"):
+        return len(bytes(int(what.split()[0]) << 30))
+    if what == "leave a process":
+        return subprocess.Popen(["sleep", "600"]).pid
+    return os.getpid(), len(asked)
+
+
+def ended(*pids):
+    """Whether processes end within 20 s."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=20)[1]
+
+
+KINDS = {"forked": lambda: ForkedChild(work), "spawned": lambda: SpawnedChild(serve, work)}
+
+
+@pytest.fixture(params=KINDS)
+def start(request):
+    """A function that starts a child of one kind, which serves calls of `work`."""
+    return KINDS[request.param]
+
+
+def test_a_child_stays_until_a_call_takes_too_long(start):
+    child = start()
+    pid, count = child.call(20.0, "a")
+    assert pid == child.pid != os.getpid() and child.call(20.0, what="b") == (pid, count + 1) and not asked
+    with pytest.raises(KeyError, match="boom"):
+        child.call(20.0, "raise")
+    with pytest.raises(AttributeError, match="pickle"):
+        child.call(20.0, "lambda")
+    with pytest.raises(AttributeError, match="pickle"):
+        child.call(20.0, lambda: None)  # does not reach it
+    assert child.call(20.0, "c") == (pid, count + 4) and not child.gone
+    with pytest.raises(TimeoutError, match=f"{child.name} took longer than 0.3 s"):
+        child.call(0.3, "hang")
+    assert child.gone and not psutil.pid_exists(pid) and child.end() is None
+
+
+def test_a_child_that_dies_is_reported_with_its_exit_code(start):
+    with pytest.raises(ChildDied, match="its process ended with exit code 3$") as caught:
+        start().call(20.0, "die")
+    assert caught.value.exit_code == 3
+    child = start()
+    os.kill(child.call(20.0, "a")[0], signal.SIGKILL)  # while it has nothing to do
+    with pytest.raises(ChildDied, match="exit code -9"):
+        child.call(20.0, "b")
+
+
+def test_a_child_that_gets_no_processor_is_not_stopped(start):
+    child = start()
+    pid, _ = child.call(20.0, "a")
+    os.kill(pid, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+    assert child.call(ProcessorSeconds(0.5), "b")[0] == pid
+    with pytest.raises(TimeoutError):
+        child.call(ProcessorSeconds(0.3), "hang")
+    assert child.gone
+
+
+def test_a_spawned_child_has_four_gibibytes_of_memory():
+    child = SpawnedChild(serve, work)
+    assert child.call(60.0, "2 GiB") == 2 << 30
+    with pytest.raises(MemoryError):
+        child.call(60.0, "5 GiB")
+    assert child.call(20.0, "a")[0] == child.pid and child.end() == -9
+
+
+def test_what_the_leader_of_a_group_started_ends_with_it():
+    child = SpawnedChild(serve, work, leads_group=True)
+    left = child.call(20.0, "leave a process")
+    child.end()
+    assert ended(left)
+    child = SpawnedChild(serve, work, leads_group=True)
+    left = child.call(20.0, "leave a process")
+    os.kill(child.pid, signal.SIGKILL)  # not by this side: its guard sees it
+    assert ended(left)
+
+
+def test_starts_of_many_threads_do_not_keep_the_pipes_of_each_other():
+    """A fork that inherits the other end of a child's connection would hide the end of the child."""
+    problems = []
+
+    def use(start):
+        for _ in range(5):
+            child = start()
+            child.call(60.0, "a")
+            began = time.monotonic()
+            try:
+                child.call(60.0, "die")
+            except ChildDied as error:
+                problems.extend([error.exit_code] if error.exit_code != 3 else [])
+            problems.extend(["late"] if time.monotonic() - began > 30 else [])
+
+    threads = [threading.Thread(target=use, args=(KINDS[kind],)) for kind in ("forked", "spawned") * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_a_forked_process_starts_others_though_a_thread_held_the_lock():
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with PROCESS_STARTS:
+            held.set()
+            free.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            with PROCESS_STARTS:
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    free.set()
+    thread.join()
+
+
+OWNER = """
+import subprocess, sys, threading, time
+from tests.utils.test_children import KINDS, LIMITS, PIPES
+from verl.utils.children import supervised
+kind = sys.argv[1]
+if kind in KINDS:
+    child = KINDS[kind]()
+    print(child.pid, flush=True)
+    child.call(600.0, "hang")
+elif kind == "program":
+    child = supervised(["sleep", "600"], {}, LIMITS, **PIPES)
+else:
+    child = supervised(["sleep", "600"], {})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "program", "server"])
+def test_no_child_outlives_an_owner_that_is_killed(kind):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    child = psutil.Process(int(owner.stdout.readline()))
+    until = time.monotonic() + 20
+    while kind not in KINDS and not child.children() and time.monotonic() < until:
+        time.sleep(0.05)
+    family = [child, *child.children(recursive=True)]
+    time.sleep(0.2)
+    assert child.is_running()
+    owner.kill()
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    owner.communicate()
+
+
+def outcome(command, limits, seconds=60.0, stdin=b"", most=1 << 20):
+    """(report, standard output) of a supervised program, whose output is refused beyond `most` bytes."""
+    output = bytearray()
+
+    def take(number, part):
+        output.extend(part if number == 1 else b"")
+        return len(output) <= most
+
+    program = supervised(command, {"GIVEN": "7", "HOME": None}, limits, **PIPES)
+    report = program.exchange(stdin, seconds, take)
+    program.end(grace=10)
+    return report.decode(), bytes(output)
+
+
+def test_a_program_gets_its_input_and_reports_its_exit_code():
+    script = 'cat; printf "$GIVEN${HOME-none}"; exit 5'
+    report, output = outcome(["sh", "-c", script], LIMITS, stdin=b"x" * 300_000)
+    assert report == '{"exit": 5, "stopped": null}' and output == b"x" * 300_000 + b"7none"
+    report, output = outcome(["no-such-program"], LIMITS)
+    assert report == '{"exit": 127, "stopped": null}' and output == b""
+
+
+def test_a_program_does_not_inherit_ignored_signals():
+    script = "import signal; print([signal.getsignal(n) is signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGHUP)])"
+    assert outcome([sys.executable, "-c", script], LIMITS)[1] == b"[True, True]\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "changed", "stopped"),
+    [
+        ("while True: pass", {"seconds": 0.5}, "time"),
+        ("x = b'x' * (300 << 20)\nimport time; time.sleep(60)", {"memory_bytes": 200 << 20}, "memory"),
+        ("import os, time\nwhile os.fork(): time.sleep(0.01)\ntime.sleep(60)", {"processes": 5}, "processes"),
+    ],
+)
+def test_a_program_is_ended_at_its_limits(script, changed, stopped):
+    report, _ = outcome([sys.executable, "-c", script], LIMITS | changed)
+    assert report == f'{{"exit": -9, "stopped": "{stopped}"}}'
+
+
+def test_a_program_whose_output_is_refused_is_stopped():
+    report, output = outcome(["sh", "-c", "while true; do echo 1234567; done"], LIMITS, most=100_000)
+    assert report == '{"exit": -9, "stopped": "owner"}' and 100_000 < len(output) <= 100_000 + (1 << 16)
+
+
+def test_a_program_that_does_not_report_in_time_is_killed():
+    program = Program([sys.executable, "-c", "import time; time.sleep(60)"], **PIPES)
+    began = time.monotonic()
+    assert program.exchange(b"", 0.5, lambda *part: True) == b"" and time.monotonic() - began < 20
+    assert program.end(grace=0.2) == -9 and program.end() is None
+
+
+def test_arguments_keep_their_names():
+    child = ForkedChild(functools.wraps(work)(lambda **given: given))
+    assert child.call(20.0, seconds=1, self=2) == {"seconds": 1, "self": 2}
+    child.end()

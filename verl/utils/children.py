@@ -1,0 +1,292 @@
+"""Processes that this one starts, talks to and limits, and that end with it however it ends (SIGKILL included).
+
+- `ForkedChild` calls a function that this process has, which need not be picklable.
+- `SpawnedChild` runs a function in a process of multiprocessing's fork server, which has nothing of this one's memory.
+- `Program` executes a program, which speaks over one of its descriptors.
+
+All are a `Child`: a process and a connection to it. What runs in the processes themselves to end them is in
+`verl.utils.supervisor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from verl.utils import supervisor
+from verl.utils.supervisor import end_with_parent, guard, kill_when_closed
+
+_MEMORY_BYTES = 4 << 30  # that a process of the fork server may allocate beyond what it starts with
+_LONGEST_REPORT = 1 << 16  # bytes
+_LAST_OUTPUT_S = 1.0  # for reading what an ended program has written: another process may keep a pipe open
+#: The rendezvous of the trainer's ranks must not reach programs.
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Held while a process starts. A process that another thread forks meanwhile would inherit the ends of its pipes that
+#: are closed once it has started, and then a reader of these pipes waits for both processes to end.
+PROCESS_STARTS = threading.RLock()
+os.register_at_fork(after_in_child=PROCESS_STARTS._at_fork_reinit)  # the child lacks the thread that may hold it
+
+
+class ChildDied(RuntimeError):
+    """A process ended without an answer; the message has its exit code."""
+
+    def __init__(self, name: str, exit_code: int | None) -> None:
+        super().__init__(f"{name}: its process ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+class ProcessorSeconds(float):
+    """A limit of the processor time of a call, which a busy machine does not use up: as seconds of the functions here.
+
+    A call that waits without computing ends after WALL times that, by the clock.
+    """
+
+    WALL = 20
+
+
+class Child:
+    """A process of this one, and this end of the connection to it; for one thread at a time."""
+
+    def __init__(self, name: str, process: Any, connection: Connection, leads_group: bool = False) -> None:
+        self.name, self.process, self.connection = name, process, connection
+        self.gone = False  # it was ended
+        self._leads_group = leads_group
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self.process.pid
+
+    def call(self, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
+        """The result of a call by `serve`, or its exception. Raises as `ask`; arguments and results are pickled."""
+        limit = float(seconds) if isinstance(seconds, ProcessorSeconds) else 0.0
+        # Not `connection.send`: it would share a tensor's memory, which a killed process may keep.
+        returned, value = pickle.loads(self.ask(seconds, pickle.dumps((limit, args, kwargs))))
+        if not returned:
+            raise value
+        return value
+
+    def ask(self, seconds: float, request: bytes) -> bytes:
+        """The answer to a request. After TimeoutError or ChildDied it is `gone`: create another.
+
+        `seconds` by the clock; or ProcessorSeconds, for which the process has a timer that ends it by SIGPROF.
+        """
+        try:
+            self.connection.send_bytes(request)
+            if not self.connection.poll(seconds * (seconds.WALL if isinstance(seconds, ProcessorSeconds) else 1)):
+                raise TimeoutError
+            return self.connection.recv_bytes()
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            code = self.end()
+            if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
+                raise TimeoutError(f"{self.name} took longer than {seconds} s") from None
+            raise ChildDied(self.name, code) from error
+        except BaseException:  # an answer left in the pipe would be taken for that of the next request
+            self.end()
+            raise
+
+    def end(self) -> int | None:
+        """Kill it, and its group if it leads one; returns its exit code.
+
+        None a second time, or if this process does not wait for its children.
+        """
+        if self.gone:
+            return None
+        self.gone = True
+        if self._leads_group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+                os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            self.process.kill()  # also before it leads a group
+        code = self._wait()
+        self.connection.close()
+        return code
+
+    def _wait(self) -> int | None:
+        code = self.process.wait()
+        return None if code is None else int(code)
+
+
+def serve(connection: Connection, function: Callable) -> None:
+    """In a child: answer each `call` by the result of the function or its exception, until the owner is gone."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, also within C code
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        processor_seconds, args, kwargs = pickle.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds)  # none for 0
+        try:
+            answer = pickle.dumps((True, function(*args, **kwargs)))
+        except Exception as error:
+            answer = pickle.dumps((False, error))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(answer)
+
+
+class ForkedChild(Child):
+    """A forked process that serves calls of `function`. It dies with the thread that created it.
+
+    Also for daemonic processes, such as grading workers, to which multiprocessing refuses a child.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        caller = os.getpid()
+        with PROCESS_STARTS:
+            connection, theirs = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    end_with_parent(signal.SIGKILL, caller)  # an endless call must not outlive its caller
+                    connection.close()
+                    serve(theirs, function)
+                finally:
+                    os._exit(0)
+            theirs.close()
+        super().__init__(function.__qualname__, psutil.Process(pid), connection)
+
+
+class SpawnedChild(Child):
+    """A process of the fork server that runs `target(connection, *arguments)`, with a limit on its memory.
+
+    If it `leads_group`, what it starts is killed with it. The fork server imports `preload` when it starts, so that a
+    killed process is replaced in milliseconds.
+    """
+
+    def __init__(
+        self, target: Callable, *arguments: Any, preload: Sequence[str] = (), leads_group: bool = False
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *preload])
+        with PROCESS_STARTS:
+            connection, theirs = context.Pipe()
+            life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
+            given = (theirs, life, leads_group, target, arguments)
+            process = context.Process(target=_begin, args=given, daemon=True)
+            # It imports nothing of the script that was started, which may have no `if __name__ == "__main__"`.
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                process.start()
+            finally:
+                sys.modules["__main__"] = main
+            theirs.close()
+            life.close()
+        super().__init__(target.__qualname__, process, connection, leads_group)
+
+    def _wait(self) -> int | None:
+        with PROCESS_STARTS:  # which asks all processes for their exit codes: only one thread gets an answer
+            self.process.join()
+        self._alive.close()
+        return self.process.exitcode
+
+
+def _begin(connection: Connection, life: Connection, leads_group: bool, target: Callable, arguments: tuple) -> None:
+    if leads_group:
+        os.setsid()
+        guard(os.getpid(), connection.fileno(), life.fileno())
+    kill_when_closed(life.fileno())  # by the owner's end: the fork server outlives it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    target(connection, *arguments)
+
+
+class Program(Child):
+    """An executed program, which ends when the other end of its connection is closed.
+
+    Args:
+        script: the first words of the command line; then come the number of its descriptor and `arguments`.
+        options: of subprocess.Popen.
+    """
+
+    def __init__(self, script: Sequence[str], arguments: Sequence[str] = (), **options: Any) -> None:
+        with PROCESS_STARTS:
+            connection, theirs = Pipe()
+            with theirs:
+                number = theirs.fileno()
+                process = subprocess.Popen([*script, str(number), *arguments], pass_fds=[number], **options)
+        self._closing = threading.Lock()
+        super().__init__(script[-1], process, connection, options.get("start_new_session", False))
+
+    def stop(self) -> None:
+        """Ask it to end and to report; any thread may do so."""
+        with self._closing, contextlib.suppress(OSError):
+            self.connection.send_bytes(b"stop")
+
+    def exchange(self, stdin: bytes, seconds: float, take: Callable[[int, bytes], bool]) -> bytes:
+        """Feed standard input and read the outputs; returns the program's report, b"" if there is none in `seconds`.
+
+        `take(descriptor, part)` gets what the program writes to 1 and 2. Where it returns False, that is too much: the
+        program is stopped and the rest discarded. All three must be pipes.
+        """
+        lock, too_much = threading.Lock(), []
+
+        def read(number: int, pipe: Any) -> None:
+            with pipe:
+                while part := pipe.read1(1 << 16):
+                    with lock:
+                        if not too_much and not take(number, part):
+                            too_much.append(number)
+                            self.stop()
+
+        def feed() -> None:
+            with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # the program need not read it
+                pipe.write(stdin)
+
+        threads = [
+            threading.Thread(target=read, args=(1, self.process.stdout), daemon=True),
+            threading.Thread(target=read, args=(2, self.process.stderr), daemon=True),
+            threading.Thread(target=feed, daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        report = b""
+        with contextlib.suppress(EOFError, OSError):  # it was killed
+            if self.connection.poll(seconds):
+                report = self.connection.recv_bytes(_LONGEST_REPORT)
+        for thread in threads[:2]:
+            thread.join(_LAST_OUTPUT_S)
+        return report
+
+    def end(self, grace: float = 0.0) -> int | None:
+        """Close the connection, and kill the program if it has not ended after `grace` seconds."""
+        with self._closing:
+            self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        return super().end()
+
+
+def supervised(
+    command: Sequence[str], environment: dict[str, str | None], limits: dict[str, float] | None = None, **options: Any
+) -> Program:
+    """A program that ends with all its processes; `verl.utils.supervisor.supervise` explains its limits and report.
+
+    Args:
+        command: the command line.
+        environment: variables added to those of this process; None takes one away.
+        limits: seconds, memory_bytes, processes; None for a server.
+        options: of subprocess.Popen.
+    """
+    script = [sys.executable, "-I", "-S", supervisor.__file__]
+    given = json.dumps({"owner": os.getpid(), "limits": limits})
+    variables = os.environ | dict.fromkeys(_RANKS) | environment
+    env = {name: value for name, value in variables.items() if value is not None}
+    return Program(script, [given, *command], env=env, start_new_session=True, **options)
