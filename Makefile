@@ -28,7 +28,7 @@
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
-#   make bench BENCH=trust        the checks of a run on itself: cost, faults that they see, ratios before the first update, by name only
+#   make bench BENCH=trust        ratios before the first update and log-probs that depend on the batch, by name only
 #   make bench BENCH=environments  agents: requests through the gateway, and trees in the update of the pretrained model, by name only
 #   make bench BENCH=trust_demo   GRPO with top_p, with and without the sampling mask, three seeds, by name only
 #   make bench BENCH=async        asynchronous training: speed and accuracy (hours; resumes), only by name

@@ -35,13 +35,13 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.training.engine import FSDPEngine
+from verl.training.flops_counter import FlopsCounter
 from verl.training.policy import get_policy
 from verl.training.policy.attention import BACKENDS
 from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.training.policy.packing import pack, to_device
 from verl.training.policy.prefix_tree import prefix_tree
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
-from verl.utils.flops_counter import FlopsCounter
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {

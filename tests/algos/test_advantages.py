@@ -9,8 +9,7 @@ from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.protocol import DataProto
 from verl.protocol.serialization import object_array
 from verl.reward.rows import EXTRAS
-from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.core_algos import AdaptiveKLController
+from verl.trainer.ppo.batching import compute_advantage
 
 
 def scored() -> DataProto:
@@ -21,16 +20,6 @@ def scored() -> DataProto:
         "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
     }
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)})
-
-
-def test_kl_penalty_is_taken_off_counted_tokens_and_moves_the_controller():
-    controller = AdaptiveKLController(init_kl_coef=0.5, target_kl=1.0, horizon=10)
-    data, metrics = apply_kl_penalty(scored(), controller, "kl")
-    # k1: [1, 0, -] and [-1, -1, -1], times 0.5
-    assert data.batch["token_level_rewards"].tolist() == [[-0.5, 1.0, 0.0], [0.5, 0.5, 2.5]]
-    # means over tokens 0.5 and -1: current KL -0.25; error clipped to -0.2, 2 samples of horizon 10
-    assert metrics == {"actor/reward_kl_penalty": -0.25, "actor/reward_kl_penalty_coeff": 0.5}
-    assert controller.value == pytest.approx(0.5 * (1 - 0.2 * 2 / 10))
 
 
 def test_estimator_gets_groups_by_uid_and_ignores_what_it_does_not_name():

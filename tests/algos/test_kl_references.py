@@ -1,10 +1,5 @@
-"""KL estimators against J. Schulman's definitions (Approximating KL Divergence, 2020), by token and in expectation.
+"""KL estimators against J. Schulman's definitions (Approximating KL Divergence, 2020), token by token."""
 
-On a vocabulary of a few words an expectation under the policy is a sum, so what the estimators estimate is tested
-exactly: k1 and k3 the divergence itself, and every name with a `+` its gradient.
-"""
-
-import math
 
 import pytest
 import torch
@@ -12,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.algo_batches import masks, normal, numeric_gradient, seeds
+from tests.helpers.algo_batches import masks, normal, seeds
 from tests.helpers.policy_batches import value_and_gradient
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import apply_kl_penalty
@@ -54,17 +49,6 @@ def test_estimate_and_gradient_agree_with_the_definition(name, shape, seed, scal
     assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(kl_penalty_forward(log_prob, ref, name), reference(name, log_prob, ref))
-    quotients = numeric_gradient(lambda x: (kl_penalty(x, ref, name) * weights).sum(), log_prob)
-    torch.testing.assert_close(gradient, quotients, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", REFERENCES)
-@settings(max_examples=5)
-@given(shape=shapes, seed=seeds)
-def test_gradient_is_the_derivative(name, shape, seed):
-    ref = normal(seed, *shape)
-    log_prob = (ref + normal(seed + 1, *shape)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, name), log_prob)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -76,44 +60,6 @@ def test_plus_is_the_estimate_in_value_and_k2_in_gradient(name, shape, seed):
     got, gradient = value_and_gradient(lambda x: kl_penalty(x, ref, name + "+").sum(), log_prob)
     assert got == pytest.approx(reference(name, log_prob, ref).sum().item(), rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, log_prob - ref, rtol=1e-10, atol=1e-10)
-
-
-def divergence(logits: Tensor, ref: Tensor) -> Tensor:
-    """KL(pi || ref) = sum over words of pi log(pi / ref)."""
-    return sum(p * (torch.log(p) - q) for p, q in zip(torch.softmax(logits, -1), ref, strict=True))
-
-
-@pytest.mark.parametrize("name", ["k1", "kl", "k3", "low_var_kl"])
-@settings(max_examples=25)
-@given(seed=seeds, words=st.integers(2, 6))
-def test_expected_estimate_is_the_divergence(name, seed, words):
-    logits, ref = normal(seed, words, scale=0.5), torch.log_softmax(normal(seed + 1, words, scale=0.5), -1)
-    log_prob = torch.log_softmax(logits, -1)
-    expected = sum(math.exp(a) * float(kl_penalty_forward(a, b, name)) for a, b in zip(log_prob, ref, strict=True))
-    assert expected == pytest.approx(divergence(logits, ref).item(), rel=1e-10, abs=1e-10)
-
-
-@pytest.mark.parametrize("name", ["k2", "mse", "k1+", "kl+", "abs+", "k3+", "low_var_kl+", "mse+"])
-@settings(max_examples=15)
-@given(seed=seeds, words=st.integers(2, 6))
-def test_expected_gradient_is_that_of_the_divergence(name, seed, words):
-    """Words are drawn from the policy, and the draw has no gradient: E[d grad log pi] = grad KL(pi || ref)."""
-    logits, ref = normal(seed, words), torch.log_softmax(normal(seed + 1, words), -1)
-    drawn = torch.softmax(logits, -1)
-    _, gradient = value_and_gradient(
-        lambda x: sum(p * kl_penalty(a, b, name) for p, a, b in zip(drawn, torch.log_softmax(x, -1), ref, strict=True)),
-        logits,
-    )
-    _, expected = value_and_gradient(lambda x: divergence(x, ref), logits)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
-
-
-def test_k1_has_no_gradient_in_expectation():
-    """The reason of the `+`: as a loss, k1 pushes nowhere."""
-    logits, ref = normal(3, 5), torch.log_softmax(normal(4, 5), -1)
-    drawn = torch.softmax(logits, -1)
-    _, gradient = value_and_gradient(lambda x: (drawn * kl_penalty(torch.log_softmax(x, -1), ref, "k1")).sum(), logits)
-    assert gradient.abs().max() < 1e-12
 
 
 @settings(max_examples=25)

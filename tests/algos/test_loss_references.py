@@ -2,9 +2,7 @@
 
 A reference is a function (batch, log_prob, frozen): what the paper holds still (a stop-gradient sg, or a rule that
 chooses tokens) is computed from `frozen`, the rest from `log_prob`; the loss is its value at frozen = log_prob, and its
-gradient that with respect to `log_prob` alone. Three checks: the value; the gradient against autograd through the
-reference; and, with difference quotients in double that know no autograd, either gradcheck of the loss itself, where
-the formula holds nothing still, or the quotients of the reference with `frozen` kept. Kinks of clips are avoided.
+gradient that with respect to `log_prob` alone, by autograd through the reference. Kinks of clips are avoided.
 
 Not covered: losses in float32, and the sums over ranks and micro-batches (test_losses.py).
 """
@@ -17,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers.algo_batches import counted, junk_outside, masks, normal, numeric_gradient, seeds
+from tests.helpers.algo_batches import counted, junk_outside, masks, normal, seeds
 from tests.helpers.policy_batches import Batch, aggregated, away_from, batches, clip, value_and_gradient
 from verl.algos.aggregation import StepCounts
 from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, compute_value_loss
@@ -54,16 +52,6 @@ def gspo(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
         return -ppo_objective(s * torch.exp(log_prob[i, t] - frozen[i, t]), batch.advantages[i, t], batch.config)
 
     return batch.aggregated(batch.each(rule), "seq-mean-token-mean")
-
-
-def gspo_sequence(batch: Batch, log_prob: Tensor) -> Tensor:
-    """GSPO, eq. 5 of 2507.18071, one advantage an answer: mean over answers of min(s A, clip(s) A)."""
-    losses = []
-    for i, ts in enumerate(batch.positions):
-        if ts:
-            s = torch.exp(sum(log_prob[i, t] - batch.old[i, t] for t in ts) / len(ts))
-            losses.append([-ppo_objective(s, batch.advantages[i, ts[0]], batch.config)])
-    return aggregated(losses, "token-mean", 1)
 
 
 def sapo(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
@@ -142,8 +130,6 @@ def kl_cov(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
 
 REFERENCES = {"vanilla": vanilla, "gspo": gspo, "sapo": sapo, "gpg": gpg, "cispo": cispo, "geo_mean": geo_mean,
               "kl_cov": kl_cov}  # fmt: skip
-# What their formulas hold still has no difference quotient; GSPO's has one where an answer has one advantage.
-STOPPED = {"cispo", "gspo"}
 
 
 def batches_of(name: str):
@@ -159,40 +145,6 @@ def test_loss_and_gradient_agree_with_the_papers_formula(name, data):
     want, expected = value_and_gradient(lambda x: REFERENCES[name](batch, x, batch.log_prob), batch.log_prob)
     assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", sorted(REFERENCES.keys() - STOPPED) + ["clip_cov"])
-@settings(max_examples=6)
-@given(data=st.data())
-def test_gradient_is_the_derivative(name, data):
-    batch = data.draw(batches_of(name))
-    if name == "kl_cov":
-        highest(batch, batch.log_prob)  # no tie that a small step could turn
-    leaf = batch.log_prob.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: batch.loss(name, x), leaf, eps=1e-6, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", sorted(STOPPED))
-@settings(max_examples=6)
-@given(data=st.data())
-def test_gradient_holds_still_what_the_formula_holds_still(name, data):
-    batch = data.draw(batches())
-    _, gradient = value_and_gradient(lambda x: batch.loss(name, x), batch.log_prob)
-    quotients = numeric_gradient(lambda x: REFERENCES[name](batch, x, batch.log_prob), batch.log_prob)
-    torch.testing.assert_close(gradient, quotients, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=20)
-@given(batch=batches(row_advantages=True))
-def test_gspo_of_one_advantage_an_answer_is_the_sequence_objective(batch):
-    """GSPO-token then equals GSPO (2507.18071, section 4.3), in value and derivative."""
-    batch.weights = None
-    got, gradient = value_and_gradient(lambda x: batch.loss("gspo", x), batch.log_prob)
-    want, expected = value_and_gradient(lambda x: gspo_sequence(batch, x), batch.log_prob)
-    assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
-    leaf = batch.log_prob.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: batch.loss("gspo", x), leaf, eps=1e-6, atol=1e-5, rtol=1e-5)
 
 
 def run_clip_cov(batch: Batch, seed: int) -> tuple[float, Tensor, set]:

@@ -72,12 +72,6 @@ def test_a_row_is_templated_and_left_padded(tmp_path, suffix):
     assert "prompt" not in sample
 
 
-def test_several_files_follow_each_other(tmp_path):
-    files = [write(tmp_path / "a.jsonl", [row("1")]), write(tmp_path / "b.parquet", [row("2"), row("3")])]
-    dataset = RLHFDataset(files, TOKENIZER, config())
-    assert [m["content"] for i in range(3) for m in dataset[i]["raw_prompt"]] == ["1", "2", "3"]
-
-
 def test_missing_settings_are_the_configs_defaults(tmp_path):
     dataset = RLHFDataset(write(tmp_path / "d.jsonl", [row()]), TOKENIZER, OmegaConf.create({}))
     assert dataset.max_prompt_length == 512 and dataset.truncation == "error"
@@ -252,12 +246,6 @@ def test_a_bad_row_is_named(tmp_path, bad, message):
         dataset[1]
 
 
-def test_a_row_that_the_filter_cannot_read_is_an_error_not_a_drop(tmp_path):
-    file = write(tmp_path / "d.json", [row(), {"prompt": "text"}])
-    with pytest.raises(DatasetError, match="row 1"):
-        RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
-
-
 def test_the_filter_reads_many_rows_as_one_by_one_and_names_the_bad_one(tmp_path):
     rows = [row(" + ".join("1" * (1 + i % 5))) for i in range(200)]
     filtered = RLHFDataset(write(tmp_path / "d.jsonl", rows), TOKENIZER, config(filter_overlong_prompts=True))
@@ -349,3 +337,9 @@ def test_padding_keeps_tokens_and_counts_positions(ids, extra):
     assert input_ids[mask.bool()].tolist() == ids
     assert positions[mask.bool()].tolist() == list(range(len(ids)))
     assert int(mask.sum()) == len(ids) and mask.tolist() == sorted(mask.tolist())
+
+
+def test_a_row_that_the_filter_cannot_read_is_an_error_not_a_drop(tmp_path):
+    file = write(tmp_path / "d.json", [row(), {"prompt": "text"}])
+    with pytest.raises(DatasetError, match="row 1"):
+        RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))

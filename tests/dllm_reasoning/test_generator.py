@@ -97,15 +97,6 @@ def test_token_by_token_takes_a_forward_a_token():
     assert result.stats.tokens_per_forward == 1.0 and result.stats.batch_forwards == max(result.stats.forwards)
 
 
-def test_a_left_padded_tensor_gives_what_lists_give():
-    inputs = prompts()[:6]
-    width = max(map(len, inputs))
-    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in inputs])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in inputs])
-    result = generate("llama", ids, attention_mask=mask, refine_iter="slide", add_eos_length=4)
-    assert result.tokens == greedy("llama")[:6]
-
-
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_fixed_rounds_equal_the_rule_written_out(times):
     model, width = model_of("llama"), 6

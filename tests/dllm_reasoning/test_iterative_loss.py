@@ -176,17 +176,6 @@ def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
     gradients(model, layout_of("block", False))
 
 
-def test_the_clean_text_counts_once_in_packed():
-    model = tiny("llama")
-    layout = layout_of("packed", True)
-    output, _ = gradients(model, layout, rounds=2, weights=[0.0, 0.0], ar=1.0)
-    with torch.no_grad():
-        logits = model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits
-    labels = layout.prefix.labels.flatten()
-    expected = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-    assert float(output.ar) == pytest.approx(float(expected), rel=1e-5) and layout.prefix.count() == 17
-
-
 def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypatch):
     calls, inner = [], iterative_loss.call_as_forward
     monkeypatch.setattr(iterative_loss, "call_as_forward", lambda *given: (calls.append(1), inner(*given))[1])

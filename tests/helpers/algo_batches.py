@@ -33,13 +33,3 @@ def counted(mask: Tensor) -> list[list[int]]:
 def junk_outside(values: Tensor, mask: Tensor) -> Tensor:
     """`values` with large numbers where `mask` is 0: code that reads there fails the test. [B, T] -> [B, T]."""
     return torch.where(mask.bool(), values, 40.0 * values.sign() + 3.0)
-
-
-def numeric_gradient(function, point: Tensor, step: float = 1e-6) -> Tensor:
-    """Central differences of a function to one number, at each entry of `point`; the shape of `point`, float64."""
-    gradient = torch.zeros_like(point)
-    for place in range(point.numel()):
-        shift = torch.zeros_like(point)
-        shift.view(-1)[place] = step
-        gradient.view(-1)[place] = (float(function(point + shift)) - float(function(point - shift))) / (2 * step)
-    return gradient

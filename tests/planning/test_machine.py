@@ -12,7 +12,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.sft import SFTTrainerConfig
 from verl.planning.machine import GIB, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import measure_model
-from verl.utils.host_memory import available_memory
+from verl.training.host_memory import available_memory
 from verl.utils.problems import ABSENT, UNUSED
 
 MIB = 2**20

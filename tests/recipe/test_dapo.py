@@ -324,15 +324,6 @@ def test_a_buffer_longer_than_the_answers_is_refused():
         manager(len=11)
 
 
-def test_a_step_of_the_loop_that_fails_is_named(tmp_path):
-    class Broken(FakeGroup):
-        def generate_sequences(self, prompts):
-            raise RuntimeError("no answer")
-
-    with pytest.raises(StepFailed, match="step 'gen' of global step 1 failed"):
-        dapo(tmp_path, Broken).fit()
-
-
 @pytest.mark.process
 def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
     config = dapo_config(tmp_path, data__gen_batch_size=3, algorithm__filter_groups__keep_surplus="false",

@@ -17,9 +17,7 @@ from verl.reward.managers import (
     DAPORewardManager,
     NaiveRewardManager,
     PrimeRewardManager,
-    get_reward_manager_cls,
     naive,
-    register,
 )
 from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.pool import ExternFunction
@@ -228,17 +226,6 @@ def test_without_workers_a_function_by_file_runs_here(batch_rewards):
     manager = batch_rewards("ids")
     manager.settings = RewardModelConfig(num_workers=0)
     assert manager.verify(batch())[0] == os.getpid()
-
-
-def test_registry_names_the_nearest_and_refuses_a_second():
-    assert get_reward_manager_cls("naive") is NaiveRewardManager
-    with pytest.raises(ValueError, match=r"reward_manager.name='bacth' is unknown; did you mean 'batch'\?"):
-        get_reward_manager_cls("bacth")
-    with pytest.raises(ValueError, match="'naive' is already registered"):
-
-        @register("naive")
-        class Other(NaiveRewardManager):
-            pass
 
 
 def reward_config(path=None, function="compute_score", **manager):

@@ -126,18 +126,6 @@ def test_a_failing_function_is_named_and_gives_no_score():
     assert dropped["reward_extra_info"]["__lost__"] == ["error", "error"]
 
 
-def test_names_are_entered_once():
-    @register("mine_for_this_test")
-    class Mine(NaiveRewardManager):
-        pass
-
-    assert get_reward_manager_cls("mine_for_this_test") is Mine and register("mine_for_this_test")(Mine) is Mine
-    with pytest.raises(ValueError, match="already registered"):
-        register("mine_for_this_test")(NaiveRewardManager)
-    with pytest.raises(ValueError, match="did you mean 'naive'"):
-        get_reward_manager_cls("naiv")
-
-
 def test_both_registries_of_verl_are_one():
     @register("of_samples")
     class OfSamples(RewardManagerBase):

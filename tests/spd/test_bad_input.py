@@ -214,20 +214,6 @@ def prepared(bed, tmp_path, change, row=3):
     return write(tmp_path / "train.parquet", rows)
 
 
-def test_a_separator_outside_the_vocabulary_is_refused(bed, monkeypatch, tmp_path):
-    path = prepared(bed, tmp_path, lambda row: row.update(sep_token_id=10**6))
-    error = one_problem(refusal(monkeypatch, bed, data__train_files=path))
-    assert f"data.train_files: {path}, row 3: sep_token_id must be a token id from 0 to " in error
-
-
-def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
-    # 1 context token + 4 drafted + 5 of the target + 3 separators
-    text = refusal(monkeypatch, bed, data__max_prompt_length=12)
-    assert "need 13 tokens, data.max_prompt_length=12 would cut the draft. Raise it." in text
-    text = refusal(monkeypatch, bed, data__max_response_length=3)
-    assert "the draft has 4 tokens, data.max_response_length=3. Raise it to 4." in text
-
-
 def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, monkeypatch):
     # 3 context tokens, 4 drafted, 5 of the target, 3 separators
     head, error, _ = refusal(monkeypatch, bed, data__max_prompt_length=14).splitlines()
@@ -283,23 +269,6 @@ def test_a_scorer_of_another_target_or_width_is_refused(bed, monkeypatch):
     folder = bed.directory / "scorer"
     error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder, spd__head_size=64))
     assert "has first.bias of shape (128,)" in error and "Set spd.head_size=128" in error
-
-
-def test_adapters_of_another_model_or_mask_are_refused(bed, monkeypatch, tmp_path):
-    config = ScoringModelConfig(base_model_path=bed.target, backbone="own", attention="hybrid", lora_rank=2)
-    AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path)
-    own = {"spd__adapter_path": tmp_path, "spd__backbone": "own", "actor_rollout_ref__model__lora_rank": 2}
-    error = one_problem(refusal(monkeypatch, bed, **own))
-    assert error == (
-        f"  - spd.adapter_path={tmp_path}: {tmp_path} holds a scorer with attention='hybrid'; this one has "
-        "attention='causal'. Set spd.attention=hybrid."
-    )
-    own |= {"spd__attention": "hybrid", "spd__target_path": bed.target}
-    with pytest.raises(Started):
-        refusal(monkeypatch, bed, **own)
-    error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__path=f"{bed.directory}/other", **own))
-    assert error.startswith(f"  - spd.adapter_path={tmp_path}: the adapters in {tmp_path} belong to the model ")
-    assert error.endswith("Adapters fit the weights they were trained on only: name that one.")
 
 
 def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_path):

@@ -48,13 +48,6 @@ def test_the_recipe_sets_nothing_that_has_no_effect():
     assert unused_settings(config, PPOConfig) == []
 
 
-def test_a_server_that_does_not_answer_is_absent(monkeypatch):
-    monkeypatch.setenv("SPD_VLLM_URLS", "http://127.0.0.1:9/v1")
-    (problem,) = problems_of(None)
-    assert problem.kind == "absent"
-    assert "spd.rollout.servers (SPD_VLLM_URLS)=http://127.0.0.1:9/v1/models does not answer" in problem.message
-
-
 def test_an_address_without_http_and_a_wrong_setting_are_wrong(monkeypatch):
     assert [p.kind for p in problems_of(None, "spd.rollout.rounds=2")] == ["wrong"]
     monkeypatch.setenv("SPD_VLLM_URLS", "127.0.0.1:9")

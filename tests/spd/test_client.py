@@ -237,6 +237,20 @@ def test_servers_of_environment_config_and_rank(monkeypatch):
     assert preferred_first(["x", "y", "z"], rank=1) == ["y", "z", "x"]
 
 
+def test_the_preferred_server_serves_again_after_its_rest():
+    async def fail_once(count):
+        if count == 1:
+            raise web.HTTPInternalServerError()
+
+    first, second = FakeServer(fail_once), FakeServer()
+    one = replace(FAST, prompts_per_request=10, concurrency=1)
+    with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
+        c.router._backoff_until[0] = time.monotonic()
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)
+
+
 def test_a_server_that_failed_rests_and_is_asked_again(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(request_router.time, "monotonic", lambda: now[0])
@@ -266,17 +280,3 @@ def test_a_server_that_failed_rests_and_is_asked_again(monkeypatch):
     for k in range(20):
         failed(1, 1e6 * (k + 1))
     assert router._backoff_until[1] == 2e7 + 600
-
-
-def test_the_preferred_server_serves_again_after_its_rest():
-    async def fail_once(count):
-        if count == 1:
-            raise web.HTTPInternalServerError()
-
-    first, second = FakeServer(fail_once), FakeServer()
-    one = replace(FAST, prompts_per_request=10, concurrency=1)
-    with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
-        c.router._backoff_until[0] = time.monotonic()
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)

@@ -113,15 +113,6 @@ def test_other_attention_and_other_architectures_decode_alike(kind):
     assert result.tokens == [hf_greedy(target, prompt, 30, [VOCAB + 5]) for prompt in prompts]
 
 
-def test_without_end_token_every_row_is_cut_at_the_limit():
-    target, draft = tiny_llama(0), tiny_llama(1)
-    result = speculative_generate(target, draft, ragged_prompts(6), accept_all, max_new_tokens=13, eos_token_id=None)
-    assert [len(tokens) for tokens in result.tokens] == [13] * 6
-    assert result.finished == [False] * 6
-    assert result.rounds == [2] * 6  # 8 + 1, then 4 of the next draft
-    assert result.accepted == [12] * 6
-
-
 @pytest.mark.parametrize("target_first", [False, True])
 def test_accepting_everything_gives_the_drafts_words_and_the_targets_bonus(target_first):
     target, draft = tiny_llama(0), tiny_llama(1)

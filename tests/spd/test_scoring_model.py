@@ -190,27 +190,6 @@ def test_the_logit_gap_is_one_of_the_head_s_inputs():
     assert z.item() == pytest.approx(200.0 - 4 / 3**0.5, abs=1e-3)
 
 
-def test_a_pair_head_reads_the_state_before_the_draft_token_and_the_one_over_t(tiny_llama):
-    """Causal: the state before d_3 sees d_1 and d_2 alone, so z_3 without its t parts does not hang on the targets."""
-    model = build(tiny_llama, backbone="own", head_inputs="pair")
-    width = model.config.hidden_size
-    swapped = SPDInputData.from_blocks(CONTEXTS, DRAFTS, [[11, 25, 21, 22], TARGETS[1]], sep_token_id=3, pad_token_id=0)
-    assert not torch.equal(model(**swapped.as_kwargs())[0, 2], model(**data().as_kwargs())[0, 2])
-    with torch.no_grad():
-        model.head.first.weight[:, 2 * width :] = 0  # neither t, the product nor the state over t_i
-    assert torch.equal(model(**swapped.as_kwargs())[0, 2], model(**data().as_kwargs())[0, 2])
-    # What is left is [h, d]: h must be the plain backbone's state over the token before d_2.
-    given = data()
-    states = model.backbone(input_ids=given.input_ids, attention_mask=given.attention_mask,
-                            position_ids=given.position_ids).last_hidden_state  # fmt: skip
-    h = states[0, given.spd_layout[0, 2]]  # over d_1
-    d = model.backbone.get_input_embeddings().weight[DRAFTS[0][1]]
-    t = model.backbone.get_input_embeddings().weight[TARGETS[0][1]]
-    alone = model.head(h, d, t, torch.zeros_like(h))
-    assert DRAFTS[0][1] != TARGETS[0][1]
-    torch.testing.assert_close(model(**given.as_kwargs())[0, 1], alone, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
 def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
     """Of the second block: d_1 = 14 in column 7 (after the separator in 6), t_1 = 23 in column 10."""

@@ -19,7 +19,7 @@ import torch
 
 from examples.spd_arithmetic import blocks, corpus, hf_tasks, pair, prepare_blocks, questions, train_models, workers
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
-from examples.spd_arithmetic.muon import Muon, orthogonalise
+from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
 from examples.spd_arithmetic.train_pair import DEFAULTS
 from recipe.spd.data.blocks import cut_at_end
@@ -98,10 +98,6 @@ def test_answers_are_right_under_every_wording():
             silent = problem.start.kind == "total"  # its first step has nothing to calculate
             assert len(calculations) == problem.steps - silent
             assert all(0 <= int(n) <= corpus.MAX_NUMBER for n in re.findall(r"\d+", text))
-
-
-def test_problems_have_two_to_five_steps():
-    assert {p.steps for p in drawn(200)} == {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(("share", "near"), [(0.45, 0.07), (0.8, 0.07), (DEFAULTS["draft_house_share"], 0.015)])
@@ -214,12 +210,6 @@ def test_muon_agrees_with_torch_up_to_its_bfloat16():
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=0.01, rtol=0.0)
-
-
-def test_orthogonalised_matrices_have_singular_values_near_one():
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 40, 24)))
-    assert 0.6 < values.min() and values.max() < 1.3
 
 
 def test_sharded_gradient_is_the_gradient_of_the_whole_batch():

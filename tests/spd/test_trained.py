@@ -11,7 +11,7 @@ import torch
 from loguru import logger
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from recipe.spd.checks import check_scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
@@ -23,7 +23,6 @@ from verl.workers.config import PluginConfig
 
 ADAPTERS = {"backbone": "own", "attention": "hybrid", "lora_rank": 4}
 WHOLE = {"backbone": "own", "attention": "hybrid"}
-MODEL_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
 WHOLE_FILE = "backbone/model.safetensors"
 KINDS = {"adapters": ADAPTERS, "whole": WHOLE, "head": {}}
@@ -275,46 +274,3 @@ def test_the_merged_export_refers_a_run_with_adapters_to_their_folder(tiny_llama
         f"{merged} holds a scorer with lora_rank=0; this one has lora_rank=4. Name {folder / 'lora_adapter'}, which "
         "holds the adapters that are merged in here."
     )
-
-
-@pytest.fixture(scope="module")
-def plain_head(tiny_llama, tmp_path_factory):
-    """A head for tiny_llama."""
-    folder = tmp_path_factory.mktemp("head")
-    AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama)).save_pretrained(folder)
-    return folder
-
-
-def test_a_head_is_refused_on_a_target_that_shares_one_column_of_each_weight(tiny_llama, plain_head, tmp_path):
-    """Samples at a stride of the row's width would see only this column."""
-    weights = load_file(Path(tiny_llama) / MODEL_FILE)
-    for weight in weights.values():
-        if weight.ndim == 2:
-            weight[:, 1:] = torch.randn(weight[:, 1:].shape, generator=torch.Generator().manual_seed(5))
-    folder = Path(shutil.copytree(tiny_llama, tmp_path / "other"))
-    save_file(weights, folder / MODEL_FILE, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"belongs to the target '{tiny_llama}' .*the target here, '{folder}'"):
-        AutoModelForSPDScoring.from_pretrained(plain_head, base_model_path=str(folder))
-
-
-@pytest.mark.parametrize("change", ["lm_head", "rope_theta"])
-def test_a_head_is_refused_on_another_lm_head_or_rope(tiny_llama, plain_head, change):
-    target = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    assert AutoModelForSPDScoring.from_pretrained(plain_head, base_model=target).config.base_fingerprint
-    if change == "lm_head":
-        torch.nn.init.ones_(target.lm_head.weight)
-    else:
-        target.config.rope_parameters["rope_theta"] = 1000.0
-    with pytest.raises(ValueError, match="belongs to the target .*name that one"):
-        AutoModelForSPDScoring.from_pretrained(plain_head, base_model=target)
-
-
-def test_a_copy_of_a_target_is_the_same_and_another_seed_is_not(tiny_llama, tmp_path):
-    paths = (
-        tiny_llama,
-        str(shutil.copytree(tiny_llama, tmp_path / "same")),
-        save_tiny_llama(tmp_path / "other", seed=1),
-    )
-    configs = [ScoringModelConfig(base_model_path=path) for path in paths]
-    marks = [AutoModelForSPDScoring.from_config(config).config.base_fingerprint for config in configs]
-    assert marks[0] == marks[1] != marks[2]

@@ -12,10 +12,13 @@ from verl.training.checkpoint import (
     CheckpointWriter,
     find_valid_checkpoint,
     publish,
-    should_save_ckpt_esi,
     verify_manifest,
 )
 from verl.utils.checkpoint import find_latest_ckpt_path
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the writer may tidy up after it."""
 
 
 def save(root, step, max_to_keep=None, text="weights"):
@@ -54,29 +57,58 @@ def test_an_exception_inside_leaves_the_former_step_and_no_rest(tmp_path):
     assert names(tmp_path) == ["global_step_1"]
 
 
-@pytest.mark.parametrize(
-    "file", ["actor/model.bin", "data.pt", "manifest.json"], ids=["inner", "outer", "manifest"]
-)
-@pytest.mark.parametrize("harm", ["torn", "flipped", "missing"])
-def test_a_harmed_step_is_refused_by_file_name_and_the_one_before_offered(tmp_path, file, harm):
+def test_rotation_looks_at_the_disk_so_that_it_survives_a_restart(tmp_path):
+    for step in (2, 4, 10):
+        save(tmp_path, step)
+    (tmp_path / "global_step_notes").mkdir()
+    save(tmp_path, 12, max_to_keep=2)
+    assert names(tmp_path) == ["global_step_10", "global_step_12", "global_step_notes"]
+
+
+def test_rotation_never_removes_the_step_just_written(tmp_path):
+    """After going back to an old step by hand, newer folders are on the disk."""
+    save(tmp_path, 8)
+    save(tmp_path, 9)
+    save(tmp_path, 3, max_to_keep=1)
+    assert "global_step_3" in names(tmp_path)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
     save(tmp_path, 1)
-    save(tmp_path, 2)
-    target = tmp_path / "global_step_2" / file
-    data = bytearray(target.read_bytes())
-    if harm == "torn":
-        target.write_bytes(data[: len(data) // 2])
-    elif harm == "flipped":
-        data[len(data) // 2] ^= 0xFF
-        target.write_bytes(data)
-    else:
-        target.unlink()
-    with pytest.raises(CheckpointCorruptError, match=file.rsplit("/", 1)[-1].replace(".", r"\.")):
-        verify_manifest(tmp_path / "global_step_2")
+    with pytest.raises(CheckpointWriteError, match="no room for the checkpoint in .*global_step_2") as e:
+        with CheckpointWriter(tmp_path, 2) as w:
+            (w.path / "half").write_bytes(b"0" * 1000)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert e.value.errno == errno.ENOSPC
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the writer may tidy up after it."""
+def test_a_tracker_file_with_rubbish_is_named(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("ten")
+    with pytest.raises(CheckpointCorruptError, match="latest_checkpointed_iteration"):
+        find_latest_ckpt_path(str(tmp_path))
+
+
+def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    expected = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())
+    read = []
+    monkeypatch.setattr(publish, "_sync_and_digest", lambda f, own=publish._sync_and_digest: read.append(f) or own(f))
+    with CheckpointWriter(tmp_path, 1) as writer:
+        (writer.path / "actor").mkdir()
+        (writer.path / "actor" / "model.bin").write_text("weights of step 1")
+        (writer.path / "data.pt").write_text("state")
+        digests = publish.digest_files(writer.path / "actor", [writer.path / "actor" / "model.bin"])
+        publish.write_digests(writer.path / "actor", digests | {"gone.bin": (3, "0")})
+        read.clear()
+    assert [file.name for file in read] == ["data.pt"]
+    assert json.loads((tmp_path / "global_step_1" / "manifest.json").read_text()) == expected
+    with CheckpointWriter(tmp_path, 2) as writer:  # a file that changed its size since is read again
+        (writer.path / "actor").mkdir()
+        (writer.path / "actor" / "model.bin").write_text("longer")
+        publish.write_digests(writer.path / "actor", {"model.bin": (1, "0")})
+    verify_manifest(tmp_path / "global_step_2")
 
 
 @pytest.mark.parametrize("same_step", [False, True], ids=["new step", "step saved again"])
@@ -117,68 +149,3 @@ def test_a_crash_between_any_two_steps_leaves_a_valid_checkpoint(tmp_path, monke
     save(tmp_path, 4, max_to_keep=2)
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_4"
     assert len(names(tmp_path)) == 2
-
-
-def test_rotation_looks_at_the_disk_so_that_it_survives_a_restart(tmp_path):
-    for step in (2, 4, 10):
-        save(tmp_path, step)
-    (tmp_path / "global_step_notes").mkdir()
-    save(tmp_path, 12, max_to_keep=2)
-    assert names(tmp_path) == ["global_step_10", "global_step_12", "global_step_notes"]
-
-
-def test_rotation_never_removes_the_step_just_written(tmp_path):
-    """After going back to an old step by hand, newer folders are on the disk."""
-    save(tmp_path, 8)
-    save(tmp_path, 9)
-    save(tmp_path, 3, max_to_keep=1)
-    assert "global_step_3" in names(tmp_path)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
-
-
-def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
-    save(tmp_path, 1)
-    with pytest.raises(CheckpointWriteError, match="no room for the checkpoint in .*global_step_2") as e:
-        with CheckpointWriter(tmp_path, 2) as w:
-            (w.path / "half").write_bytes(b"0" * 1000)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert e.value.errno == errno.ENOSPC
-    assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
-
-
-def test_a_tracker_file_with_rubbish_is_named(tmp_path):
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("ten")
-    with pytest.raises(CheckpointCorruptError, match="latest_checkpointed_iteration"):
-        find_latest_ckpt_path(str(tmp_path))
-
-
-def test_the_end_of_a_rented_instance_asks_for_a_save(monkeypatch):
-    import time
-
-    variable = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
-    monkeypatch.delenv(variable, raising=False)
-    assert not should_save_ckpt_esi(100)
-    monkeypatch.setenv(variable, str(time.time() + 120))
-    assert should_save_ckpt_esi(100, save_ckpt_duration=60)
-    assert not should_save_ckpt_esi(10, save_ckpt_duration=60)
-
-
-def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    expected = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())
-    read = []
-    monkeypatch.setattr(publish, "_sync_and_digest", lambda f, own=publish._sync_and_digest: read.append(f) or own(f))
-    with CheckpointWriter(tmp_path, 1) as writer:
-        (writer.path / "actor").mkdir()
-        (writer.path / "actor" / "model.bin").write_text("weights of step 1")
-        (writer.path / "data.pt").write_text("state")
-        digests = publish.digest_files(writer.path / "actor", [writer.path / "actor" / "model.bin"])
-        publish.write_digests(writer.path / "actor", digests | {"gone.bin": (3, "0")})
-        read.clear()
-    assert [file.name for file in read] == ["data.pt"]
-    assert json.loads((tmp_path / "global_step_1" / "manifest.json").read_text()) == expected
-    with CheckpointWriter(tmp_path, 2) as writer:  # a file that changed its size since is read again
-        (writer.path / "actor").mkdir()
-        (writer.path / "actor" / "model.bin").write_text("longer")
-        publish.write_digests(writer.path / "actor", {"model.bin": (1, "0")})
-    verify_manifest(tmp_path / "global_step_2")

@@ -97,15 +97,6 @@ def test_values_and_gradients_equal_those_of_full_logits(config, with_entropy, c
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_alone_or_log_probs_alone_may_be_in_the_loss():
-    head, hidden, labels = problem()
-    for place in (0, 1):
-        actual = log_probs_of(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
-        expected = by_autograd(head, {}, 1.0, hidden, labels)
-        a, b = (torch.autograd.grad(pair[place].sum(), [hidden, head.weight]) for pair in (actual, expected))
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_bfloat16_product_is_reduced_in_float32(autocast):
     head, hidden, labels = problem(torch.float32 if autocast else torch.bfloat16, vocabulary=300)

@@ -1,4 +1,4 @@
-"""Token policy: chunked log-probs against full logits, values and gradients."""
+"""Token policy: padding, wrappers; its values and gradients are in test_chunked_log_probs.py."""
 
 import pytest
 import torch
@@ -38,26 +38,6 @@ def slow_reference(model, batch, temperature):
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
     mask = batch["attention_mask"][:, -length:]
     return log_p.gather(-1, batch["responses"][..., None])[..., 0] * mask, -(log_p.exp() * log_p).sum(-1) * mask
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
-def test_chunked_values_and_gradients_equal_the_full_logits(llama, chunk_tokens):
-    model = LlamaForCausalLM.from_pretrained(llama)
-    batch = text_batch()
-    weights = torch.linspace(-1, 1, 15).reshape(3, 5)
-    outputs = []
-    for compute in (
-        lambda: slow_reference(model, batch, 0.7),
-        lambda: get_policy("causal_lm", chunk_tokens=chunk_tokens).log_probs(
-            model, batch, temperature=0.7, with_entropy=True
-        ),
-    ):
-        model.zero_grad()
-        log_probs, entropy = compute()
-        (log_probs * weights + 0.3 * entropy).sum().backward()
-        outputs.append([log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*outputs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 
 def test_padding_is_zero_and_does_not_matter(llama):

@@ -183,10 +183,15 @@ def test_sub_configs_are_updated_in_place():
     assert config.text_config is text and text.hidden_size == 96 and config.image_token_index == 3
 
 
-@pytest.mark.parametrize(("expiry", "saves"), [("30", True), ("500", False), ("-5", False), ("soon", False)])
-def test_a_rented_machine_that_ends_before_the_next_step_saves(expiry, saves, monkeypatch):
-    value = str(time.time() + float(expiry)) if expiry != "soon" else expiry
-    monkeypatch.setenv("SAGEMAKER_EXPIRATION_TIMESTAMP", value)
+@pytest.mark.parametrize(
+    "variable", ["SAGEMAKER_EXPIRATION_TIMESTAMP", "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"]
+)
+@pytest.mark.parametrize(
+    ("expiry", "saves"), [("30", True), ("500", False), ("-5", False), ("soon", False), (None, False)]
+)
+def test_a_rented_machine_that_ends_before_the_next_step_saves(variable, expiry, saves, monkeypatch):
+    if expiry is not None:
+        monkeypatch.setenv(variable, str(time.time() + float(expiry)) if expiry != "soon" else expiry)
     assert should_save_ckpt_esi(max_steps_duration=10, save_ckpt_duration=60, redundant_time=5) is saves
 
 

@@ -58,12 +58,6 @@ def test_file_path_follows_the_environment(monkeypatch, tmp_path):
     assert lines(tmp_path / "own/place.jsonl")[0]["step"] == 1
 
 
-def test_a_resumed_run_appends():
-    run((1, {"a": 1}), (2, {"a": 2}))
-    run((3, {"a": 3}))
-    assert [line["step"] for line in lines()] == [1, 2, 3]
-
-
 def test_steps_done_again_replace_what_the_killed_run_left():
     run((0, {"val": 1}), (1, {"a": 1}), (2, {"a": 2}), (3, {"a": 30}))
     with open("p/e.jsonl", "a") as file:
@@ -191,3 +185,9 @@ def test_plain_numbers():
     scalars = (1, 2.5, np.int64(3), torch.tensor([4.0]), np.array([5.0]))
     assert [plain_number(x) for x in scalars] == [1, 2.5, 3, 4.0, 5.0]
     assert [plain_number(x) for x in ("1", None, [1], torch.zeros(2), np.array(["x"]))] == [None] * 5
+
+
+def test_a_resumed_run_appends():
+    run((1, {"a": 1}), (2, {"a": 2}))
+    run((3, {"a": 3}))
+    assert [line["step"] for line in lines()] == [1, 2, 3]

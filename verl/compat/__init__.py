@@ -33,7 +33,8 @@ def live_name(path: str) -> str | None:
 def _holders(value: Any, name: str) -> Iterator[ModuleType]:
     """The loaded modules of the product in which `name` is this very object."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith(("verl.", "recipe.")) and vars(module).get(name) is value:
+        ours = getattr(module, "__name__", "").startswith(("verl.", "recipe.", "dllm_reasoning."))
+        if ours and vars(module).get(name) is value:
             yield module
 
 
@@ -56,7 +57,9 @@ def _add_names(module: ModuleType, sources: Sequence[str]) -> None:
         every = getattr(live, "__all__", None) or [name for name in vars(live) if not name.startswith("_")]
         for name in every if names == "*" else names.split(","):
             here, _, there = name.partition("=")
-            vars(module)[here] = getattr(live, there or here)
+            value = getattr(live, there or here)
+            if not isinstance(value, ModuleType):  # a submodule may have a row of its own
+                vars(module)[here] = value
     vars(module)["__all__"] = [name for name in vars(module) if not name.startswith("_")]
 
 
@@ -76,7 +79,7 @@ class CompatFinder(MetaPathFinder, Loader):
     """Finds and loads the modules of the table, and no others."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(("verl.", "recipe.")):
+        if not name.startswith(("verl.", "recipe.", "dllm_reasoning.")):
             return None
         if name in table.REMOVED:
             raise ModuleNotFoundError(f"{name} of verl is left out here: {table.REMOVED[name]}", name=name)

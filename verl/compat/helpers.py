@@ -1,9 +1,7 @@
 """Compatibility with verl: small functions of several modules of verl; the table has the module of each."""
 
-import asyncio
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,26 +64,6 @@ def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
     if isinstance(data_item, list | tuple | np.ndarray):
         return [convert_nested_value_to_list_recursive(value) for value in data_item]
     return data_item.item() if isinstance(data_item, np.generic) else data_item
-
-
-def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put each item into the object store; references in the order of the items."""
-    import ray
-
-    if len(data_list) == 0:
-        raise AssertionError("parallel_put got an empty list; there is nothing to put")
-    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as pool:
-        return list(pool.map(ray.put, data_list))
-
-
-def get_event_loop() -> asyncio.AbstractEventLoop:
-    """This thread's running event loop, or a new one that is made its current loop."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        return loop
 
 
 def get_reverse_idx(idx_map: list[int]) -> list[int]:

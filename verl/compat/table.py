@@ -77,12 +77,14 @@ MODULES = {
     "verl.utils.debug.metrics": "verl.algos.log_prob_metrics",
     "verl.utils.debug.performance": "verl.compat.profiler",
     "verl.utils.device": "verl.compat.device",
+    "verl.utils.flops_counter": "verl.training.flops_counter",
     "verl.utils.fsdp_utils": "verl.compat.fsdp_utils",
     "verl.utils.metric.validation": "verl.trainer.run.validation_metrics",
     "verl.utils.model": "verl.compat.model",
     "verl.utils.profiler.config": "verl.config.profiler",
     "verl.utils.profiler.performance": "verl.compat.profiler",
     "verl.utils.py_functional": "verl.compat.py_functional",
+    "verl.utils.ray_utils": "verl.compat.ray_utils",
     "verl.utils.reward_score.sandbox_fusion.utils": "verl.compat.sandbox_fusion",
     "verl.utils.reward_score.spd_scorer_reward": "recipe.spd.reward",
     "verl.utils.rollout_skip": "verl.compat.rollout_skip",
@@ -152,12 +154,10 @@ NAMES = {
     "verl.utils.profiler.profile": (
         "verl.profiling.profile:*", "verl.single_controller.base.profiling:DistProfilerExtension",
     ),
-    "verl.utils.ray_utils": (
-        f"{_HELPERS}:get_event_loop,parallel_put", "verl.single_controller.base.worker:ray_noset_visible_devices",
-    ),
     "verl.utils.seqlen_balancing": (
         "verl.protocol.seqlen_balancing:*", f"{_HELPERS}:get_reverse_idx,restore_dynamic_batch",
     ),
+    "verl.utils.reward_score.sandbox_fusion": (f"{_RULES}.sandbox_fusion:*",),
     "verl.workers": (),
     "verl.workers.config": (
         "verl.config.common:BaseModelConfig,CheckpointConfig,ModuleConfig,RewardManagerConfig",

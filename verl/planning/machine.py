@@ -9,7 +9,7 @@ from verl.config.common import RunConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.planning.memory_estimate import BYTES, ModelSize
 from verl.training.checkpoint.publish import published_steps
-from verl.utils.host_memory import available_memory
+from verl.training.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
 
 GIB = 2**30

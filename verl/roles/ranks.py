@@ -18,9 +18,9 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.training.engine.fsdp import FSDPEngine
+from verl.training.flops_counter import FlopsCounter
 from verl.utils.accelerator import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.utils.flops_counter import FlopsCounter
 
 Role = TypeVar("Role", ActorConfig, CriticConfig)
 

@@ -1,6 +1,5 @@
 """Generates with the actor's own module: no second engine, no copy of the weights."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache
 
 from verl.protocol import DataProto
-from verl.protocol.sampling_mask import REMOVED, SAMPLING_MASK, mask_column
+from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.rollout.base import BaseRollout, register_rollout
 from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch
 from verl.training.peft_weights import without_adapters
@@ -76,13 +75,8 @@ class HFRollout(BaseRollout):
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
         sampling = request.sampling
-        if self.exact:  # the trainer multiplies by the inverse of the temperature
-            factor, sampling = 1 / sampling.temperature, replace(sampling, temperature=1.0)
         for t in range(limit):
-            scaled = logits.float() * factor if self.exact and factor != 1 else logits.float()
-            token, log_prob, kept = choose_with_kept(scaled, uniforms[rows, t], sampling)
-            if self.exact and kept is not None:
-                log_prob = log_prob_of_kept(scaled, token, *kept[:2])
+            token, log_prob, kept = choose_with_kept(logits.float(), uniforms[rows, t], sampling)
             if request.masks:
                 counts, order, mass = kept
                 self.kept_masses.append(mass[~done[rows]].cpu())
@@ -218,18 +212,6 @@ def choose_with_kept(
         if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1), kept
-
-
-def log_prob_of_kept(
-    logits: torch.Tensor, token: torch.Tensor, counts: torch.Tensor, order: torch.Tensor
-) -> torch.Tensor:
-    """Log-probs [B] of `token` [B] in the distribution over the first `counts` [B] of the ids `order` [B, V].
-
-    In the trainer's order of operations: `logits` [B, V] of other tokens are replaced, then log_softmax.
-    """
-    behind = torch.arange(order.shape[1], device=order.device) >= counts[:, None]
-    removed = torch.zeros_like(behind).scatter_(1, order, behind)
-    return logits.masked_fill(removed, REMOVED).log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
 
 
 def split_kept(counts: torch.Tensor, order: torch.Tensor) -> list[np.ndarray]:

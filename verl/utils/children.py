@@ -61,10 +61,9 @@ class ProcessorSeconds(float):
 class Child:
     """A process of this one, and this end of the connection to it; for one thread at a time."""
 
-    def __init__(self, name: str, process: Any, connection: Connection, leads_group: bool = False) -> None:
+    def __init__(self, name: str, process: Any, connection: Connection) -> None:
         self.name, self.process, self.connection = name, process, connection
         self.gone = False  # it was ended
-        self._leads_group = leads_group
 
     @property
     def pid(self) -> int:
@@ -75,21 +74,24 @@ class Child:
         """The result of a call by `serve`, or its exception. Raises as `ask`; arguments and results are pickled."""
         limit = float(seconds) if isinstance(seconds, ProcessorSeconds) else 0.0
         # Not `connection.send`: it would share a tensor's memory, which a killed process may keep.
-        returned, value = pickle.loads(self.ask(seconds, pickle.dumps((limit, args, kwargs))))
+        returned, value = self._answer(seconds, pickle.dumps((limit, args, kwargs)), self.connection.recv)
         if not returned:
             raise value
         return value
 
     def ask(self, seconds: float, request: bytes) -> bytes:
-        """The answer to a request. After TimeoutError or ChildDied it is `gone`: create another.
+        """The answer to a request, as bytes. After TimeoutError or ChildDied it is `gone`: create another.
 
         `seconds` by the clock; or ProcessorSeconds, for which the process has a timer that ends it by SIGPROF.
         """
+        return self._answer(seconds, request, self.connection.recv_bytes)
+
+    def _answer(self, seconds: float, request: bytes, receive: Callable[[], Any]) -> Any:
         try:
             self.connection.send_bytes(request)
             if not self.connection.poll(seconds * (seconds.WALL if isinstance(seconds, ProcessorSeconds) else 1)):
                 raise TimeoutError
-            return self.connection.recv_bytes()
+            return receive()
         except (EOFError, ConnectionError, TimeoutError) as error:
             code = self.end()
             if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
@@ -100,23 +102,17 @@ class Child:
             raise
 
     def end(self) -> int | None:
-        """Kill it, and its group if it leads one; returns its exit code.
-
-        None a second time, or if this process does not wait for its children.
-        """
+        """Kill it and return its exit code; None a second time, or if this process does not wait for its children."""
         if self.gone:
             return None
         self.gone = True
-        if self._leads_group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
-                os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            self.process.kill()  # also before it leads a group
-        code = self._wait()
+        code = self._kill()
         self.connection.close()
         return code
 
-    def _wait(self) -> int | None:
+    def _kill(self) -> int | None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.kill()
         code = self.process.wait()
         return None if code is None else int(code)
 
@@ -126,10 +122,9 @@ def serve(connection: Connection, function: Callable) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # kills the process, also within C code
     while True:
         try:
-            request = connection.recv_bytes()
+            processor_seconds, args, kwargs = connection.recv()
         except (EOFError, OSError):
             return
-        processor_seconds, args, kwargs = pickle.loads(request)
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)  # none for 0
         try:
             answer = pickle.dumps((True, function(*args, **kwargs)))
@@ -186,10 +181,15 @@ class SpawnedChild(Child):
                 sys.modules["__main__"] = main
             theirs.close()
             life.close()
-        super().__init__(target.__qualname__, process, connection, leads_group)
+        self._leads_group = leads_group
+        super().__init__(target.__qualname__, process, connection)
 
-    def _wait(self) -> int | None:
+    def _kill(self) -> int | None:
         with PROCESS_STARTS:  # which asks all processes for their exit codes: only one thread gets an answer
+            if self._leads_group and self.process.is_alive():  # else its guard ends the group
+                with contextlib.suppress(ProcessLookupError):  # it does not lead it yet
+                    os.killpg(self.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.join()
         self._alive.close()
         return self.process.exitcode
@@ -222,8 +222,8 @@ class Program(Child):
             with theirs:
                 number = theirs.fileno()
                 process = subprocess.Popen([*script, str(number), *arguments], pass_fds=[number], **options)
-        self._closing = threading.Lock()
-        super().__init__(script[-1], process, connection, options.get("start_new_session", False))
+        self._closing, self._leads_group = threading.Lock(), options.get("start_new_session", False)
+        super().__init__(script[-1], process, connection)
 
     def stop(self) -> None:
         """Ask it to end and to report; any thread may do so."""
@@ -272,6 +272,11 @@ class Program(Child):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
         return super().end()
+
+    def _kill(self) -> int | None:
+        if self._leads_group and self.process.poll() is None:  # else its number may be that of another group
+            os.killpg(self.pid, signal.SIGKILL)
+        return super()._kill()
 
 
 def supervised(

@@ -52,8 +52,9 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
 def call_interruptibly(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:
     """Call `func` in this thread, whichever it is; its Python code is interrupted by TimeoutError after `seconds`.
 
-    In the main thread by SIGALRM, which also ends a call that waits. `seconds` by the clock, or ProcessorSeconds of the
-    thread.
+    For processes that cannot fork safely (with a process group, say). In the main thread it is interrupted by SIGALRM,
+    which also ends a call that waits; no signal reaches other threads. `seconds` by the clock, or ProcessorSeconds of
+    the thread.
     """
     thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
     in_main = threading.current_thread() is threading.main_thread()

@@ -268,15 +268,6 @@ def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
 
 
 @pytest.mark.process
-def test_stop_finishes_the_step_and_saves_it(tmp_path):
-    trainer = fake_trainer(compose_run(tmp_path, "unused"))
-    trainer.stop_requested = lambda: trainer.global_steps == 2
-    trainer.fit()
-    assert (tmp_path / "out" / "global_step_2" / "trainer_state.json").is_file()
-    assert [r["step"] for r in metrics_rows(tmp_path)] == [1, 2]
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
     for name in ("whole", "parts"):

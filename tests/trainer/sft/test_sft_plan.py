@@ -38,11 +38,6 @@ trainer.logger=console trainer.total_training_steps=1 trainer.default_hdfs_dir=n
 """
 # Settings of verl 0.7.0's published SFT command lines; model and data paths are ours.
 PUBLISHED = {
-    "gemma": GSM8K + """data.micro_batch_size_per_gpu=4 trainer.experiment_name=gsm8k-sft-gemma-2b-it
-        trainer.total_epochs=4 trainer.logger=['console','wandb'] trainer.default_hdfs_dir=null""",
-    "peft": GSM8K + """optim.lr=1e-4 data.micro_batch_size_per_gpu=4 trainer.experiment_name=gsm8k-sft-qwen-2.5
-        trainer.logger=console trainer.total_epochs=1 model.lora_rank=32 model.lora_alpha=16
-        model.target_modules=all-linear""",
     "peft_named_layers": GSM8K + """model.lora_rank=32 model.lora_alpha=16 +model.strategy=fsdp
         model.target_modules=[q_proj,v_proj] trainer.logger=['console']""",
     "sp": GSM8K + SP + """ optim.lr=1e-4 data.micro_batch_size=4 trainer.experiment_name=gsm8k-sft-qwen-sp2

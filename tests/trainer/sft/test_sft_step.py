@@ -17,8 +17,8 @@ from verl.config.compose import with_values
 from verl.trainer.run.ranks import all_reduce_max
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
+from verl.training.flops_counter import FlopsCounter
 from verl.training.policy.packing import pack_batch, to_device
-from verl.utils.flops_counter import FlopsCounter
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.stop_signals import StopSignals
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.training.engine import FSDPEngine
+from verl.training.flops_counter import FlopsCounter
 from verl.training.policy import CausalLMPolicy
 from verl.training.policy.base import Policy
 from verl.training.policy.packing import ON_HOST, OnHost, on_host, to_device
-from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import Problem
 from verl.utils.tokenizer import hf_tokenizer

@@ -29,6 +29,7 @@ from verl.protocol import DataProto
 from verl.training.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.training.engine import batches, build
 from verl.training.engine.base import BaseEngine, EngineRegistry, StepResult
+from verl.training.host_memory import available_memory
 from verl.training.parallel import sharding
 from verl.training.parallel.sequence_parallel import (
     get_ulysses_sequence_parallel_group,
@@ -45,7 +46,6 @@ from verl.training.peft_weights import (
 )
 from verl.training.policy.base import Policy, get_policy
 from verl.utils.distributed import ensure_process_group
-from verl.utils.host_memory import available_memory
 
 FUSED = ("Adam", "AdamW")  # PyTorch's optimizers whose fused form takes sharded parameters
 

@@ -13,8 +13,8 @@ from verl.protocol import DataProto
 from verl.roles.ranks import ModelWorker
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import classes
-from verl.utils import flops_counter
-from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.training import flops_counter
+from verl.training.flops_counter import FlopsCounter, get_device_flops
 
 LLAMA = LlamaConfig(
     hidden_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=10,
