@@ -69,7 +69,7 @@ def test_programs_with_parallel_requests_are_trained(ray_cluster, tmp_path, tiny
 
 
 def test_conversations_that_an_environment_leads_are_trained(ray_cluster, tmp_path, tiny_llama, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environments" / "stub"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "agents" / "environments" / "stub"))
     prompts, steps = [{"prompt": [{"role": "user", "content": f"{i} ?"}], "env_class": "count"} for i in range(16)], 4
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
