@@ -235,7 +235,7 @@ def test_estimator_agrees_with_its_papers_formula(name, data):
 
 def test_remax_gives_uncounted_tokens_no_advantage():
     inputs = {
-        "token_level_rewards": torch.tensor([[0.0, 0.0, 2.0]]), "response_mask": torch.tensor([[1, 0, 1]]),
+        "token_level_rewards": torch.tensor([[0.0, 7.0, 2.0]]), "response_mask": torch.tensor([[1, 0, 1]]),
         "reward_baselines": torch.tensor([0.5]),
     }  # fmt: skip
     assert estimate_advantages("remax", inputs)[0].tolist() == [[1.5, 0.0, 1.5]]

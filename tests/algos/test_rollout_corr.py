@@ -82,17 +82,24 @@ def test_bypass_takes_the_rollouts_log_probs_as_old_ones():
         apply_bypass_mode(DataProto.from_dict({"old_log_probs": LOG_RATIO}))
 
 
-def test_bypass_reinforce_is_the_weighted_policy_gradient():
+@pytest.mark.parametrize(
+    ("correction", "second"),
+    [
+        (RolloutCorrectionConfig.bypass_pg_is(threshold=1.5), 0.125),
+        (RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(1.5, rs_threshold=2.0, veto_threshold=None), 0.0),  # rejected
+    ],
+)
+def test_bypass_reinforce_is_the_weighted_policy_gradient(correction, second):
     log_prob = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -3.0, 0.0]], requires_grad=True)
     rollout = log_prob.detach() - LOG_RATIO
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, 0.0]])
-    config = loss_config(RolloutCorrectionConfig.bypass_pg_is(threshold=1.5))
+    config = loss_config(correction)
     loss, metrics = get_policy_loss_fn("bypass_mode")(
         old_log_prob=rollout, log_prob=log_prob, advantages=advantages, response_mask=MASK,
         loss_agg_mode="token-mean", config=config, rollout_is_weights=None,
     )  # fmt: skip
     loss.backward()
-    expected = -advantages * torch.tensor([[1.5] * 3, [0.125, 0.125, 0.0]]) / 5
+    expected = -advantages * torch.tensor([[1.5] * 3, [second, second, 0.0]]) / 5
     torch.testing.assert_close(log_prob.grad, expected)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
 
