@@ -20,13 +20,19 @@ import verl.trainer.config  # noqa: E402
 import verl.workers.config  # noqa: E402
 from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
+from verl.config.actor import ActorConfig  # noqa: E402
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, RolloutCorrectionConfig  # noqa: E402
 from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, RolloutPoolConfig  # noqa: E402
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
+from verl.config.engine import FSDPEngineConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
+from verl.config.optimizer import FSDPOptimizerConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
+from verl.config.profiler import TorchMemoryToolConfig  # noqa: E402
+from verl.config.reward_model import RewardModelConfig, SandboxFusionConfig  # noqa: E402
+from verl.config.sandbox import SandboxConfig  # noqa: E402
 from verl.config.sft import (  # noqa: E402
     SFTConfig,
     SFTDataConfig,
@@ -151,16 +157,15 @@ def _follow(prefix: str, *names: str) -> dict[str, str]:
 def files() -> dict[str, File]:
     """{path in the repository: file} of every generated yaml file."""
     ppo, sft = PPOConfig(algorithm=AlgoConfig(filter_groups=FilterGroupsConfig())), SFTConfig()
-    roles, workers = ppo.actor_rollout_ref, verl.workers.config
-    engine, optim = workers.FSDPEngineConfig(), workers.FSDPOptimizerConfig()
+    roles, engine, optim = ppo.actor_rollout_ref, FSDPEngineConfig(), FSDPOptimizerConfig()
     seed = "${oc.select:trainer.seed,42}"
-    service, sandbox, local_dir = workers.SandboxFusionConfig(), workers.SandboxConfig(), "default_local_dir"
+    service, sandbox, local_dir = SandboxFusionConfig(), SandboxConfig(), "default_local_dir"
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
     entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
     profiled = {f"profiler.{name}": f"${{oc.select:global_profiler.{name},null}}" for name in ("tool", "save_path")}
     discrete = "profiler.tool_config.nsys.discrete"
     profiled[discrete] = "${oc.select:global_profiler.global_tool_config.nsys.discrete,false}"
-    memory = workers.TorchMemoryToolConfig()
+    memory = TorchMemoryToolConfig()
     profiled |= {
         f"profiler.tool_config.torch_memory.{field.name}":
             f"${{oc.select:global_profiler.global_tool_config.torch_memory.{field.name},{memory[field.name]}}}"
@@ -171,7 +176,7 @@ def files() -> dict[str, File]:
     dapo = dataclasses.replace(
         ppo,
         algorithm=AlgoConfig(filter_groups=FilterGroupsConfig()),
-        reward_model=workers.RewardModelConfig(
+        reward_model=RewardModelConfig(
             reward_manager="dapo",
             overlong_buffer={"enable": False, "len": 0, "penalty_factor": 0.0, "log": False},
         ),
@@ -194,7 +199,7 @@ def files() -> dict[str, File]:
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
         "actor/actor": File(
-            "The PPO update of the policy, without the keys of FSDP2.", workers.ActorConfig(),
+            "The PPO update of the policy, without the keys of FSDP2.", ActorConfig(),
             values={
                 "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",

@@ -14,22 +14,13 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.audit import facts  # noqa: E402
-
-#: Modules at paths that verl 0.7.0 does not have: names of later releases, and of earlier versions of this project.
-OTHERS = (
-    "recipe.fully_async_policy.fully_async_main", "recipe.one_step_off_policy.main_ppo",
-    "verl.experimental.agent_loop.base", "verl.experimental.fully_async_policy.fully_async_main",
-    "verl.experimental.one_step_off_policy.main_ppo", "verl.tools.code_tool", "verl.tools.function_tool",
-    "verl.tools.tool_registry", "verl.trainer.main_ppo_v0", "verl.utils.dataset.spd_dataset",
-    "verl.utils.reward_score.spd_scorer_reward", "verl.workers.rollout.llm_server", "verl.workers.rollout.spd_rollout",
-)  # fmt: skip
+from scripts.audit import compat, facts  # noqa: E402
 
 
 def paths() -> list[str]:
-    """Every module of verl 0.7.0, its packages included, and OTHERS."""
+    """Every module of verl 0.7.0, its packages included, and every other path that `verl.compat` serves."""
     files = facts.Facts.load(facts.stored("0.7.0")).modules
-    modules = {f.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for f in files} | {*OTHERS}
+    modules = {f.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for f in files} | {*compat.rows()}
     for module in list(modules):
         while module := module.rpartition(".")[0]:
             modules.add(module)

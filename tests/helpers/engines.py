@@ -6,10 +6,18 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
+from verl.rollout import get_rollout_class
 from verl.training.actor import DataParallelPPOActor
 from verl.training.engine import FSDPEngine
 from verl.training.policy import get_policy
-from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    CheckpointConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RolloutConfig,
+)
 
 
 def make_engine(
@@ -36,6 +44,20 @@ def make_actor(engine, *, mini=8, micro=8, **config):
         ppo_mini_batch_size=mini, ppo_micro_batch_size_per_gpu=micro, rollout_n=1, grad_clip=1.0, clip_ratio=0.2
     )
     return DataParallelPPOActor(FSDPActorConfig(**{**settings, **config}), engine, get_policy("causal_lm"))
+
+
+def serve_weights(engine, version=0, **settings):
+    """A vLLM rollout whose HTTP server answers with the engine's weights, as those of `version`."""
+    config = RolloutConfig(**{
+        "name": "vllm", "mode": "async", "dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 400,
+        "calculate_log_probs": True, **settings,
+    })  # fmt: skip
+    rollout = get_rollout_class("vllm", "async")(config, engine.model_config, engine.mesh)
+    rollout.weights_version = version
+    rollout.resume(["weights"])
+    rollout.update_weights(engine.get_per_tensor_param())
+    rollout.resume(["kv_cache"])
+    return rollout
 
 
 def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -148,6 +150,8 @@ def test_every_path_of_a_server_needs_its_token(tiny_llama, tmp_path):
         assert asyncio.run(status_of(server.url + "/v1/models", {"Authorization": "Bearer secret-7f3a"})) == 405
         assert "secret-7f3a" not in (tmp_path / "log").read_text()
         assert not any("secret-7f3a" in " ".join(p.cmdline()) for p in family(server.pid))
+        folder = psutil.Process(server.pid).environ()["PYTHONPATH"].split(os.pathsep)[0]
+        assert (Path(folder) / "verl" / "__init__.py").is_file()  # vLLM imports the middleware by its name
     finally:
         server.stop()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import leave_group, make_engine, serve_weights
 from verl.agents.agent_loop.server_manager import turn_seed
-from verl.rollout import get_rollout_class
 from verl.rollout.replica import ServerClient, ServerHandle
 from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl.utils.http_json import ServerUnreachable, ServiceError
-from verl.workers.config import RolloutConfig
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
 
@@ -27,13 +26,7 @@ PAD, EOS = 0, 2
 def served(tied_llama):
     """(rollout, log-probs of the trained module for ids [T])."""
     engine = make_engine(tied_llama)
-    settings = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
-                "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
-    rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)
-    rollout.weights_version = 3
-    rollout.resume(["weights"])
-    rollout.update_weights(engine.get_per_tensor_param())
-    rollout.resume(["kv_cache"])
+    rollout = serve_weights(engine, version=3, prompt_length=16, response_length=48)
     yield rollout, engine
     rollout.close()
     leave_group()
@@ -54,17 +47,16 @@ def sampled(n, seed=7, **more):
     return {"temperature": 1.0, "max_tokens": n, "seed": seed, **more}
 
 
-def slow_steps(server):
-    """Within this context a step of the engine takes a tenth of a second more: a request is still running."""
+@asynccontextmanager
+async def running(server, client, rid, tokens, log_probs):
+    """A request that has generated a token. In this context a step of the engine takes a tenth of a second more."""
     step = server.engine.step
-    return patch.object(server.engine, "step", lambda: (time.sleep(0.1), step())[1])
-
-
-async def first_token(server, task):
-    """Return once the request of the task has generated a token."""
-    while not any(request.output_ids for request in list(server.requests.values())):
-        assert not task.done()
-        await asyncio.sleep(0.001)
+    with patch.object(server.engine, "step", lambda: (time.sleep(0.1), step())[1]):
+        task = asyncio.create_task(client.generate(rid, [7], sampled(tokens), log_probs))
+        while not any(request.output_ids for request in list(server.requests.values())):
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        yield task
 
 
 def test_log_probs_are_those_of_the_trained_module(served):
@@ -141,9 +133,7 @@ def test_aborted_requests_are_answered_with_their_tokens(served):
     full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))
 
     async def abort(client):
-        with slow_steps(rollout.server):
-            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
-            await first_token(rollout.server, task)
+        async with running(rollout.server, client, "long", 47, True) as task:
             await client.post("abort_request", {"rid": "long"})
         return await task
 
@@ -157,9 +147,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
     rollout, engine = served
 
     async def leave(client):
-        with slow_steps(rollout.server):
-            task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
-            await first_token(rollout.server, task)
+        async with running(rollout.server, client, "gone", 47, False) as task:
             await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
         with pytest.raises(RuntimeError, match="while 1 requests run"):
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
@@ -182,9 +170,7 @@ def test_pause_in_place_continues_with_the_same_tokens(served):
     full = run(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
 
     async def pause(client):
-        with slow_steps(rollout.server):
-            task = asyncio.create_task(client.generate("p", [7], sampled(40), False))
-            await first_token(rollout.server, task)
+        async with running(rollout.server, client, "p", 40, False) as task:
             await client.post("pause_generation", {"mode": "in_place"})
         generated = len(rollout.server.requests["p"].output_ids)
         await asyncio.sleep(0.2)
@@ -227,9 +213,7 @@ def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
     rollout, _ = served
 
     async def release(client):
-        with slow_steps(rollout.server):
-            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
-            await first_token(rollout.server, task)
+        async with running(rollout.server, client, "long", 47, True) as task:
             await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
         with pytest.raises(RuntimeError, match="vLLM keeps its prefix cache, since requests run"):
             await asyncio.to_thread(rollout.server.call, rollout.forget_prefixes)

@@ -25,7 +25,7 @@ from verl.utils.children import (
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 LIMITS = {"seconds": 60.0, "memory_bytes": 1 << 30, "processes": 8}
 asked = []
 
@@ -207,8 +207,8 @@ def outcome(command, limits, seconds=60.0, stdin=b"", most=1 << 20):
         output.extend(part if number == 1 else b"")
         return len(output) <= most
 
-    program = supervised(command, {"GIVEN": "7", "HOME": None}, limits, **PIPES)
-    report = program.exchange(stdin, seconds, take)
+    program = supervised(command, {"GIVEN": "7", "HOME": None}, limits, stdin=stdin, **PIPES)
+    report = program.outputs(seconds, take)
     program.end(grace=10)
     return report.decode(), bytes(output)
 
@@ -219,6 +219,19 @@ def test_a_program_gets_its_input_and_reports_its_exit_code():
     assert report == '{"exit": 5, "stopped": null}' and output == b"x" * 300_000 + b"7none"
     report, output = outcome(["no-such-program"], LIMITS)
     assert report == '{"exit": 127, "stopped": null}' and output == b""
+
+
+def test_a_fork_of_this_process_does_not_hold_back_the_end_of_the_input():
+    program = supervised(["cat"], {}, LIMITS, stdin=b"abc", **PIPES)
+    if (pid := os.fork()) == 0:  # as a data loader does while programs run
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert program.outputs(20.0, lambda *part: True) == b'{"exit": 0, "stopped": null}'
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        program.end()
 
 
 def test_a_program_does_not_inherit_ignored_signals():
@@ -247,7 +260,7 @@ def test_a_program_whose_output_is_refused_is_stopped():
 def test_a_program_that_does_not_report_in_time_is_killed():
     program = Program([sys.executable, "-c", "import time; time.sleep(60)"], **PIPES)
     began = time.monotonic()
-    assert program.exchange(b"", 0.5, lambda *part: True) == b"" and time.monotonic() - began < 20
+    assert program.outputs(0.5, lambda *part: True) == b"" and time.monotonic() - began < 20
     assert program.end(grace=0.2) == -9 and program.end() is None
 
 

@@ -103,6 +103,7 @@ class ActorConfig(BaseConfig, section="actor"):
         "Compute tokens that several rows of a prompt begin with once, in one micro-batch: equal prompts, and any "
         "longer or other prefix where that saves at least 64 tokens a row.",
     )
+
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.config.batch_sizes import actor_problems

@@ -83,7 +83,7 @@ class _TemplateProcess:
             if self._process is None or self._process.gone or self._process.process.poll() is not None:
                 # -P: modules in its folder must not shadow those of the standard library.
                 script = [sys.executable, "-P", template_process.__file__]
-                self._process = Program(script, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                self._process = Program(script, stdout=subprocess.DEVNULL)
             try:
                 # Bytes, not `call`: a template that gets at the process must not make a pickle for this one.
                 answer = self._process.ask(ProcessorSeconds(LIMIT_S), request)

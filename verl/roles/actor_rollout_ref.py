@@ -125,7 +125,6 @@ class ActorRolloutRefWorker(ModelWorker):
             )
         return model
 
-
     def _make_policy(self, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile

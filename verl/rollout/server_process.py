@@ -115,9 +115,7 @@ class OwnedServer(RunningServer):
         with open(log_file, "w") as log:
             log.write(" ".join(command) + "\n")
             log.flush()
-            self._process = supervised(
-                command, variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+            self._process = supervised(command, variables, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(self._process.pid, url, log_file)
         logger.info("local {} server starts at {}; log: {}", self.engine, self.url, self.log_file)
 

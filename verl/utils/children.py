@@ -1,11 +1,11 @@
-"""Processes that this one starts, talks to and limits, and that end with it however it ends (SIGKILL included).
+"""Child processes with limits, which end with this process however it ends (SIGKILL included).
 
-- `ForkedChild` calls a function that this process has, which need not be picklable.
-- `SpawnedChild` runs a function in a process of multiprocessing's fork server, which has nothing of this one's memory.
-- `Program` executes a program, which speaks over one of its descriptors.
+- `ForkedChild` calls a function in a fork of this process; the function need not be picklable.
+- `SpawnedChild` calls a function in a process of multiprocessing's fork server, which shares no memory with this one.
+- `Program` executes a program, which sends and receives messages over one of its file descriptors.
 
-All are a `Child`: a process and a connection to it. What runs in the processes themselves to end them is in
-`verl.utils.supervisor`.
+Each is a `Child`: a process and a connection to it. `verl.utils.supervisor` has what runs inside the processes to end
+them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -50,20 +51,21 @@ class ChildDied(RuntimeError):
 
 
 class ProcessorSeconds(float):
-    """A limit of the processor time of a call, which a busy machine does not use up: as seconds of the functions here.
+    """A time limit in seconds of processor time, so that a busy machine does not use it up.
 
-    A call that waits without computing ends after WALL times that, by the clock.
+    Functions here take it in place of seconds by the clock. A call that waits without computing ends after WALL times
+    as many seconds by the clock.
     """
 
     WALL = 20
 
 
 class Child:
-    """A process of this one, and this end of the connection to it; for one thread at a time."""
+    """A child process, and this process's end of the connection to it. Only one thread at a time may use it."""
 
     def __init__(self, name: str, process: Any, connection: Connection) -> None:
         self.name, self.process, self.connection = name, process, connection
-        self.gone = False  # it was ended
+        self.gone = False  # whether `end` was called
 
     @property
     def pid(self) -> int:
@@ -213,15 +215,19 @@ class Program(Child):
 
     Args:
         script: the first words of the command line; then come the number of its descriptor and `arguments`.
+        stdin: its standard input.
         options: of subprocess.Popen.
     """
 
-    def __init__(self, script: Sequence[str], arguments: Sequence[str] = (), **options: Any) -> None:
-        with PROCESS_STARTS:
+    def __init__(
+        self, script: Sequence[str], arguments: Sequence[str] = (), stdin: bytes = b"", **options: Any
+    ) -> None:
+        with PROCESS_STARTS, _file_of(stdin) as given:
             connection, theirs = Pipe()
             with theirs:
                 number = theirs.fileno()
-                process = subprocess.Popen([*script, str(number), *arguments], pass_fds=[number], **options)
+                command = [*script, str(number), *arguments]
+                process = subprocess.Popen(command, stdin=given, pass_fds=[number], **options)
         self._closing, self._leads_group = threading.Lock(), options.get("start_new_session", False)
         super().__init__(script[-1], process, connection)
 
@@ -230,11 +236,11 @@ class Program(Child):
         with self._closing, contextlib.suppress(OSError):
             self.connection.send_bytes(b"stop")
 
-    def exchange(self, stdin: bytes, seconds: float, take: Callable[[int, bytes], bool]) -> bytes:
-        """Feed standard input and read the outputs; returns the program's report, b"" if there is none in `seconds`.
+    def outputs(self, seconds: float, take: Callable[[int, bytes], bool]) -> bytes:
+        """Read the outputs, which must be pipes; returns the program's report, b"" if there is none in `seconds`.
 
         `take(descriptor, part)` gets what the program writes to 1 and 2. Where it returns False, that is too much: the
-        program is stopped and the rest discarded. All three must be pipes.
+        program is stopped and the rest discarded.
         """
         lock, too_much = threading.Lock(), []
 
@@ -246,14 +252,9 @@ class Program(Child):
                             too_much.append(number)
                             self.stop()
 
-        def feed() -> None:
-            with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # the program need not read it
-                pipe.write(stdin)
-
         threads = [
             threading.Thread(target=read, args=(1, self.process.stdout), daemon=True),
             threading.Thread(target=read, args=(2, self.process.stderr), daemon=True),
-            threading.Thread(target=feed, daemon=True),
         ]
         for thread in threads:
             thread.start()
@@ -261,7 +262,7 @@ class Program(Child):
         with contextlib.suppress(EOFError, OSError):  # it was killed
             if self.connection.poll(seconds):
                 report = self.connection.recv_bytes(_LONGEST_REPORT)
-        for thread in threads[:2]:
+        for thread in threads:
             thread.join(_LAST_OUTPUT_S)
         return report
 
@@ -279,6 +280,14 @@ class Program(Child):
         return super()._kill()
 
 
+def _file_of(content: bytes) -> BinaryIO:
+    """A file to read, which no longer has a name. Unlike a pipe it ends also if a fork of this process holds it."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return open(file.name, "rb")
+
+
 def supervised(
     command: Sequence[str], environment: dict[str, str | None], limits: dict[str, float] | None = None, **options: Any
 ) -> Program:
@@ -288,7 +297,7 @@ def supervised(
         command: the command line.
         environment: variables added to those of this process; None takes one away.
         limits: seconds, memory_bytes, processes; None for a server.
-        options: of subprocess.Popen.
+        options: of `Program`.
     """
     script = [sys.executable, "-I", "-S", supervisor.__file__]
     given = json.dumps({"owner": os.getpid(), "limits": limits})

@@ -1,5 +1,4 @@
-"""Drafted blocks: as a judge gets them, as the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and their checks.
-"""
+"""Drafted blocks: a judge's input, the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and checks of blocks."""
 
 from __future__ import annotations
 

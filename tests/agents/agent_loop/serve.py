@@ -36,17 +36,10 @@ class ServerProcess:
 
 
 def main(model: str) -> None:
-    from tests.helpers.engines import make_engine
-    from verl.rollout import get_rollout_class
-    from verl.workers.config import RolloutConfig
+    from tests.helpers.engines import make_engine, serve_weights
 
     engine = make_engine(model)
-    settings = {"name": "vllm", "mode": "async", "prompt_length": 8, "response_length": 40, "dtype": "float32",
-                "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
-    rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)
-    rollout.resume(["weights"])
-    rollout.update_weights(engine.get_per_tensor_param())
-    rollout.resume(["kv_cache"])
+    rollout = serve_weights(engine, prompt_length=8, response_length=40)
     handle = rollout.server_handle
     print("\n" + json.dumps({"address": handle.address, "token": handle.token}), flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from tests.agents.agent_loop.parts import EVENTS
 from tests.helpers.configs import compose_ppo
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import leave_group, make_engine, serve_weights
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
 from verl.agents.agent_loop.manager import AgentLoopManager
@@ -19,10 +19,8 @@ from verl.agents.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.agents.agent_loop.worker import get_trajectory_info
 from verl.protocol import DataProto
 from verl.reward.rows import LOST
-from verl.rollout import get_rollout_class
 from verl.trainer.ppo.turn_rows import to_rows
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import RolloutConfig
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
 
@@ -47,13 +45,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(model):
     engine = make_engine(model)
-    settings = {"name": "vllm", "mode": "async", "prompt_length": 8, "response_length": 40, "dtype": "float32",
-                "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
-    rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)
-    rollout.weights_version = 4
-    rollout.resume(["weights"])
-    rollout.update_weights(engine.get_per_tensor_param())
-    rollout.resume(["kv_cache"])
+    rollout = serve_weights(engine, version=4, prompt_length=8, response_length=40)
     yield SimpleNamespace(rollout=rollout, engine=engine)
     rollout.close()
     leave_group()

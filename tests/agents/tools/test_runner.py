@@ -53,43 +53,41 @@ def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwargs_ar
     assert runner.counts == {"calls": 4}
 
 
+class Concurrency:
+    """An action that takes `seconds`; `most` of it ran at the same time."""
+
+    def __init__(self, seconds):
+        self.seconds, self.running, self.most = seconds, 0, 0
+
+    async def __call__(self):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+
+
 def test_parallel_calls_create_once_and_wait_for_each_other():
-    running, most = 0, 0
-
-    async def slow():
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.1)
-        running -= 1
-
     async def run(tool):
         async with runner_of(tool).conversation() as tools:
             await asyncio.gather(*(tools.call("counter", "{}") for _ in range(4)))
         return [name for name, _ in tool.log]
 
-    assert asyncio.run(run(Acts("execute", slow))) == ["create", *4 * ["execute"], "release"] and most == 1
+    slow = Concurrency(0.1)
+    assert asyncio.run(run(Acts("execute", slow))) == ["create", *4 * ["execute"], "release"] and slow.most == 1
     parallel = Acts("execute", slow)
     parallel.parallel_calls = True
-    assert asyncio.run(run(parallel)) == ["create", *4 * ["execute"], "release"] and most == 4
+    assert asyncio.run(run(parallel)) == ["create", *4 * ["execute"], "release"] and slow.most == 4
 
 
 def test_no_more_than_max_concurrent_calls_run_and_waiting_is_no_timeout():
-    running, most = 0, 0
-
-    async def slow():
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.6)
-        running -= 1
+    slow = Concurrency(0.6)
 
     async def all_conversations():
         runner = runner_of(Acts("execute", slow), max_concurrent=2, timeout=2)
         results = await asyncio.gather(*(one_call(runner) for _ in range(8)))  # 2.4 s in all, each call 0.6 of 2 s
         return [result.failure for result, _ in results]
 
-    assert asyncio.run(all_conversations()) == 8 * [None] and most == 2
+    assert asyncio.run(all_conversations()) == 8 * [None] and slow.most == 2
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,16 @@ def queued(number, k, spans, **fields):
 def test_samples_of_several_versions_have_all_columns():
     """Those of the prompt, of the conversation, and the log-prob of each token, in the row of the sample."""
     rollout = RolloutConfig(name="vllm", prompt_length=4, response_length=6, n=2, calculate_log_probs=True)
-    phase = SimpleNamespace(rollout_config=rollout, tokenizer=SimpleNamespace(pad_token_id=0))
+    phase = object.__new__(SeparateRolloutPhase)
+    phase.rollout_config, phase.tokenizer = rollout, SimpleNamespace(pad_token_id=0)
     groups = []
     for number, spans in enumerate(([(0, 2), (1, 1), (2, 3)], [(2, 4)])):
         columns = {"uid": str(number), "data_source": f"source {number}", "extra_info": {"index": number}}
         arrays = {name: np.array([value], dtype=object) for name, value in columns.items()}
         samples = [queued(number, k, spans, end_reason="stop", notes=f"{number}/{k}") for k in range(2)]
         groups.append(Group(number, DataProto(None, arrays, {}), {}, 1, samples))
-    batch, _ = SeparateRolloutPhase.batch_of(phase, groups)
+    batch, _ = phase.batch_of(groups, 5)
+    assert batch.meta_info == {"global_steps": 5, "temperature": 1.0}
     columns = batch.non_tensor_batch
     assert columns[SAMPLE_ID].tolist() == columns["notes"].tolist() == ["0/0", "0/1", "1/0", "1/1"]
     assert columns["data_source"].tolist() == ["source 0"] * 2 + ["source 1"] * 2

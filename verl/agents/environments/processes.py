@@ -27,6 +27,7 @@ def plain_settings(settings: EnvironmentConfig) -> dict[str, Any]:
 
 def start(target: Callable, *arguments: Any) -> SpawnedChild:
     """A process of an environment, with which everything ends that it started."""
+    # The fork server preloads only when it starts: grading processes come from the same one.
     return SpawnedChild(target, *arguments, preload=["verl.reward.pool"], leads_group=True)
 
 

@@ -81,12 +81,14 @@ class Program:
 
         if self._reason is not None:  # ended before it started
             return Ending(-9, self._reason, "", "", 0.0)
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._child = child = children.supervised(self.command, self.environment, asdict(self.limits), **pipes)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._child = child = children.supervised(
+            self.command, self.environment, asdict(self.limits), stdin=stdin, **pipes
+        )
         try:
             if self._reason is not None:  # ended meanwhile
                 child.stop()
-            report = json.loads(child.exchange(stdin, self.limits.seconds + GRACE_S, take) or b"null")
+            report = json.loads(child.outputs(self.limits.seconds + GRACE_S, take) or b"null")
         finally:
             child.end(GRACE_S)
         if report is None:

@@ -67,13 +67,13 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         return not overflow
 
     jail = Program(
-        [_PYTHON, "-I", "-S", _JAIL], env={}, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [_PYTHON, "-I", "-S", _JAIL], stdin=stdin, env={}, cwd="/", stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         with contextlib.suppress(OSError):  # the jail did not start; its stderr is reported below
             jail.connection.send_bytes(json.dumps(request).encode())
-        report = jail.exchange(stdin, limits.seconds + _GRACE_S, take)
+        report = jail.outputs(limits.seconds + _GRACE_S, take)
     finally:
         jail.end(_GRACE_S)  # a jail that hangs is killed, and the program follows by its death signal
         if folder is not None:

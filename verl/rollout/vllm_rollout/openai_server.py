@@ -51,7 +51,7 @@ class LocalVllmServer(OwnedServer):
             command += ["--gpu-memory-utilization", str(_GPU_SHARE)]
         if token:
             command += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__name__}"]
-            paths = [str(Path(verl.__file__).parents[0]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths = [str(Path(verl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment |= {VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
             self.api_key = token
         command += list(extra_args or [])

@@ -27,7 +27,6 @@ from verl.trainer.fully_async.journal import Journal, Timeline
 from verl.trainer.fully_async.rollouter import Rollouter
 from verl.trainer.fully_async.samples import UNGRADED, Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound
-from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.run.prompt_stream import PromptStream
@@ -166,18 +165,17 @@ class SeparateRolloutPhase(RolloutPhase):
             groups.append(Group(int(uid), prompts[i : i + 1], params, step, samples, epoch))
         return groups
 
-    def batch_of(self, groups: list[Group]) -> tuple[DataProto, dict[str, float]]:
-        """The samples of finished groups, those of one prompt adjacent: [prompts * n, T], with metrics.
+    def batch_of(self, groups: list[Group], step: int) -> tuple[DataProto, dict[str, float]]:
+        """The samples of a step's finished groups, those of one prompt adjacent: [prompts * n, T], with metrics.
 
         As RolloutPhase.generate returns them, with the grades of the samples, and the columns weights_version (that of
         the oldest token), version_spans (lists of (version, tokens)) and sample_id.
         """
-        samples, n = [sample for group in groups for sample in group.samples], self.rollout_config.n
+        samples = [sample for group in groups for sample in group.samples]
         output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
         rows, columns = output.meta_info["metrics"], output.non_tensor_batch
         columns.pop("weights_versions", None)
         scored = columns.get("reward_score")
-        output.meta_info = {}
         oldest = [min((version for version, _ in sample.spans), default=group.started_at) for group in groups
                   for sample in group.samples]  # fmt: skip
         columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
@@ -189,13 +187,8 @@ class SeparateRolloutPhase(RolloutPhase):
                 results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
                 columns.pop("reward_score")
             columns[GRADED] = object_array(results)
-        output = use_loop_scores(output)
         prompts = DataProto.concat([group.row for group in groups])
-        own = {name: column for name, column in prompts.non_tensor_batch.items() if name not in columns}
-        batch = DataProto(None, own, {}).repeat(n, interleave=True)
-        batch.union(DataProto(output.batch, output.non_tensor_batch, {}))
-        if "response_mask" not in batch.batch:
-            batch.batch["response_mask"] = compute_response_mask(batch)
+        batch = self._samples(prompts, use_loop_scores(output), self.rollout_config.n, step)
         return batch, conversation_metrics(rows, columns.get("end_reason", ()))
 
     def generate_for_validation(

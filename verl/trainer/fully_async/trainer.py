@@ -133,8 +133,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         if self.record is not None:
             saved = [group.saved() for group in groups]
             self.record.append([{"step": self.global_steps, "synced": self.synced, "groups": saved}])
-        samples, metrics = self.rollout.batch_of(groups)
-        samples.meta_info = {"global_steps": self.global_steps, "temperature": self.rollout.rollout_config.temperature}
+        samples, metrics = self.rollout.batch_of(groups, self.global_steps)
         self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
         versions = samples.non_tensor_batch["weights_version"]
         metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}

@@ -294,7 +294,7 @@ class RayPPOTrainer:
             return {}
         if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
             return {}
-        output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
+        output = self.rank_rows.forward(self.actor_rollout_wg.compute_log_prob, batch)
         batch.batch.update(output.batch.exclude("entropys"))
         actor = self.config.actor_rollout_ref.actor
         entropy = aggregation.agg_loss(
@@ -307,19 +307,15 @@ class RayPPOTrainer:
     def _compute_ref_log_prob(self, batch: DataProto) -> Metrics:
         """ref_log_prob [B, R], unless an earlier step computed it."""
         if "ref_log_prob" not in batch.batch:
-            output = self._on_ranks(self.actor_rollout_wg.compute_ref_log_prob, batch)
+            output = self.rank_rows.forward(self.actor_rollout_wg.compute_ref_log_prob, batch)
             batch.batch["ref_log_prob"] = output.batch["ref_log_prob"]
         return {}
 
     @step("values")
     def _compute_values(self, batch: DataProto) -> Metrics:
         """values [B, R]."""
-        batch.batch["values"] = self._on_ranks(self.critic_wg.compute_values, batch).batch["values"]
+        batch.batch["values"] = self.rank_rows.forward(self.critic_wg.compute_values, batch).batch["values"]
         return {}
-
-    def _on_ranks(self, method, batch: DataProto) -> DataProto:
-        """The columns [B, R] that a worker group's method computes for the samples."""
-        return self.rank_rows.forward(method, batch)
 
     @step("adv")
     def _assign_token_rewards(self, batch: DataProto) -> Metrics:

@@ -6,7 +6,6 @@ import os
 import platform
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -119,7 +118,7 @@ def session_guard(folder: Path) -> Iterator[None]:
     """Run a process that ends our Ray session if this one is killed within the block."""
     script = [sys.executable, "-I", supervisor.__file__, "--ray-session"]
     arguments = [str(os.getpid()), str(folder)]
-    guard = Program(script, arguments, stdin=subprocess.DEVNULL, start_new_session=True)
+    guard = Program(script, arguments, start_new_session=True)
     try:
         yield
     finally:
