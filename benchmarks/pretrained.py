@@ -1,5 +1,5 @@
-"""GRPO of SmolLM2-135M-Instruct: the demo on three seeds, its steps against TRL's, against their parts and against the
-former defaults, and the log-probs of rollout and trainer.
+"""GRPO of SmolLM2-135M-Instruct: the demo on three seeds, its steps against TRL's, and the log-probs of rollout and
+trainer.
 
 Everything that has been measured is kept in outputs/benchmarks/pretrained, so that a stopped command resumes; delete
 that folder to measure again. Steps are those of the demo with 8 samples of each of 8 prompts, all of the same prompts,
@@ -33,12 +33,6 @@ PROMPTS, SAMPLES, LIMIT = 8, 8, 32
 TURNS, STEPS, WARM_UP = 2, 3, 1  # turns of each variant, steps of a turn, of which the first are left out
 TRL_ROWS = (16, 32)  # that TRL forwards at a time
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-#: What the quick start for a CPU led to before the defaults changed; with OMP_NUM_THREADS=1, which Ray set.
-FORMER = (
-    f"{ROLLOUT}.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32",
-    f"{ACTOR}.share_prompt_forward=false", "actor_rollout_ref.model.enable_gradient_checkpointing=true",
-    f"{ACTOR}.optim.override_optimizer_config={{fused:false}}",
-)  # fmt: skip
 REWARD = """from examples.pretrained.reward import compute_score as score
 
 
@@ -47,34 +41,33 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def kept(name: str, command: list[str], read: Callable[[], Any], threads: int | None = None) -> Any:
+def kept(name: str, command: list[str], read: Callable[[], Any]) -> Any:
     """What `read` gives after the command has run, now or in an earlier run of the same command."""
     file = OUT / f"{name}.record.json"
     record = json.loads(file.read_text()) if file.exists() else {}
-    if (record.get("command"), record.get("threads")) == (command, threads):
+    if record.get("command") == command:
         say(f"{name}: measured before, tree {record['tree']} (delete {file} to measure it again)")
     else:
         shutil.rmtree(OUT / name, ignore_errors=True)  # a run would resume from what it holds
-        run_alone(command, OUT / f"{name}.log", threads)
-        record = {"command": command, "threads": threads, "value": read(), "tree": commit()}
+        run_alone(command, OUT / f"{name}.log")
+        record = {"command": command, "value": read(), "tree": commit()}
         file.write_text(json.dumps(record) + "\n")
     return record["value"]
 
 
-def run_alone(command: list[str], log: Path, threads: int | None = None) -> None:
-    """Run a command to its end, with as many threads as the machine has cores unless said otherwise.
+def run_alone(command: list[str], log: Path) -> None:
+    """Run a command to its end, with as many threads as the machine has cores.
 
     RuntimeError with the end of its log if it fails.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as out:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
     if code:
         raise RuntimeError(f"{' '.join(command[:3])} ended with {code} ({log}):\n{log.read_text()[-3000:]}")
 
 
-def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int | None = None, count: int = STEPS
-          ) -> list[dict[str, float]]:  # fmt: skip
+def steps(name: str, model: Path, settings: tuple[str, ...] = (), count: int = STEPS) -> list[dict[str, float]]:
     """Metrics of steps of the demo's command with more settings: the file's prompts in their order, learning rate 0, no
     validation, a checkpoint after the last step only."""
     file = OUT / name / "metrics.jsonl"
@@ -90,12 +83,12 @@ def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int |
         rows = [json.loads(line)["data"] for line in file.read_text().splitlines()]
         return [metrics for metrics in rows if "timing_s/step" in metrics]
 
-    return kept(name, command, read, threads)
+    return kept(name, command, read)
 
 
-def step(name: str, *args: Any, **kwargs: Any) -> dict[str, float]:
+def step(name: str, model: Path) -> dict[str, float]:
     """Means of the steps after the first: `seconds`, and tokens of an answer."""
-    rows = steps(name, *args, **kwargs)[WARM_UP:]
+    rows = steps(name, model)[WARM_UP:]
     return {"seconds": mean(row["timing_s/step"] for row in rows),
             "tokens": mean(row["response_length/mean"] for row in rows)}  # fmt: skip
 
@@ -152,15 +145,8 @@ def prepare_trl(model: Path) -> None:
         (folder / "model").symlink_to(model)
 
 
-def bare(name: str, model: Path) -> dict[str, float]:
-    """The parts of a step, each on its own (benchmarks.pretrained_parts)."""
-    out = OUT / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.pretrained_parts", str(model), str(OUT / "data" / "train.parquet")]
-    return kept(name, [*command, str(out)], lambda: json.loads(out.read_text()))
-
-
 def in_turn(model: Path) -> list[Row]:
-    """A step of ours, one of TRL at its best number of rows, the bare parts and a step with the former defaults."""
+    """A step of ours, and one of TRL at its best number of rows."""
     dtype = default_dtype("cpu")
     prepare_trl(model)
     tried = {rows: tried_step(rows, dtype) for rows in TRL_ROWS}
@@ -171,8 +157,6 @@ def in_turn(model: Path) -> list[Row]:
     works: dict[str, Callable[[str], dict[str, float]]] = {
         "ours": lambda name: step(name, model),
         "trl": lambda name: trl_step(name, best, dtype, WARM_UP + 1),
-        "bare": lambda name: bare(name, model),
-        "former": lambda name: step(name, model, FORMER, threads=1, count=WARM_UP + 1),
     }
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for turn in range(TURNS):
@@ -182,13 +166,8 @@ def in_turn(model: Path) -> list[Row]:
     values = {name: [one["seconds"] for one in each] for name, each in taken.items()}
     return [
         row("grpo_step_vs_trl", ratios(values["trl"], values["ours"]), f"times, TRL / ours, both {dtype}"),
-        row("grpo_step_over_parts", ratios(values["ours"], values["bare"]), "times, step / parts"),
-        row("defaults_speedup", ratios(values["former"], values["ours"]), "times, former defaults / those of now"),
         row("grpo_step_ours", values["ours"], "s"),
         row("grpo_step_trl", values["trl"], f"s, {best} rows at a time"),
-        row("grpo_step_former", values["former"], "s, former defaults"),
-        *(row(f"grpo_part_{part}", [one[part] for one in taken["bare"]], "s")
-          for part in ("generation", "forward_backward")),
         *(row(f"grpo_tokens_{name}", [one["tokens"] for one in each], "tokens of an answer, mean")
           for name, each in taken.items()),
     ]  # fmt: skip

@@ -141,11 +141,9 @@ def trl(folder: Path, case: Case, turn: int) -> Steps:
     return Steps(**json.loads(out.read_text()))
 
 
-def start(command: list[str], core: int | None = None) -> None:
-    """Run to the end, on all cores or with one thread on one of them; its output is shown when it fails."""
-    threads = os.cpu_count() if core is None else 1
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = command if core is None else ["taskset", "--cpu-list", str(core), *command]
+def start(command: list[str]) -> None:
+    """Run to the end, on all cores; its output is shown when it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         tail = (done.stdout + done.stderr)[-3000:]

@@ -1,13 +1,9 @@
-"""What ranks keep, load and send, what sharing sequences or layers costs, planned memory and time: gloo ranks on one
-machine. `python -m benchmarks.scale` measures the planned time alone, and replaces its rows in results/scale.json."""
+"""What ranks keep and load, what sharing sequences or layers costs, and planned memory: gloo ranks on one machine."""
 
 import gc
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +44,6 @@ PLANNED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 MODERATE: dict[str, int] = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, vocab_size=8192)
 PLANNED_ROWS, PLANNED_TOKENS = 2, 256  # of a micro-batch, half of the tokens are the response
-FAR = (1_000, 8_191, 32_767)  # positions
-_PPO = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": "true",
-        "critic.ppo_micro_batch_size_per_gpu": 8, "actor_rollout_ref.rollout.n": 1}  # fmt: skip
 
 
 def save_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> str:
@@ -58,7 +51,7 @@ def save_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> str:
     torch.manual_seed(0)
     heads = sizes["hidden_size"] // 64
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads // 2,
-                         max_position_embeddings=2 * max(FAR), pad_token_id=0)  # fmt: skip
+                         max_position_embeddings=2 * SEQUENCE, pad_token_id=0)  # fmt: skip
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder, max_shard_size="100MB")
     return str(folder)
 
@@ -100,33 +93,6 @@ def on_rank_gradients(rank: int, world_size: int, path: str, deferred: bool) -> 
         engine.backward(engine.module(input_ids=ids, labels=ids).loss, is_last_micro_batch=False)
         restart_peak()
         return (resident_bytes() - before) / count
-
-
-def one_by_one(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights as they were sent before buckets: each gathered in float32, checked, then cast by the receiver."""
-    for name, parameter in engine.module.named_parameters():
-        full = full_tensor(parameter)
-        if not torch.isfinite(full).all():
-            raise FloatingPointError(name)
-        yield name, full.to(torch.bfloat16)
-
-
-def on_rank_sync(rank: int, world_size: int, path: str, repetitions: int) -> dict[str, list[float]]:
-    """Seconds per GB of bfloat16 weights of each way to send them, in turn."""
-    engine = make_engine(path)
-    ways = {"one by one": lambda: one_by_one(engine),
-            "buckets": lambda: engine.get_per_tensor_param(torch.bfloat16, check_finite=True)}  # fmt: skip
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    gigabytes = 2 * sum(p.numel() for p in engine.module.parameters()) / 1e9
-    for repetition in range(repetitions + 1):
-        for name, weights in ways.items():
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in weights():
-                pass
-            if repetition:
-                seconds[name].append((time.perf_counter() - started) / gigabytes)
-    return seconds
 
 
 def on_rank_sharing(
@@ -224,30 +190,8 @@ def planner_rows(folder: Path) -> list[Row]:
     return [Row("planner_error_max", max(errors), unit, min(errors), max(errors), len(errors)), *rows]
 
 
-def on_terminal(*settings: str) -> str:
-    """What a GRPO or PPO training with these settings prints."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def rotary_error() -> tuple[float, float]:
-    """Largest error of cosines at FAR positions with an engine's buffers, and with buffers cast to bfloat16."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(save_model(Path(folder), DEEP, torch.bfloat16), model_dtype="bfloat16")
-    frequencies = engine.module.model.rotary_emb.inv_freq
-    width = 2 * len(frequencies)
-    exact = torch.tensor(FAR).double()[:, None] / 10000 ** (torch.arange(0, width, 2).double() / width)
-    dist.destroy_process_group()
-
-    def error(cast: torch.Tensor) -> float:
-        cosines = (torch.tensor(FAR).float()[:, None] * cast.float()).cos().double()
-        return float((cosines - exact.cos()).abs().max())
-
-    return error(frequencies), error(frequencies.bfloat16())
-
-
 def run() -> list[Row]:
-    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism, planned memory."""
+    """Gradient bytes, loading peaks, sequence and tensor parallelism, planned memory."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         wide = save_model(Path(folder) / "wide", WIDE, torch.bfloat16)
@@ -256,12 +200,9 @@ def run() -> list[Row]:
         loads = run_ranks(on_rank_loading, 4, deep, wide)
         say("gradients of micro-batches on 4 ranks")
         gradients = {deferred: run_ranks(on_rank_gradients, 4, wide, deferred) for deferred in (False, True)}
-        say("weight sync on 2 ranks")
-        sync = run_ranks(on_rank_sync, 2, wide, REPETITIONS)[0]
         say(f"sequences of {SEQUENCE} on 4 ranks")
         shared = run_ranks(on_rank_sharing, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
         planned = planner_rows(Path(folder))
-    kept, cast = rotary_error()
     seconds = shared[0][0]
     return [
         row("grad_bytes_per_parameter_4_ranks", gradients[False], "bytes"),
@@ -270,9 +211,6 @@ def run() -> list[Row]:
             "times a rank's shard, above one layer"),
         row("load_peak", [r["peak"] / 2**20 for r in loads], "MiB"),
         row("load_shard", [r["shard"] / 2**20 for r in loads], "MiB"),
-        row("weight_sync_speedup", ratios(sync["one by one"], sync["buckets"]), "times, one by one / buckets"),
-        row("weight_sync", sync["buckets"], "s per GB of bfloat16"),
-        row("weight_sync_one_by_one", sync["one by one"], "s per GB of bfloat16"),
         row("sequence_parallel_step_ratio", ratios(seconds["sequences"], seconds["nothing"]),
             "times, 2 ranks a sequence / 1"),
         row("tensor_parallel_step_ratio", ratios(seconds["layers"], seconds["nothing"]), "times, 2 ranks a layer / 1"),
@@ -281,6 +219,4 @@ def run() -> list[Row]:
         row("sequence_parallel_gradient_difference", [errors["sequences"] for _, errors in shared], "relative"),
         row("tensor_parallel_gradient_difference", [errors["layers"] for _, errors in shared], "relative"),
         *planned,
-        row("rotary_cosine_error", [kept], f"at most, at position {max(FAR):,}"),
-        row("rotary_cosine_error_bfloat16", [cast], f"at most, at position {max(FAR):,}"),
     ]  # fmt: skip

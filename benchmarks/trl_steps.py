@@ -1,17 +1,11 @@
-"""Steps of TRL's GRPOTrainer on a folder with model/, prompts.parquet and reward.py; its process holds nothing else.
-
-With --validate-every, the greedy answers to the folder's val.parquet are scored before the first step and after every
-so many steps, outside of the steps' time.
-"""
+"""Steps of TRL's GRPOTrainer on a folder with model/, prompts.parquet and reward.py; its process holds nothing else."""
 
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from verl.utils.import_utils import load_extern_object
@@ -35,33 +29,6 @@ class Clock(TrainerCallback):
             self.tokens.append(logs["completions/mean_length"])
 
 
-class Validation(TrainerCallback):
-    """Mean score of greedy answers to questions in the RL data format, by step."""
-
-    def __init__(self, questions: pd.DataFrame, score: Callable[..., float], every: int, limit: int) -> None:
-        self.questions, self.score, self.every, self.limit = questions, score, every, limit
-        self.accuracy: dict[int, float] = {}
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.validate(0, **kwargs)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step % self.every == 0:
-            self.validate(state.global_step, **kwargs)
-
-    @torch.no_grad()
-    def validate(self, step, model, processing_class, **kwargs) -> None:
-        prompts, truths = questions_of(self.questions)
-        encoded = processing_class(prompts, padding=True, padding_side="left", return_tensors="pt")
-        training = model.training
-        model.eval()
-        ids = model.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"],
-                             do_sample=False, max_new_tokens=self.limit)  # fmt: skip
-        model.train(training)
-        texts = processing_class.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-        self.accuracy[step] = sum(self.score("", *pair) for pair in zip(texts, truths, strict=True)) / len(texts)
-
-
 def questions_of(rows: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Prompts and ground truths of rows in the RL data format."""
     return [row[0]["content"] for row in rows["prompt"]], [row["ground_truth"] for row in rows["reward_model"]]
@@ -79,8 +46,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="samples that are forwarded at a time; default: all of a step")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--validate-every", type=int, default=0)
     return parser.parse_args(argv)
 
 
@@ -92,10 +57,7 @@ def main() -> None:
     args = parse()
     score = load_extern_object(str(args.folder / "reward.py"), "compute_score")
     prompts, truths = questions_of(pd.read_parquet(args.folder / "prompts.parquet"))
-    clock, validation = Clock(), None
-    if args.validate_every:
-        questions = pd.read_parquet(args.folder / "val.parquet")
-        validation = Validation(questions, score, args.validate_every, args.limit)
+    clock = Clock()
     if args.chat:
         prompts = [list(prompt) for prompt in pd.read_parquet(args.folder / "prompts.parquet")["prompt"]]
     rows = args.rows or args.prompts * args.samples
@@ -103,7 +65,7 @@ def main() -> None:
         output_dir=str(args.out.with_suffix("")), per_device_train_batch_size=rows,
         gradient_accumulation_steps=args.prompts * args.samples // rows,
         num_generations=args.samples, max_completion_length=args.limit, max_steps=args.steps, learning_rate=args.lr,
-        lr_scheduler_type="constant", seed=args.seed,
+        lr_scheduler_type="constant",
         beta=0.0, temperature=1.0, use_cpu=True, bf16=False,
         model_init_kwargs={"dtype": args.dtype}, gradient_checkpointing=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True,
@@ -114,15 +76,14 @@ def main() -> None:
         args=config,
         processing_class=AutoTokenizer.from_pretrained(args.folder / "model"),
         train_dataset=Dataset.from_dict({"prompt": prompts, "truth": truths}),
-        callbacks=[clock, *([validation] if validation else [])],
+        callbacks=[clock],
         reward_funcs=lambda completions, truth, **kwargs: [
             score("", answer if isinstance(answer, str) else answer[0]["content"], right)
             for answer, right in zip(completions, truth, strict=True)
         ],
     )
     trainer.train()
-    accuracy = {"accuracy": validation.accuracy} if validation else {}
-    args.out.write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens, **accuracy}))
+    args.out.write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens}))
 
 
 if __name__ == "__main__":

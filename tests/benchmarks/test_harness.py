@@ -3,13 +3,11 @@
 Not covered: the results themselves; `make bench` prints each next to its bound.
 """
 
-import json
 
 import pytest
 import torch
 
 from benchmarks.harness import alternate, resident_bytes, restart_peak, row, verdict
-from benchmarks.spd_completions import epoch_shares
 from benchmarks.spd_judging import TimedDecoding
 from benchmarks.spd_step import PROMPTS
 
@@ -49,15 +47,6 @@ def test_the_peak_counts_what_was_freed_again_and_starts_anew():
 )  # fmt: skip
 def test_a_bound_is_met_or_missed(bound, value, text):
     assert verdict(value, bound) == text
-
-
-def test_an_epochs_share_is_that_of_its_sums_not_of_its_steps():
-    def line(epoch, asked, samples):
-        data = {"training/epoch": epoch, "spd/completions/asked": asked, "training/requested_samples": samples}
-        return json.dumps({"step": 1, "data": data})
-
-    lines = [line(0, 30, 100), line(0, 10, 300), json.dumps({"step": 1, "data": {"val/x": 1}}), line(1, 2, 400)]
-    assert epoch_shares(lines, 2) == [(40 / 400, [0.3, 10 / 300]), (2 / 400, [0.005])]
 
 
 def test_judging_is_timed_next_to_the_forward_before_it_in_full_batches_only():

@@ -144,13 +144,8 @@ def test_trl_steps_to_the_limit(tmp_path):
     pytest.importorskip("trl", reason="requirements/bench.txt")
     case = rl_whole_step.Case("short", 3, 4, True)
     rl_whole_step.make(tmp_path, case)
-    (tmp_path / "val.parquet").write_bytes((tmp_path / "prompts.parquet").read_bytes())
     sizes = ["--steps", "2", "--prompts", "2", "--samples", "2", "--limit", "4", "--to-the-limit"]
-    sizes += ["--validate-every", "2"]
     out = tmp_path / "trl.json"
     rl_whole_step.start([sys.executable, "-m", "benchmarks.trl_steps", str(tmp_path), "--out", str(out), *sizes])
-    written = json.loads(out.read_text())
-    accuracy = written.pop("accuracy")  # of its reward, the share of words that differ
-    assert accuracy.keys() == {"0", "2"} and all(0 < value < 1 for value in accuracy.values())
-    results = rl_whole_step.Steps(**written)
+    results = rl_whole_step.Steps(**json.loads(out.read_text()))
     assert len(results.seconds) == 2 and results.tokens == [4.0, 4.0] and results.driver == []

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import pretrained, pretrained_parts, trl_steps
+from benchmarks import pretrained, trl_steps
 from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
 from examples.pretrained.reward import compute_score
 from examples.pretrained.stages import Stage, run_stages
 from tests.examples.test_grpo_demo import trained_config
-from tests.helpers.models import save_tiny_llama
 from verl.agents.environments.processes import EnvironmentCalls, environment_rows
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
@@ -133,19 +131,6 @@ def test_a_package_that_cannot_be_downloaded_is_one_message(tmp_path, monkeypatc
         fetch.download(tmp_path / "package")
 
 
-def test_a_row_of_a_prompt_and_its_answers_has_the_log_probs_of_each_alone(tmp_path):
-    save_tiny_llama(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    prompt, answers = [5, 6, 7], [[8, 9], [10], [11, 12, 13]]
-    row = pretrained_parts.packed(prompt, answers)
-    with torch.no_grad():
-        logits = model(input_ids=row["ids"], position_ids=row["positions"], attention_mask=row["mask"],
-                       logits_to_keep=row["at"]).logits[0]  # fmt: skip
-        alone = [model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] for answer in answers]
-    assert row["labels"].tolist() == [8, 9, 10, 11, 12, 13]
-    torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
@@ -187,21 +172,16 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
 
 
 def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
-    def ended(command, log, threads=None):
-        """Leaves what the command would: TRL needs 8 times the time of ours, the former defaults 10 times."""
+    def ended(command, log):
+        """Leaves what the command would: TRL needs 8 times the time of ours."""
         if command[2] == "benchmarks.trl_steps":
             args = trl_steps.parse(command[3:])
             taken = [9.0, 16.0] if args.steps > 1 else [16.0 if args.rows == 16 else 17.0]
             args.out.write_text(json.dumps({"seconds": taken, "tokens": [7.0] * len(taken)}))
             assert {path.name for path in args.folder.iterdir()} == {"prompts.parquet", "reward.py", "model"}
-        elif command[2] == "benchmarks.pretrained_parts":
-            parts = {"generation": 0.5, "forward_backward": 1.5, "seconds": 2.0, "tokens": 7.0}
-            Path(command[-1]).write_text(json.dumps(parts))
         else:
             config = trained_config(command)
-            former = not config.actor_rollout_ref.actor.share_prompt_forward
-            assert former == (threads == 1) == bool(config.actor_rollout_ref.model.enable_gradient_checkpointing)
-            values = {"timing_s/step": 20.0 if former else 2.0, "rollout_corr/kl": 1e-6,
+            values = {"timing_s/step": 2.0, "rollout_corr/kl": 1e-6,
                       "response_length/mean": 7.0,
                       "training/rollout_actor_probs_pearson_corr": 0.999}  # fmt: skip
             run = Path(config.trainer.default_local_dir)
@@ -212,11 +192,9 @@ def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
     monkeypatch.setattr(pretrained, "run_alone", ended)
     questions.write(tmp_path / "data", 0, train=8, validation=4)
     rows = {row.name: row for row in (*pretrained.mismatch(tmp_path), *pretrained.in_turn(tmp_path))}
-    assert {name: rows[name].value for name in ("grpo_step_vs_trl", "grpo_step_over_parts", "defaults_speedup")} == {
-        "grpo_step_vs_trl": 8.0, "grpo_step_over_parts": 1.0, "defaults_speedup": 10.0,
-    }  # fmt: skip
+    assert rows["grpo_step_vs_trl"].value == 8.0
     assert rows["first_step_kl_float32"].value == 1e-6 and "16 rows" in rows["grpo_step_trl"].unit
-    asked = {name for name in WANTED if name.startswith(("grpo_step_vs_trl", "grpo_step_over", "first_step"))}
+    asked = {name for name in WANTED if name.startswith(("grpo_step_vs_trl", "first_step"))}
     assert {name for name in asked if not name.endswith(("_short", "_long"))} <= rows.keys()
     monkeypatch.setattr(pretrained, "run_alone", None)  # nothing is measured twice
-    assert {row.name: row for row in pretrained.in_turn(tmp_path)}["defaults_speedup"].value == 10.0
+    assert {row.name: row for row in pretrained.in_turn(tmp_path)}["grpo_step_vs_trl"].value == 8.0

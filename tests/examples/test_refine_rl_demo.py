@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks import lossless, speculative, time_to_reward, trl_steps
+from benchmarks import lossless, speculative
 from benchmarks.run import WANTED
 from examples.demo_runner import PhaseFailed
 from examples.dllm_arithmetic.corpus import compute_score
@@ -179,28 +179,3 @@ def test_a_tail_leaves_answers_of_different_length(tiny_llama, monkeypatch):
     assert [len(requests) for requests in made.values()] == [1, 2]
     lengths = made["tail"][0].batch["attention_mask"].sum(-1) - 3
     assert (9 - lengths).tolist() == [2, 9]  # with the end token
-
-
-def test_time_until_accuracy_stays_above_the_bound():
-    seconds = [1.0, 2.0, 3.0, 4.0]
-    assert time_to_reward.seconds_to(seconds, {0: 0.1, 1: 0.9, 2: 0.8, 3: 0.81, 4: 0.9}) == 6.0
-    assert time_to_reward.seconds_to(seconds, {0: 0.9, 4: 0.9}) == 0.0
-    with pytest.raises(RuntimeError, match="80 % are not reached in 4 steps"):
-        time_to_reward.seconds_to(seconds, {0: 0.9, 4: 0.8})
-
-
-def test_both_trainers_get_the_same_settings(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(time_to_reward, "start", lambda command, core: ran.append((core, command)))
-    monkeypatch.setattr(time_to_reward, "by_step", lambda run, metric: {1: {"timing_s/step": 5.0}.get(metric, 2.0)})
-    assert time_to_reward.ours(tmp_path, 1, 0) == ([5.0], {1: 2.0})
-    (tmp_path / "trl.json").write_text(json.dumps({"seconds": [1.0], "tokens": [1.0], "accuracy": {"0": 0.1}}))
-    assert time_to_reward.trl(tmp_path, 1, 3) == ([1.0], {0: 0.1})
-    (core, command), (other_core, other_command) = ran
-    assert (core, other_core) == (0, 3)
-    config, args = trained_config(command), trl_steps.parse(other_command[3:])
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    assert (args.prompts, args.samples) == (config.data.train_batch_size, rollout.n)
-    assert args.limit == config.data.max_response_length
-    assert (args.lr, args.steps) == (actor.optim.lr, config.trainer.total_training_steps)
-    assert args.validate_every == config.trainer.test_freq and args.prompts == actor.ppo_mini_batch_size
