@@ -51,7 +51,7 @@ setup(
         "wandb": ["wandb"],
         "debug": ["debugpy"],
         "mcp": ["mcp>=2"],
-        # The versions of verl.agents.environments.base.LIBRARIES; those of different libraries contradict each other.
+        # The versions that the adapters name (LIBRARY); those of different libraries contradict each other.
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "verifiers": ["verifiers==0.4.0"],
         "openenv": ["openenv==0.10.0"],

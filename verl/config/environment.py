@@ -6,7 +6,11 @@ from typing import Any
 from verl.config.base import BaseConfig
 from verl.config.fields import setting
 
-LIBRARIES = ("reasoning_gym", "verifiers", "openenv", "skyrl_gym")
+#: The adapters that have a name of their own; the others are named by their class paths.
+ADAPTERS = {
+    "reasoning_gym": "verl.agents.environments.adapters.reasoning_gym.ReasoningGym",
+    "verifiers": "verl.agents.environments.adapters.verifiers.Verifiers",
+}
 
 
 @dataclass
@@ -14,7 +18,7 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
     """Where prompts and scores come from instead of data files and a reward function; see docs/environments.md."""
 
     name: str | None = setting(
-        None, "reasoning_gym, verifiers, openenv or skyrl_gym; null reads data files.", choices=LIBRARIES
+        None, "reasoning_gym, verifiers, or the class path of another adapter; null reads data files."
     )
     # Null by default: Hydra cannot replace a list by a dictionary.
     tasks: list[str] | dict[str, Any] | None = setting(
@@ -24,7 +28,7 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
         None, "{task: settings} that the library's constructor of the task gets; any key."
     )
     path: str | None = setting(None, "Python file or folder that defines tasks which are not installed.")
-    url: str | None = setting(None, "Address of a server of openenv, such as http://127.0.0.1:8000.")
+    url: str | None = setting(None, "Address of an environment's server (OpenEnv), such as http://127.0.0.1:8000.")
     size: int = setting(1000, "Items drawn for training.", low=1)
     val_size: int = setting(100, "Items drawn for validation.", low=1)
     seed: int = setting(0, "Item i of the training data comes from seed + i where the library draws items.", low=0)
@@ -53,9 +57,12 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
         if self.name is None:
             return
         key = f"data.environment.name={self.name}"
-        if self.name == "openenv" and not self.url:
-            raise ValueError(f"{key} needs data.environment.url, the address of the environment's server.")
-        if self.name in ("reasoning_gym", "verifiers") and not self.tasks:
+        if self.name not in ADAPTERS and "." not in self.name:
+            raise ValueError(
+                f"{key} is unknown. Known: {', '.join(ADAPTERS)}, and class paths of adapters, such as "
+                "examples.environments.openenv_adapter.OpenEnv or examples.environments.skyrl_gym_adapter.SkyRLGym."
+            )
+        if self.name in ADAPTERS and not self.tasks:
             raise ValueError(f"{key} needs data.environment.tasks, the names of its tasks.")
         if self.name == "reasoning_gym" and self.max_turns > 1:
             raise ValueError(f"{key} has questions with one answer: set data.environment.max_turns=1.")

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from verl.agents.environments.base import LIBRARIES
 from verl.agents.environments.hosting import EnvironmentFailed
 from verl.agents.environments.processes import START_S, EnvironmentCalls
 from verl.config.ppo import PPOConfig
@@ -57,13 +56,12 @@ def show_environment(console: Console, config: PPOConfig, findings: Any) -> list
         return [wrong("data.environment", f"data.environment: a conversation failed: {one_line(error)}")]
     first = range(min(len(prompts), LENGTHS))
     lengths = sorted(len(prompts.prompt_ids(i)) for i in first)
-    library = LIBRARIES[environment.name]
     console.rule("Environment")
     console.print(Panel(escape(visible(prompts.prompt_text(0))), title="first prompt", expand=False))
     print_rows(
         console,
         {
-            "environment": f"{environment.name} (tested with {library.package} {library.version})",
+            "environment": environment.name,
             "answer": escape(visible(answer)),
             "its scores": ", ".join(f"{name} {value:g}" for name, value in scores.items() if _is_number(value)),
             f"tokens of the first {len(first)} prompts": f"{lengths[0]} to {lengths[-1]}, median {median(lengths):g}",

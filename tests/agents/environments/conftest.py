@@ -1,9 +1,11 @@
-"""Files and the stand-in for skyrl-gym."""
+"""Files and the stand-in for skyrl-gym, whose adapter these tests use."""
 
 import json
 from pathlib import Path
 
 import pytest
+
+SKYRL_GYM = "examples.environments.skyrl_gym_adapter.SkyRLGym"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.configs import compose_ppo
 from verl.agents.agent_loop.base import DictConfigWrap
 from verl.agents.agent_loop.environment_agent_loop import EnvironmentAgentLoop
@@ -36,7 +37,7 @@ class Scripted:
 def run(files, tiny_llama):
     tokenizer = hf_tokenizer(tiny_llama)
     tokenizer.add_tokens([word for word in WORDS if word not in tokenizer.get_vocab()])
-    settings = EnvironmentConfig(name="skyrl_gym", size=4, val_size=1, max_turns=2)
+    settings = EnvironmentConfig(name=SKYRL_GYM, size=4, val_size=1, max_turns=2)
     row = environment_rows(settings, files)["train"][3]
     config = compose_ppo(f"actor_rollout_ref.model.path={tiny_llama}", "actor_rollout_ref.rollout.name=vllm")
     config.data.environment = dict(settings)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.rl_run import compose_run
 from verl.agents.environments.base import check_ranges
 from verl.agents.environments.dataset import EnvironmentDataset
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 def settings(**more):
-    return EnvironmentConfig(**{"name": "skyrl_gym", "size": 6, "val_size": 2, "timeout": 3.0, **more})
+    return EnvironmentConfig(**{"name": SKYRL_GYM, "size": 6, "val_size": 2, "timeout": 3.0, **more})
 
 
 def test_rows_and_scores_come_from_a_process(files):
@@ -30,7 +31,7 @@ def test_rows_and_scores_come_from_a_process(files):
     item = rows["train"][5]["extra_info"]["environment"]
     with EnvironmentCalls(settings()) as calls:
         assert calls.call(60, "score", item, "yes") == {"score": 1.0, "acc": 1.0, "steps": 1}
-        with pytest.raises(EnvironmentFailed, match=r"skyrl_gym \(task count, .*index 5\) raised ZeroDivisionError"):
+        with pytest.raises(EnvironmentFailed, match=r"SkyRLGym \(task count, .*index 5\) raised ZeroDivisionError"):
             calls.call(60, "score", item, "crash")
         with pytest.raises(EnvironmentFailed, match="gave the score nan"):
             calls.call(60, "score", item, "nan")
@@ -105,7 +106,7 @@ def test_a_data_set_names_what_the_environment_lacks(files, tmp_path, tiny_llama
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"name": "openenv"}, "needs data.environment.url"),
+        ({"name": "openenv"}, "openenv is unknown.*examples.environments.openenv_adapter.OpenEnv"),
         ({"name": "verifiers"}, "needs data.environment.tasks"),
         ({"name": "reasoning_gym", "tasks": ["gcd"], "max_turns": 2}, "set data.environment.max_turns=1"),
         ({"tasks": {"a": 0}}, "tasks.a: the weight must be a number above 0"),
@@ -125,7 +126,7 @@ def test_ranges_of_seeds_must_not_overlap():
 
 
 def test_the_dry_run_shows_a_prompt_a_scored_answer_and_lengths(files, tmp_path, tiny_llama, capsys):
-    environment = {"name": "skyrl_gym", "size": 8, "val_size": 2}
+    environment = {"name": SKYRL_GYM, "size": 8, "val_size": 2}
     more = {f"data__environment__{name}": value for name, value in environment.items()}
     more |= {f"data__{split}_files": names[0] for split, names in files.items()}
     config = compose_run(tmp_path / "run", tiny_llama, custom_reward_function__path="null", **more)

@@ -13,6 +13,7 @@ import ray
 import torch
 
 from tests.agents.agent_loop.scripted import ScriptedEngine
+from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import WORDS, make_tokenizer
 from verl.agents.agent_loop.manager import AgentLoopManager
@@ -53,7 +54,7 @@ class Manager(AgentLoopManager):
 def test_each_worker_has_its_environment_and_rows_keep_their_order(ray_cluster, files, tmp_path):
     tokenizer = make_tokenizer([*WORDS, "no", "yes", "crash", "again"])
     tokenizer.save_pretrained(tmp_path / "model")
-    settings = EnvironmentConfig(name="skyrl_gym", size=8, val_size=1, max_turns=2)
+    settings = EnvironmentConfig(name=SKYRL_GYM, size=8, val_size=1, max_turns=2)
     rows = environment_rows(settings, files)["train"]
     rollout = {"name": "vllm", "mode": "async", "prompt_length": 12, "response_length": 40, "agent.num_workers": 2}
     config = compose_ppo(

@@ -1,17 +1,14 @@
-"""A few steps of GRPO in an environment of each library, with the library's own scores (make test-environments)."""
+"""A few steps of GRPO in an environment of each library, with the library's own scores (make test-environments).
 
-import json
-import subprocess
-import sys
-import time
-import urllib.request
+tests/examples/test_environment_adapters.py has those whose adapters are examples.
+"""
+
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.rl_run import compose_run, metrics_rows
 from verl.trainer.main_ppo import TaskRunner
-from verl.utils.ports import free_port
 
 pytestmark = [pytest.mark.environments, pytest.mark.process]
 HERE = Path(__file__).parent
@@ -63,40 +60,3 @@ def test_verifiers_trains_with_a_tool(tmp_path, tiny_llama):
         params="{lookup: {val: {}}}", max_turns=2,
     )  # fmt: skip
     assert all(row["num_turns/mean"] >= 2 for row in rows if "critic/score/mean" in row)
-
-
-@pytest.fixture
-def guess_server(tmp_path):
-    port = free_port()
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen([sys.executable, HERE / "guess_server.py", str(port)], stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        try:
-            urllib.request.urlopen(f"{url}/schema", timeout=1).close()
-            break
-        except OSError:
-            assert server.poll() is None, (tmp_path / "server.log").read_text()
-            time.sleep(0.2)
-    yield url
-    server.kill()
-    server.wait()
-
-
-def test_openenv_trains_over_several_turns(tmp_path, tiny_llama, guess_server):
-    rows = train(tmp_path, tiny_llama, "openenv", agent=True, url=guess_server, params="{observation: text}",
-                 max_turns=3)  # fmt: skip
-    steps = [row for row in rows if "critic/score/mean" in row]
-    assert all(row["num_turns/max"] > 2 for row in steps)
-    assert all(1 <= row["reward/steps/mean"] <= 3 for row in steps)
-
-
-def test_skyrl_gym_trains_over_several_turns(tmp_path, tiny_llama):
-    rows = [
-        {"data_source": "sums", "env_class": "gsm8k_multi_turn", "prompt": [{"role": "user", "content": f"{i} + 1 ="}],
-         "reward_spec": {"method": "rule", "ground_truth": str(i + 1)}} for i in range(16)
-    ]  # fmt: skip
-    file = tmp_path / "sums.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = train(tmp_path / "run", tiny_llama, "skyrl_gym", agent=True, files=file, max_turns=2)
-    assert all(1 <= row["reward/steps/mean"] <= 2 for row in rows if "critic/score/mean" in row)

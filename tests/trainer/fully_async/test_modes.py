@@ -73,7 +73,8 @@ def test_conversations_that_an_environment_leads_are_trained(ray_cluster, tmp_pa
     prompts, steps = [{"prompt": [{"role": "user", "content": f"{i} ?"}], "env_class": "count"} for i in range(16)], 4
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    environment = {"name": "skyrl_gym", "size": 16, "val_size": 4, "max_turns": 3}
+    adapter = "examples.environments.skyrl_gym_adapter.SkyRLGym"
+    environment = {"name": adapter, "size": 16, "val_size": 4, "max_turns": 3}
     settings = {f"data__environment__{key}": value for key, value in environment.items()}
     settings |= {
         "data__train_files": file, "data__val_files": file, "custom_reward_function__path": "null",

@@ -1,4 +1,4 @@
-"""The interface of an environment, and the table of libraries."""
+"""The interface of an environment, and how the adapter of a library is found."""
 
 import hashlib
 import importlib
@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from verl.config.compose import to_settings
-from verl.config.environment import EnvironmentConfig
+from verl.config.environment import ADAPTERS, EnvironmentConfig
+from verl.utils.import_utils import load_class_from_fqn
 
 Message = dict[str, Any]
 #: Asks the model for the next turn of a conversation: (messages so far, schemas of tools or None) -> its message.
@@ -24,20 +25,11 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Library:
-    """A library: the module that is imported, the package and version that the tests use, the class of its adapter."""
+    """A library: the module that is imported, and the package and version that the tests use."""
 
     module: str
     package: str
     version: str
-    adapter: str
-
-
-LIBRARIES = {
-    "reasoning_gym": Library("reasoning_gym", "reasoning-gym", "0.1.25", "reasoning_gym.ReasoningGym"),
-    "verifiers": Library("verifiers.v1", "verifiers", "0.4.0", "verifiers.Verifiers"),
-    "openenv": Library("openenv.core", "openenv", "0.10.0", "openenv.OpenEnv"),
-    "skyrl_gym": Library("skyrl_gym", "skyrl-gym", "0.4.0", "skyrl_gym.SkyRLGym"),
-}
 
 
 class NoMoreTurns(RuntimeError):
@@ -47,10 +39,13 @@ class NoMoreTurns(RuntimeError):
 class Environment(AbstractAsyncContextManager, ABC):
     """Tasks of a library: rows of the data set, and conversations about them, which it scores.
 
-    `library` is the imported module. An instance is used as `async with`, in one event loop.
+    `library` is the module of LIBRARY, imported, or None for an adapter without LIBRARY. An instance is used as
+    `async with`, in one event loop.
     """
 
-    def __init__(self, settings: EnvironmentConfig, library: ModuleType) -> None:
+    LIBRARY: Library | None = None
+
+    def __init__(self, settings: EnvironmentConfig, library: ModuleType | None) -> None:
         self.settings, self.library = settings, library
 
     async def __aexit__(self, *error: Any) -> None:
@@ -72,10 +67,21 @@ class Environment(AbstractAsyncContextManager, ABC):
         """
 
 
+def adapter_class(name: str) -> type[Environment]:
+    """The subclass of Environment for data.environment.name: a key of ADAPTERS, or a class path."""
+    adapter = load_class_from_fqn(ADAPTERS.get(name, name), "data.environment.name")
+    if not (isinstance(adapter, type) and issubclass(adapter, Environment)):
+        raise TypeError(f"data.environment.name={name} is no subclass of verl.agents.environments.base.Environment")
+    return adapter
+
+
 def load_environment(settings: dict[str, Any]) -> Environment:
     """The environment of data.environment. ImportError names the package to install if its library is missing."""
     config = to_settings(settings, EnvironmentConfig)
-    known = LIBRARIES[config.name]
+    adapter = adapter_class(config.name)
+    known = adapter.LIBRARY
+    if known is None:
+        return adapter(config, None)
     try:
         library = importlib.import_module(known.module)
     except ModuleNotFoundError as error:
@@ -86,8 +92,6 @@ def load_environment(settings: dict[str, Any]) -> Environment:
             "Install it in a virtual environment of its own, since its requirements may contradict those of vLLM: "
             "docs/environments.md."
         ) from error
-    module, _, name = known.adapter.partition(".")
-    adapter = getattr(importlib.import_module(f"verl.agents.environments.adapters.{module}"), name)
     return adapter(config, library)
 
 

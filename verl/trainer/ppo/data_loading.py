@@ -12,6 +12,7 @@ from verl.agents.environments.dataset import EnvironmentDataset
 from verl.config.batch_sizes import steps_in_all
 from verl.config.compose import to_omegaconf, to_settings
 from verl.config.data import DataConfig
+from verl.config.environment import ADAPTERS
 from verl.config.ppo import PPOConfig
 from verl.data import rl_dataset
 from verl.data.dynamicgen_dataset import DynamicGenDataset
@@ -63,7 +64,7 @@ class RLData:
         files, environment = data.train_files, data.environment
         self.fingerprint = {"batch_size": batch_size}
         if environment.name is not None:
-            files = files if environment.name == "skyrl_gym" else []
+            files = [] if environment.name in ADAPTERS else files
             self.fingerprint["environment"] = {name: environment[name] for name in DRAWN_BY}
         self.fingerprint |= data_fingerprint(files, len(train_dataset))
         steps, batches = config.trainer.total_training_steps, len(self.train_loader)

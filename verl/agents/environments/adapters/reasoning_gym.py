@@ -8,7 +8,7 @@ from typing import Any
 
 from loguru import logger
 
-from verl.agents.environments.base import Ask, Environment, Message, check_ranges, make_row
+from verl.agents.environments.base import Ask, Environment, Library, Message, check_ranges, make_row
 
 EXAMPLES_SEED = 3_000_000  # of worked examples
 DRAWS = 2  # items drawn for one of validation, whose questions are all different
@@ -20,6 +20,8 @@ class ReasoningGym(Environment):
     Item i of seed s comes from Random(s + i), so that seeds that are close share items: the ranges of training,
     validation and worked examples must not overlap, and training leaves out questions that validation asks.
     """
+
+    LIBRARY = Library("reasoning_gym", "reasoning-gym", "0.1.25")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

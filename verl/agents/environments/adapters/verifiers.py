@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from verl.agents.environments.adapters.verifiers_harness import HARNESS, harness_module
-from verl.agents.environments.base import Ask, Environment, Message, NoMoreTurns, import_path, make_row
+from verl.agents.environments.base import Ask, Environment, Library, Message, NoMoreTurns, import_path, make_row
 from verl.agents.environments.hosting import EnvironmentFailed
 
 #: What a harness reads as the end of the context.
@@ -25,6 +25,8 @@ class Verifiers(Environment):
     `agent.harness` is set or the environment brings a harness, `ChatHarness` leads the conversation in this process.
     Harnesses reach the model at a server of this process, whose `model` is the number of the conversation.
     """
+
+    LIBRARY = Library("verifiers.v1", "verifiers", "0.4.0")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

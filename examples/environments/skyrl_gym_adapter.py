@@ -1,10 +1,16 @@
-"""Environments of skyrl-gym, with prompts in SkyRL's data format."""
+"""Adapter of skyrl-gym, with prompts in SkyRL's data format.
+
+    python -m verl.trainer.main_ppo data.environment.name=examples.environments.skyrl_gym_adapter.SkyRLGym \\
+        data.environment.tasks=[gsm8k] data.train_files=train.parquet data.val_files=val.parquet ...
+
+Needs the package: pip install skyrl-gym==0.4.0, in a virtual environment of its own.
+"""
 
 import asyncio
 import functools
 from typing import Any
 
-from verl.agents.environments.base import Ask, Environment, NoMoreTurns, import_path, make_row
+from verl.agents.environments.base import Ask, Environment, Library, NoMoreTurns, import_path, make_row
 from verl.data.rl_dataset import read_rows
 from verl.utils.fs import copy_to_local
 
@@ -17,6 +23,8 @@ class SkyRLGym(Environment):
     one of data.environment.tasks. data.environment.params.NAME is the environment's `env_config`. Importing
     data.environment.path registers further ones.
     """
+
+    LIBRARY = Library("skyrl_gym", "skyrl-gym", "0.4.0")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

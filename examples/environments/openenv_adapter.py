@@ -1,4 +1,10 @@
-"""Environments of OpenEnv, which servers hold: reset, step and state of a session."""
+"""Adapter of OpenEnv, whose environments servers hold: reset, step and state of a session.
+
+    python -m verl.trainer.main_ppo data.environment.name=examples.environments.openenv_adapter.OpenEnv \\
+        data.environment.url=http://127.0.0.1:8000 ...
+
+Needs the package: pip install openenv==0.10.0, in a virtual environment of its own.
+"""
 
 import json
 from typing import Any
@@ -7,7 +13,7 @@ import httpx
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from verl.agents.environments.base import Ask, Environment, Message, NoMoreTurns, check_ranges, make_row
+from verl.agents.environments.base import Ask, Environment, Library, Message, NoMoreTurns, check_ranges, make_row
 
 
 class OpenEnv(Environment):
@@ -19,9 +25,13 @@ class OpenEnv(Environment):
     each reset.
     """
 
+    LIBRARY = Library("openenv.core", "openenv", "0.10.0")
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         settings = self.settings
+        if not settings.url:
+            raise ValueError("OpenEnv needs data.environment.url, the address of the environment's server.")
         check_ranges(settings, seed=(settings.seed, settings.size), val_seed=(settings.val_seed, settings.val_size))
         known = ("action", "observation", "reset")
         if unknown := [name for name in settings.parameters if name not in known]:
