@@ -53,16 +53,9 @@ def test_every_generated_token_is_trained_once_after_what_the_engine_saw(made):
 
 
 @given(requests())
-def test_a_row_shares_its_first_tokens_with_an_earlier_row_and_no_more_is_stored(made):
+def test_the_tree_counts_the_turns_and_the_tokens_of_the_responses(made):
     tree = tree_of(made)
     rows = tree.rows()
-    for number, row in enumerate(rows):
-        if row.parent is None:
-            assert row.shared == 0
-            continue
-        assert row.parent < number
-        assert rows[row.parent].ids[: row.shared] == row.ids[: row.shared] and row.shared <= len(row.prompt_ids)
-    assert tree.tokens == sum(len(row.ids) - row.shared for row in rows)
     assert tree.response_length == sum(len(row.response_ids) for row in rows)
     assert tree.turns == sum(bool(wrote) for _, wrote in made)
 
@@ -84,20 +77,17 @@ def test_a_conversation_that_grows_is_one_row():
     (row,) = tree.rows()
     assert row.prompt_ids == [1, 2] and row.response_ids == [3, 4, 8, 9, 6] and row.response_mask == [1, 1, 0, 0, 1]
     assert row.response_logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0] and row.versions == [(5, 0, 2), (6, 4, 5)]
-    assert (row.parent, row.shared) == (None, 0)
 
 
-def test_branches_have_the_row_as_parent_that_has_their_first_tokens():
+def test_each_branch_is_a_row():
     tree = ConversationTree()
     tree.add([1, 2], [3])
     tree.add([1, 2, 3, 4], [5])
     tree.add([1, 2], [3])  # another choice with the same tokens
     tree.add([1, 2, 3, 9], [5])  # the history was edited after the first turn
     tree.add([8], [5])  # a sub-agent
-    rows = [(row.prompt_ids, row.response_ids, row.parent, row.shared) for row in tree.rows()]
-    assert rows == [
-        ([1, 2], [3, 4, 5], None, 0), ([1, 2, 3, 9], [5], 0, 3), ([1, 2], [3], 0, 2), ([8], [5], None, 0),
-    ]  # fmt: skip
+    rows = [(row.prompt_ids, row.response_ids) for row in tree.rows()]
+    assert rows == [([1, 2], [3, 4, 5]), ([1, 2, 3, 9], [5]), ([1, 2], [3]), ([8], [5])]
 
 
 def test_log_probs_are_given_for_every_token_of_every_turn_or_for_none():

@@ -15,7 +15,6 @@ class Conversation:
         response_mask: [T], 1 for a generated token.
         response_logprobs: [T], the log-prob of each generated token, 0 elsewhere; None if no turn has any.
         kept_tokens: [T], the ids that top-k and top-p left at each generated token, [] elsewhere; None without any.
-        turns: (start, end) of each addition to `response_ids`.
         versions: (weights version, start, end) of each generated turn.
     """
 
@@ -24,7 +23,6 @@ class Conversation:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] | None = None
     kept_tokens: list[list[int]] | None = None
-    turns: list[tuple[int, int]] = field(default_factory=list)
     versions: list[tuple[int | None, int, int]] = field(default_factory=list)
 
     @property
@@ -49,8 +47,9 @@ class Conversation:
             self.response_logprobs = [0.0] * len(self.response_ids)
         if kept is not None and self.kept_tokens is None:
             self.kept_tokens = [[]] * len(self.response_ids)
+        start = len(self.response_ids)
         self._append(ids, 1, log_probs, kept)
-        self.versions.append((version, *self.turns[-1]))
+        self.versions.append((version, start, len(self.response_ids)))
 
     def add_given(self, ids: list[int]) -> None:
         """Append what tools or users wrote."""
@@ -59,11 +58,9 @@ class Conversation:
     def _append(
         self, ids: list[int], mask: int, log_probs: list[float] | None, kept: list[list[int]] | None
     ) -> None:  # fmt: skip
-        start = len(self.response_ids)
         self.response_ids += ids
         self.response_mask += [mask] * len(ids)
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
         if self.kept_tokens is not None:
             self.kept_tokens += [[]] * len(ids) if kept is None else kept
-        self.turns.append((start, len(self.response_ids)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from verl.agents.conversation import Conversation
+
 
 @dataclass
 class Node:
@@ -25,36 +27,6 @@ class Node:
     version: int | None = None
     children: list[Node] = field(default_factory=list)
     kept: list[list[int]] | None = None
-
-
-@dataclass
-class TreeRow:
-    """The tokens from the root to a leaf, as a prompt and a response; each generated token is trained in one row only.
-
-    Attributes:
-        prompt_ids: the ids before the first token that is trained in this row [P].
-        response_ids: the ids from this token to the leaf [R].
-        response_mask: [R], 1 for a generated token; all of those are trained in this row.
-        response_logprobs: [R], the log-prob of each generated token, 0 elsewhere; None without log-probs.
-        kept_tokens: [R], Node.kept of generated tokens, [] elsewhere; None where no turn of the tree has it.
-        versions: (weights version, start, end) of each generated turn of the response.
-        parent: number of the earlier row with which this row shares its first tokens; None for the first row of a root.
-        shared: how many first tokens are those of the parent; the parent's row has them at the same positions.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    response_logprobs: list[float] | None
-    kept_tokens: list[list[int]] | None
-    versions: list[tuple[int | None, int, int]]
-    parent: int | None
-    shared: int
-
-    @property
-    def ids(self) -> list[int]:
-        """All ids from the root to the leaf [P + R]."""
-        return self.prompt_ids + self.response_ids
 
 
 class ConversationTree:
@@ -125,68 +97,43 @@ class ConversationTree:
         return len(prompt_ids) - matched if ends_leaf else 0
 
     @property
-    def tokens(self) -> int:
-        """Tokens that are stored."""
-        return sum(len(node.ids) for path in self._leaves() for node in path.own)
-
-    @property
     def response_length(self) -> int:
         """Tokens in the responses of all rows."""
-        return sum(len(node.ids) for path in self._leaves() for node in path.own[path.given :])
+        return sum(len(node.ids) for _, response in self._leaves() for node in response)
 
-    def rows(self) -> list[TreeRow]:
-        """One row for each leaf, depth first; a row's parent comes before it."""
+    def rows(self) -> list[Conversation]:
+        """The tokens from the root to each leaf, depth first.
+
+        A prompt ends before the first token that is trained in its row: each generated token is trained in one row. All
+        rows have log-probs and kept tokens, or none has.
+        """
         rows = []
-        for path in self._leaves():
-            prompt = [token for node in (*path.before, *path.own[: path.given]) for token in node.ids]
+        for prompt, response in self._leaves():
             log_probs, kept = ([] if has else None for has in (self.has_log_probs, self.has_kept))
-            row = TreeRow(prompt, [], [], log_probs, kept, [], path.parent, path.shared)
-            for node in path.own[path.given :]:
-                start = len(row.response_ids)
-                row.response_ids += node.ids
-                row.response_mask += [int(node.generated)] * len(node.ids)
-                if row.response_logprobs is not None:
-                    row.response_logprobs += node.log_probs if node.generated else [0.0] * len(node.ids)
-                if row.kept_tokens is not None:
-                    row.kept_tokens += node.kept or [[]] * len(node.ids)
+            ids = [token for node in prompt for token in node.ids]
+            row = Conversation(ids, response_logprobs=log_probs, kept_tokens=kept)
+            for node in response:
                 if node.generated:
-                    row.versions.append((node.version, start, len(row.response_ids)))
+                    row.add_generated(node.ids, node.log_probs, node.version, node.kept)
+                else:
+                    row.add_given(node.ids)
             rows.append(row)
         return rows
 
-    def _leaves(self) -> Iterator[_Path]:
-        """The path to each leaf, depth first."""
-        row = 0
-        # (nodes before, their tokens, the node, the row that has the nodes before)
-        waiting: list[tuple[list[Node], int, Node, int | None]] = []
-        waiting += [([], 0, child, None) for child in reversed(self.root.children)]
+    def _leaves(self) -> Iterator[tuple[list[Node], list[Node]]]:
+        """(nodes of the prompt, nodes of the response) on the path to each leaf, depth first."""
+        waiting: list[tuple[list[Node], Node]] = [([], child) for child in reversed(self.root.children)]
         while waiting:
-            before, shared, node, parent = waiting.pop()
-            path, length, own = before, shared, []
-            branches = []
-            while True:
-                own.append(node)
-                path, length = [*path, node], length + len(node.ids)
-                branches += [(path, length, child, row) for child in reversed(node.children[1:])]
-                if not node.children:
-                    break
+            before, node = waiting.pop()  # the nodes that an earlier row has, the first of this row
+            own, branches = [node], []
+            while node.children:
+                branches += [([*before, *own], child) for child in reversed(node.children[1:])]
                 node = node.children[0]
+                own.append(node)
             # The deepest branch is next; among the branches of a node, the one that was added first.
             waiting += branches
             given = next((i for i, n in enumerate(own) if n.generated), len(own))
-            yield _Path(before, own, given, parent, shared)
-            row += 1
-
-
-@dataclass
-class _Path:
-    """Nodes of earlier rows, those of this row, how many of these precede the first generated one, and the parent."""
-
-    before: list[Node]
-    own: list[Node]
-    given: int
-    parent: int | None
-    shared: int
+            yield [*before, *own[:given]], own[given:]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

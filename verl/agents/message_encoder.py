@@ -43,20 +43,18 @@ class MessageEncoder:
         If the template raises an error for arguments of tool calls as objects, they are passed as JSON text.
         Raises ChatTemplateError.
         """
-        settings = {"add_generation_prompt": add_generation_prompt}
         try:
-            return self._render(messages, tools, **settings)
+            return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError:
             as_text = [_with_text_arguments(message) for message in messages]
             if as_text == messages:
                 raise
-            return self._render(as_text, tools, **settings)
+            return self._render(as_text, tools, add_generation_prompt=add_generation_prompt)
 
     def encode_appended(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True, after: int | None = None,
-    ) -> list[int]:  # fmt: skip
-        """The ids of messages appended to a generated turn, by default with the generation prompt.
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, after: int | None = None
+    ) -> list[int]:
+        """The ids of messages appended to a generated turn, with the generation prompt.
 
         Either all messages have the role "tool" and follow a turn with tool calls, or none has. `after` is the last
         generated id. Templates whose messages begin with the stop token of the previous turn need it: this stop token
@@ -74,7 +72,7 @@ class MessageEncoder:
         problem = ""
         for system in self._systems:
             for base in bases:
-                ids, reason = self._difference([*system, *base], messages, tools, add_generation_prompt, after)
+                ids, reason = self._difference([*system, *base], messages, tools, after)
                 if ids is not None:
                     self._systems = [system]
                     return ids
@@ -94,24 +92,22 @@ class MessageEncoder:
 
     def deviation(
         self, ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
-        mode: str = "strict", awaits_model: bool = False, cut: bool = False,
+        mode: str = "strict",
     ) -> str | None:  # fmt: skip
         """How the ids of a conversation differ from those of its messages rendered at once; None if they are equal.
 
         `mode` is multi_turn.tokenization_sanity_check_mode: "ignore_strippable" ignores leading and trailing whitespace
-        of the part that differs, "disable" skips the comparison. `awaits_model`: the ids end with a generation prompt.
-        `cut`: the last turn may be truncated.
+        of the part that differs, "disable" skips the comparison.
         """
         if mode == "disable":
             return None
         try:
-            expected = self.prompt(messages, tools, add_generation_prompt=awaits_model)
+            expected = self.prompt(messages, tools, add_generation_prompt=False)
         except ChatTemplateError as error:
             return f"the template does not render the finished messages: {error}"
         if messages[-1]["role"] == "assistant":
             unended = self._end(expected) is None and ids and ids[-1] in self.stop_ids
             expected = [*expected, ids[-1]] if unended else self.without_separator(expected)
-            expected = expected[: len(ids)] if cut else expected
         if ids == expected:
             return None
         pairs = enumerate(zip(ids, expected, strict=False))
@@ -124,13 +120,12 @@ class MessageEncoder:
                 "multi_turn.row_per_turn=true each turn follows what the template renders.")  # fmt: skip
 
     def _difference(
-        self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool,
-        after: int | None,
-    ) -> tuple[list[int] | None, str]:  # fmt: skip
+        self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, after: int | None
+    ) -> tuple[list[int] | None, str]:
         """(the ids after the end of the base's last turn, ""), or (None, the reason why they cannot be determined)."""
         try:
             shorter = self._render(base, tools)
-            longer = self._render([*base, *messages], tools, add_generation_prompt=add_generation_prompt)
+            longer = self._render([*base, *messages], tools, add_generation_prompt=True)
         except ChatTemplateError as error:
             return None, str(error)
         if self._end(shorter) is None:

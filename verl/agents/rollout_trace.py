@@ -147,9 +147,7 @@ def rollout_trace_attr(
     attributes |= {"validate": validate, "experiment_name": config.experiment_name}
     token = _attributes.set(attributes if trace else None)
     try:
-        if not trace:
-            yield
-        elif config.backend == "jsonl":
+        if not trace or config.backend == "jsonl":
             yield
         elif config.backend == "weave":
             with importlib.import_module("weave").attributes(attributes):
@@ -165,23 +163,23 @@ def rollout_trace_attr(
 def rollout_trace_op(func: Callable) -> Callable:
     """Decorator of a method, `async def` or not: its calls become spans with arguments and results."""
 
-    def arguments(self: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-        bound = inspect.signature(func).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        return {name: value for name, value in bound.arguments.items() if value is not self}
-
     @contextmanager
     def span(self: Any, args: tuple, kwargs: dict) -> Iterator[list[Any]]:
         """Yields a list that takes the result."""
-        config, results = RolloutTraceConfig.get_instance(), []
-        given = arguments(self, args, kwargs)
+        config, results, attributes = RolloutTraceConfig.get_instance(), [], _attributes.get()
+        if config.backend is None or attributes is None:
+            yield results
+            return
+        bound = inspect.signature(func).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if value is not self}
         if config.backend == "mlflow":
             with config.client.start_span(name=func.__qualname__) as opened:
                 opened.set_inputs(given)
                 yield results
                 opened.set_outputs(_described(self, results[0], config))
             return
-        call = config.client.create_call(op=func.__qualname__, inputs=given, attributes=dict(_attributes.get()))
+        call = config.client.create_call(op=func.__qualname__, inputs=given, attributes=dict(attributes))
         try:
             yield results
         except BaseException as error:  # a cancelled call too, or it would stay the parent of what follows
@@ -189,15 +187,10 @@ def rollout_trace_op(func: Callable) -> Callable:
             raise
         config.client.finish_call(call, output=_described(self, results[0], config))
 
-    def is_tracing() -> bool:
-        return RolloutTraceConfig.get_backend() is not None and _attributes.get() is not None
-
     if inspect.iscoroutinefunction(func):
 
         @functools.wraps(func)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_tracing():
-                return await func(self, *args, **kwargs)
             with span(self, args, kwargs) as results:
                 results.append(await func(self, *args, **kwargs))
             return results[0]
@@ -205,8 +198,6 @@ def rollout_trace_op(func: Callable) -> Callable:
 
         @functools.wraps(func)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_tracing():
-                return func(self, *args, **kwargs)
             with span(self, args, kwargs) as results:
                 results.append(func(self, *args, **kwargs))
             return results[0]
@@ -220,8 +211,5 @@ def _described(owner: Any, result: Any, config: RolloutTraceConfig) -> Any:
     if not config.token2text or tokenizer is None or not hasattr(result, "prompt_ids"):
         return result
     fields = result.model_dump() if hasattr(result, "model_dump") else dict(vars(result))
-    for part in ("prompt", "response"):
-        ids = getattr(result, f"{part}_ids", None)
-        if ids is not None:
-            fields[f"{part}_text"] = tokenizer.decode(ids)
-    return fields
+    known = [part for part in ("prompt", "response") if fields.get(f"{part}_ids") is not None]
+    return fields | {f"{part}_text": tokenizer.decode(fields[f"{part}_ids"]) for part in known}

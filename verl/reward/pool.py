@@ -102,11 +102,6 @@ def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
     return list(run_if_coroutine(function(**arguments)))
 
 
-def call_by_position(function: Any, /, arguments: Sequence[Any]) -> Any:
-    """The result of one call, whatever the names of its parameters."""
-    return function(*arguments)
-
-
 class GradingPool:
     """`workers` processes that call `function` on one item each, started on first use and replaced when killed.
 

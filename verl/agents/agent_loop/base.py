@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
+from verl.agents.conversation import Conversation
 from verl.agents.message_encoder import MessageEncoder
 from verl.utils.tokenizer import stop_ids
 
@@ -42,6 +43,18 @@ class AgentLoopOutput(BaseModel):
     num_turns: int = 0
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = {}
+
+
+def output_of(
+    conversation: Conversation, num_turns: int, metrics: AgentLoopMetrics, /, **fields: Any
+) -> AgentLoopOutput:
+    """The output of a conversation that has ended; `fields` are its extra fields."""
+    return AgentLoopOutput(
+        prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
+        response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
+        kept_tokens=conversation.kept_tokens, num_turns=num_turns, metrics=metrics,
+        extra_fields={**fields, "weights_versions": [version for version, _, _ in conversation.versions]},
+    )  # fmt: skip
 
 
 class DictConfigWrap:

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 from loguru import logger
 
-from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
+from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, output_of
 from verl.agents.agent_loop.registry import register
 from verl.agents.agent_loop.server_manager import most_tokens
 from verl.agents.agent_loop.tool_parser import ToolParser
@@ -66,16 +66,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             logger.warning("conversation {} is lost: {}", state.request_id, error)
             state.end_reason = "tool_failed"
         conversation = state.conversation or Conversation([])
-        return AgentLoopOutput(
-            prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
-            response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-            kept_tokens=conversation.kept_tokens, num_turns=2 * state.turns,
-            metrics=AgentLoopMetrics(generate_sequences=state.generation_s, tool_calls=state.environment_s),
-            extra_fields={
-                "reward_scores": scores, "end_reason": state.end_reason,
-                "weights_versions": [version for version, _, _ in conversation.versions],
-            },
-        )  # fmt: skip
+        metrics = AgentLoopMetrics(generate_sequences=state.generation_s, tool_calls=state.environment_s)
+        return output_of(conversation, 2 * state.turns, metrics, reward_scores=scores, end_reason=state.end_reason)
 
     async def _answer(
         self, environment: EnvironmentConversation, state: EnvironmentState, messages: list[dict[str, Any]],

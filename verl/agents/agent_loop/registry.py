@@ -13,9 +13,7 @@ from verl.utils.import_utils import load_class_from_fqn
 # Each entry has a class as `_target_`, and arguments of the class, as for hydra's `instantiate`.
 _agent_loop_registry: dict[str, dict[str, Any]] = {
     "single_turn_agent": {"_target_": "verl.agents.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop"},
-    "environment_agent": {
-        "_target_": "verl.agents.agent_loop.environment_agent_loop.EnvironmentAgentLoop"
-    },
+    "environment_agent": {"_target_": "verl.agents.agent_loop.environment_agent_loop.EnvironmentAgentLoop"},
     "program_agent": {"_target_": "verl.agents.gateway.program_agent_loop.ProgramAgentLoop"},
     "tool_agent": {"_target_": "verl.agents.agent_loop.tool_agent_loop.ToolAgentLoop"},
 }
@@ -67,17 +65,12 @@ def resolve_config_path(config_path: str) -> str:
 
     Raises FileNotFoundError with the folders that were searched; ValueError for a relative path that leaves its root.
     """
-    path = Path(config_path).expanduser()
-    if path.is_absolute():
-        roots, files = [path.parent], [path]
-    else:
-        package = Path(verl.__file__).parent
-        roots = [Path.cwd(), package.parent, package]
-        files = [root / path for root in roots]
-        for root, file in zip(roots, files, strict=True):
-            if not file.resolve().is_relative_to(root.resolve()):
-                raise ValueError(f"{config_path!r} leaves {root}; give an absolute path")
-    for file in files:
+    path, package = Path(config_path).expanduser(), Path(verl.__file__).parent
+    roots = [path.parent] if path.is_absolute() else [Path.cwd(), package.parent, package]
+    for root in roots:
+        file = root / path
+        if not path.is_absolute() and not file.resolve().is_relative_to(root.resolve()):
+            raise ValueError(f"{config_path!r} leaves {root}; give an absolute path")
         if file.is_file():
             return str(file)
     raise FileNotFoundError(f"{config_path!r} is no file in {', '.join(str(root) for root in roots)}")

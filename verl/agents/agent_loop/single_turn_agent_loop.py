@@ -4,7 +4,7 @@ import functools
 import time
 from typing import Any
 
-from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, output_of
 from verl.agents.agent_loop.registry import register
 from verl.agents.conversation import Conversation
 from verl.agents.rollout_trace import rollout_trace_op
@@ -34,14 +34,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             sampling_params={"max_tokens": limit, **sampling_params},
         )
         conversation = Conversation(prompt_ids)
-        ids, version = output.token_ids[:limit], output.weights_version
-        conversation.add_generated(ids, output.log_probs, version, output.kept_tokens)
-        return AgentLoopOutput(
-            prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs, kept_tokens=conversation.kept_tokens, num_turns=2,
-            metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
-            extra_fields={
-                "weights_versions": [version for version, _, _ in conversation.versions],
-                "end_reason": END_REASONS.get(output.stop_reason, "stop"),
-            },
-        )  # fmt: skip
+        ids = output.token_ids[:limit]
+        conversation.add_generated(ids, output.log_probs, output.weights_version, output.kept_tokens)
+        metrics = AgentLoopMetrics(generate_sequences=time.perf_counter() - started)
+        return output_of(conversation, 2, metrics, end_reason=END_REASONS.get(output.stop_reason, "stop"))

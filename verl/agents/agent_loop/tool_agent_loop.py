@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from loguru import logger
 
-from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
+from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, output_of
 from verl.agents.agent_loop.registry import register
 from verl.agents.agent_loop.server_manager import most_tokens
 from verl.agents.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -174,17 +174,12 @@ class ToolAgentLoop(AgentLoopBase):
             turns = {"turn_prompts": [(*turn, ids) for turn, ids in zip(generated, data.turn_prompts, strict=True)]}
         elif data.user_turns and data.end_reason in ("stop", "turns"):
             self._check_tokenization(data)
-        return AgentLoopOutput(
-            prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
-            response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-            kept_tokens=conversation.kept_tokens, num_turns=data.user_turns + data.assistant_turns + 1,
-            metrics=AgentLoopMetrics(**data.metrics),
-            extra_fields={
-                **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
-                "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
-                "weights_versions": [version for version, _, _ in conversation.versions],
-            },
-        )  # fmt: skip
+        fields = {
+            **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
+            "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
+        }  # fmt: skip
+        number = data.user_turns + data.assistant_turns + 1
+        return output_of(conversation, number, AgentLoopMetrics(**data.metrics), **fields)
 
     @staticmethod
     def _check_transition(state: AgentState, following: AgentState) -> AgentState:
@@ -245,8 +240,7 @@ class ToolAgentLoop(AgentLoopBase):
                 return data.end("template")
             if len(ids) >= most_tokens(self.rollout_config):
                 return data.end("length")
-        tags = self.parser.THINK_TAGS
-        data.starts_reasoning = tags is not None and self.tokenizer.decode(ids[-8:]).rstrip().endswith(tags[0])
+        data.starts_reasoning = self.parser.begins_reasoning(ids)
         output = await self.server_manager.generate(
             data.request_id, prompt_ids=ids,
             sampling_params={
@@ -262,7 +256,7 @@ class ToolAgentLoop(AgentLoopBase):
             return data.end("cancelled")
         if output.stop_reason == "length" or len(conversation.response_ids) >= self.rollout_config.response_length:
             return data.end("length")
-        content, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, data.starts_reasoning)
+        _, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, data.starts_reasoning)
         data.messages.append(self._message(output.token_ids, data))
         if data.tool_calls or data.interaction:
             if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
@@ -281,10 +275,7 @@ class ToolAgentLoop(AgentLoopBase):
             return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         while ids and ids[-1] in self.encoder.stop_ids:
             ids = ids[:-1]
-        calls = [call.as_message() for call in data.tool_calls]
-        if None in calls:
-            return {"role": "assistant", "content": self.tokenizer.decode(ids)}
-        return self.parser.message(ids, data.starts_reasoning) | ({"tool_calls": calls} if calls else {})
+        return self.parser.message(ids, data.starts_reasoning, data.tool_calls)
 
     async def _handle_processing_tools_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         limit, started = self.settings.max_parallel_calls, time.perf_counter()

@@ -92,16 +92,29 @@ class ToolParser(ABC):
                 start = tag.end()
         return [part for part in (*parts, (text[start:], False)) if part[0]]
 
-    def message(self, ids: list[int], starts_reasoning: bool = False) -> dict[str, Any]:
-        """The assistant message of a turn (ids without the stop token): content without calls, reasoning_content."""
+    def begins_reasoning(self, prompt_ids: list[int]) -> bool:
+        """Whether a prompt ends with the opening tag of reasoning."""
+        return bool(self.THINK_TAGS) and self.tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(self.THINK_TAGS[0])
+
+    def message(
+        self, ids: list[int], starts_reasoning: bool = False, calls: Sequence[FunctionCall] = ()
+    ) -> dict[str, Any]:
+        """The assistant message of a turn (ids without the stop token): content, reasoning_content, tool_calls.
+
+        All text is content if one of the calls is malformed.
+        """
+        made = [call.as_message() for call in calls]
+        if None in made:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids)}
         content, reasoning = "", ""
         for text, is_reasoning in self._parts(self.tokenizer.decode(ids), starts_reasoning):
             if is_reasoning:
                 reasoning += text.removeprefix(self.THINK_TAGS[0]).removesuffix(self.THINK_TAGS[1])
             else:
                 content += self.parse(text)[0]
-        message = {"role": "assistant", "content": content.strip()}
-        return message | ({"reasoning_content": reasoning.strip()} if reasoning.strip() else {})
+        message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
+        message |= {"reasoning_content": reasoning.strip()} if reasoning.strip() else {}
+        return message | ({"tool_calls": made} if made else {})
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -429,9 +442,11 @@ class GptOssToolParser(ToolParser):
     ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)", re.DOTALL)
     RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
-    def message(self, ids: list[int], starts_reasoning: bool = False) -> dict[str, Any]:
+    def message(
+        self, ids: list[int], starts_reasoning: bool = False, calls: Sequence[FunctionCall] = ()
+    ) -> dict[str, Any]:
         """Also returns the analysis as `thinking`, which the template accepts only in messages without content."""
-        message = super().message(ids, starts_reasoning)
+        message = super().message(ids, starts_reasoning, calls)
         thinking = "".join(self.ANALYSIS.findall(self.tokenizer.decode(ids)))
         return message | ({"thinking": thinking} if thinking and not message["content"] else {})
 

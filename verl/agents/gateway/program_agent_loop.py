@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 from loguru import logger
 
 from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agents.agent_loop.registry import register
 from verl.agents.agent_loop.rows import empty_output, is_lost
 from verl.agents.agent_loop.tool_parser import ToolParser
-from verl.agents.conversation_tree import TreeRow
+from verl.agents.conversation import Conversation
 from verl.agents.gateway.program import Ending, Limits, Program, search_path
 from verl.agents.gateway.server import Gateway
 from verl.agents.gateway.session import Session, SessionSettings
@@ -144,7 +143,7 @@ class ProgramAgentLoop(AgentLoopBase):
         return AgentLoopOutput(reward_score=reward, num_turns=2 * session.tree.turns, metrics=metrics, **columns)
 
 
-def columns_of(rows: list[TreeRow]) -> dict[str, Any]:
+def columns_of(rows: list[Conversation]) -> dict[str, Any]:
     """Arguments of AgentLoopOutput: the responses of all rows one after the other.
 
     With several rows, the column turn_prompts has (start, end, prompt ids) of each (see verl.trainer.ppo.turn_rows).
@@ -189,22 +188,9 @@ def environment_of(url: str, token: str) -> dict[str, str]:
 
 def row_of(columns: dict[str, Any]) -> dict[str, Any]:
     """What a program gets of a row: its messages as `prompt`, and its other columns as far as JSON has them."""
-    row = {"prompt": _plain(columns.get("raw_prompt"))}
-    for name, value in columns.items():
+    row = {}
+    for name, value in {"prompt": columns.get("raw_prompt"), **columns}.items():
         if name not in ("raw_prompt", "raw_prompt_ids", "request_id", "trajectory", "agent_name"):
-            plain = _plain(value)
-            try:
-                json.dumps(plain)
-            except (TypeError, ValueError):
-                continue
-            row[name] = plain
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                row[name] = json.loads(json.dumps(value, default=lambda numpy: numpy.tolist()))
     return row
-
-
-def _plain(value: Any) -> Any:
-    """The value with lists and numbers of Python in place of NumPy's."""
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

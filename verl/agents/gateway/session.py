@@ -211,18 +211,15 @@ class Session:
         written = list(ids)
         while written and written[-1] in self.settings.encoder.stop_ids:
             written.pop()
-        tags = parser.THINK_TAGS
-        in_reasoning = tags is not None and tokenizer.decode(prompt[-8:]).rstrip().endswith(tags[0])
-        _, parsed = await parser.extract_tool_calls(written, in_reasoning)
-        calls = []
-        for call in parsed:
+        in_reasoning = parser.begins_reasoning(prompt)
+        _, calls = await parser.extract_tool_calls(written, in_reasoning)
+        for call in calls:
             call.id = call.id or CALL_ID % self._calls
             self._calls += 1
-            calls.append(call.as_message())
-        if None in calls or (calls and not tools):
+        if calls and not tools:
             message = {"role": "assistant", "content": tokenizer.decode(written)}
         else:
-            message = parser.message(written, in_reasoning) | ({"tool_calls": calls} if calls else {})
+            message = parser.message(written, in_reasoning, calls)
         for text in stop:
             message["content"] = message["content"].partition(text)[0]
         reason = "length" if output.stop_reason == "length" and not ended else "stop"

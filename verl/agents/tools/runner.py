@@ -24,7 +24,6 @@ FAILURES = (
     "unknown_tool", "malformed_arguments", "invalid_arguments", "timeout", "exception", "reward_failed",
     "release_failed",
 )  # fmt: skip
-SIDES = ("left", "right", "middle")
 KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _GRACE_S = 1.0  # for a cancelled call to clean up
 _SHOWN = 100  # characters of a tool's name as the model wrote it
@@ -49,12 +48,12 @@ def truncate(text: str, length: int, side: str) -> str:
     """
     if len(text) <= length:
         return text
+    if side == "left":
+        return "(truncated)..." + text[len(text) - length :]
+    if side == "right":
+        return text[:length] + "...(truncated)"
     half = length // 2
-    return {
-        "left": lambda: "(truncated)..." + text[len(text) - length :],
-        "right": lambda: text[:length] + "...(truncated)",
-        "middle": lambda: text[:half] + "...(truncated)..." + text[len(text) - half :],
-    }[side]()
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
 class ToolRunner:
@@ -64,7 +63,7 @@ class ToolRunner:
     FatalGradingError (no call can succeed on this machine). `counts` has "calls" and each of FAILURES that occurred.
 
     Args:
-        tools: the tools; two of the same name are a ValueError.
+        tools: the tools, whose names differ.
         max_tool_response_length: characters of a response that are kept, error texts included; see `truncate`.
         tool_response_truncate_side: left, right or middle.
         timeout: seconds for each of create, execute, calc_reward and release. Waiting for other calls does not count.
@@ -75,20 +74,7 @@ class ToolRunner:
         self, tools: Iterable[BaseTool], *, max_tool_response_length: int = 256,
         tool_response_truncate_side: str = "middle", timeout: float = 60.0, max_concurrent: int = 64,
     ) -> None:  # fmt: skip
-        if tool_response_truncate_side not in SIDES:
-            raise ValueError(
-                f"multi_turn.tool_response_truncate_side={tool_response_truncate_side!r} is unknown. Known: "
-                f"{', '.join(SIDES)}."
-            )
-        limits = {"multi_turn.max_tool_response_length": max_tool_response_length, "timeout": timeout}
-        for name, value in (limits | {"max_concurrent": max_concurrent}).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
-        self.tools: dict[str, BaseTool] = {}
-        for tool in tools:
-            if tool.name in self.tools:
-                raise ValueError(f"two tools have the name {tool.name!r}; rename one in its tool_schema.function.name")
-            self.tools[tool.name] = tool
+        self.tools: dict[str, BaseTool] = {tool.name: tool for tool in tools}
         self._validators = {name: _validator(tool) for name, tool in self.tools.items()}
         self.max_length, self.side, self.timeout = max_tool_response_length, tool_response_truncate_side, timeout
         self.counts: Counter[str] = Counter()
