@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.agents.conversation_tree import ConversationTree
+from verl.agents.conversation import ConversationTree
 
 IDS = st.lists(st.integers(0, 2), max_size=4)
 

@@ -14,8 +14,7 @@ from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.rollout.test_vllm_rollout import Hybrid, P, R, difference, prompts
 from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.agents.agent_loop.rows import batch_of
-from verl.agents.conversation import Conversation
-from verl.agents.conversation_tree import ConversationTree
+from verl.agents.conversation import Conversation, ConversationTree
 from verl.config.compose import to_settings
 from verl.planning.config_check import sampling_problems
 from verl.protocol import DataProto

@@ -20,7 +20,6 @@ from verl.reward.managers import NaiveRewardManager
 from verl.reward.pool import Slots
 from verl.reward.rules import default_compute_score, prime_code, sandbox_fusion
 from verl.reward.rules.code_cases import Case, cases_of, extract_code, same_output, same_value
-from verl.reward.rules.sandbox_fusion import utils as sandbox_utils
 from verl.reward.sandbox import SandboxConfig
 from verl.workers.config import RewardModelConfig
 
@@ -286,7 +285,7 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(sandbox_utils._post.retry, "wait", tenacity.wait_none())
+    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.lock, server.bodies, server.running, server.most, server.broken = threading.Lock(), [], 0, 0, []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -329,13 +328,13 @@ def test_each_case_of_a_program_has_a_result_and_a_report(service):
     assert "answered 400" in reports[unanswered]["api_request_error"]
     assert [r for i, r in enumerate(results) if i != unanswered] == [i == 1 for i in range(3) if i != unanswered]
     call = "def add(a, b):\n    return a + b"
-    assert sandbox_utils.check_correctness(service.url, CALLS, call)[0] == [True] * len(CALLS["inputs"])
+    assert sandbox_fusion.check_correctness(service.url, CALLS, call)[0] == [True] * len(CALLS["inputs"])
     for language, said in (("cpp", "fn_name works with Python programs only, not cpp"), ("c", "'c' is unknown")):
         with pytest.raises(ValueError, match=said):
-            sandbox_utils.check_correctness(service.url, CALLS, call, language=language)
-    reply, error = sandbox_utils.call_sandbox_api(service.url, "print(1)", None, 10, 10, 64)
+            sandbox_fusion.check_correctness(service.url, CALLS, call, language=language)
+    reply, error = sandbox_fusion.call_sandbox_api(service.url, "print(1)", None, 10, 10, 64)
     assert error is None and reply["run_result"]["stdout"] == "1\n"
-    refused = sandbox_utils.call_sandbox_api(service.url, "", None, 1, 1, 64, "cobol")
+    refused = sandbox_fusion.call_sandbox_api(service.url, "", None, 1, 1, 64, "cobol")
     assert refused[0] is None and refused[1].startswith("language 'cobol' is unknown")
 
 
@@ -350,7 +349,7 @@ def test_each_case_of_a_program_has_a_result_and_a_report(service):
 )
 def test_replies_become_results(reply, result):
     (case,) = cases_of("code", {"inputs": ["1 2"], "outputs": ["3"]})
-    assert sandbox_utils.verdict(case, reply)[0] is result
+    assert sandbox_fusion.verdict(case, reply)[0] is result
 
 
 @pytest.mark.process

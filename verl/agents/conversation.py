@@ -1,7 +1,8 @@
-"""The tokens of one conversation: what the model wrote and what it was given in between."""
+"""The tokens of conversations: what the model wrote and what it was given in between."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -64,3 +65,148 @@ class Conversation:
             self.response_logprobs += [0.0] * len(ids) if log_probs is None else log_probs
         if self.kept_tokens is not None:
             self.kept_tokens += [[]] * len(ids) if kept is None else kept
+
+
+@dataclass
+class Node:
+    """Consecutive token ids after those of its parent, either all generated in one turn or all given.
+
+    Attributes:
+        ids: token ids [T].
+        generated: whether the model generated them.
+        log_probs: [T] of generated ids, or None.
+        version: the weights version that generated them.
+        kept: [T], the ids that top-k and top-p left where each generated id was sampled, or None.
+        children: what follows, in the order in which it was added.
+    """
+
+    ids: list[int]
+    generated: bool = False
+    log_probs: list[float] | None = None
+    version: int | None = None
+    children: list[Node] = field(default_factory=list)
+    kept: list[list[int]] | None = None
+
+
+class ConversationTree:
+    """A record of all requests of a program to a model: what each was given, and what was generated.
+
+    A prompt that starts with known tokens, given or generated, continues them: a conversation that only grows is one
+    path, and one whose history is edited, or several at once, are branches. Every generated turn is a node of its own,
+    also where the same ids were generated twice.
+    """
+
+    def __init__(self) -> None:
+        self.root = Node([])
+        self.has_log_probs: bool | None = None  # None before the first turn
+        self.has_kept = False  # whether a turn has the ids that top-k and top-p left
+        self.turns = 0
+
+    def add(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], log_probs: Sequence[float] | None = None,
+        version: int | None = None, kept: Sequence[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Record a turn: the prompt that the engine got, and what it generated. An empty turn is not recorded.
+
+        Raises ValueError unless log-probs are given for every token of every turn, or for none.
+        """
+        if not ids:
+            return
+        if log_probs is not None and len(log_probs) != len(ids):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(ids)} generated tokens")
+        if self.has_log_probs not in (None, log_probs is not None):
+            raise ValueError("either all generated turns have log-probs, or none")
+        self.has_log_probs = log_probs is not None
+        path, matched = self._match(prompt_ids)
+        node = path[-1]
+        excess = sum(len(n.ids) for n in path) - matched
+        if excess:
+            _split(node, len(node.ids) - excess)
+        if rest := list(prompt_ids[matched:]):
+            node.children.append(Node(rest))
+            node = node.children[-1]
+        values = None if log_probs is None else list(log_probs)
+        sets = None if kept is None else list(kept)
+        node.children.append(Node(list(ids), True, values, version, kept=sets))
+        self.has_kept |= kept is not None
+        self.turns += 1
+
+    def _match(self, ids: Sequence[int]) -> tuple[list[Node], int]:
+        """(the nodes from the root whose tokens `ids` starts with, the last possibly in part; tokens that match)."""
+        best: tuple[list[Node], int] = ([self.root], 0)
+        open_paths = [best]
+        while open_paths:
+            path, matched = open_paths.pop()
+            if matched > best[1]:
+                best = path, matched
+            for child in reversed(path[-1].children):
+                if matched == len(ids) or child.ids[0] != ids[matched]:
+                    continue
+                same = _common(child.ids, ids[matched : matched + len(child.ids)])
+                if same == len(child.ids):
+                    open_paths.append(([*path, child], matched + same))
+                elif matched + same > best[1]:
+                    best = [*path, child], matched + same
+        return best
+
+    def appended(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens that a turn after this prompt adds to responses besides its own: those given after a leaf."""
+        path, matched = self._match(prompt_ids)
+        ends_leaf = not path[-1].children and path[-1].generated and matched == sum(len(node.ids) for node in path)
+        return len(prompt_ids) - matched if ends_leaf else 0
+
+    @property
+    def response_length(self) -> int:
+        """Tokens in the responses of all rows."""
+        return sum(len(node.ids) for _, response in self._leaves() for node in response)
+
+    def rows(self) -> list[Conversation]:
+        """The tokens from the root to each leaf, depth first.
+
+        A prompt ends before the first token that is trained in its row: each generated token is trained in one row. All
+        rows have log-probs and kept tokens, or none has.
+        """
+        rows = []
+        for prompt, response in self._leaves():
+            log_probs, kept = ([] if has else None for has in (self.has_log_probs, self.has_kept))
+            ids = [token for node in prompt for token in node.ids]
+            row = Conversation(ids, response_logprobs=log_probs, kept_tokens=kept)
+            for node in response:
+                if node.generated:
+                    row.add_generated(node.ids, node.log_probs, node.version, node.kept)
+                else:
+                    row.add_given(node.ids)
+            rows.append(row)
+        return rows
+
+    def _leaves(self) -> Iterator[tuple[list[Node], list[Node]]]:
+        """(nodes of the prompt, nodes of the response) on the path to each leaf, depth first."""
+        waiting: list[tuple[list[Node], Node]] = [([], child) for child in reversed(self.root.children)]
+        while waiting:
+            before, node = waiting.pop()  # the nodes that an earlier row has, the first of this row
+            own, branches = [node], []
+            while node.children:
+                branches += [([*before, *own], child) for child in reversed(node.children[1:])]
+                node = node.children[0]
+                own.append(node)
+            # The deepest branch is next; among the branches of a node, the one that was added first.
+            waiting += branches
+            given = next((i for i, n in enumerate(own) if n.generated), len(own))
+            yield [*before, *own[:given]], own[given:]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _split(node: Node, at: int) -> None:
+    """Move the tokens from `at` on into a child, which takes the node's children."""
+    log_probs, kept = node.log_probs, node.kept
+    rest = Node(
+        node.ids[at:], node.generated, log_probs and log_probs[at:], node.version, node.children, kept and kept[at:]
+    )
+    node.ids, node.log_probs, node.children = node.ids[:at], log_probs and log_probs[:at], [rest]
+    node.kept = kept and kept[:at]

@@ -1,12 +1,12 @@
-"""Compatibility with verl: `verl.reward.rules.sandbox_fusion.utils`, whose `call_sandbox_api` may be replaced here."""
+"""Compatibility with verl: `verl.reward.rules.sandbox_fusion`, whose `call_sandbox_api` may be replaced here."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
+from verl.reward.rules import sandbox_fusion
 from verl.reward.rules.code_cases import Case, cases_of
-from verl.reward.rules.sandbox_fusion import utils
-from verl.reward.rules.sandbox_fusion.utils import (  # noqa: F401
+from verl.reward.rules.sandbox_fusion import (  # noqa: F401
     API_TIMEOUT,
     DEFAULT_TIMEOUT,
     INITIAL_RETRY_DELAY,
@@ -25,7 +25,7 @@ def check_correctness(
     sandbox_fusion_url: str, in_outs: dict | None, generation: str, timeout: float = DEFAULT_TIMEOUT,
     memory_limit_mb: int | None = 1024, language: str = "python", concurrent_semaphore: Any = None,
 ) -> tuple[list[Any], list[dict[str, Any]]]:  # fmt: skip
-    """As verl.reward.rules.sandbox_fusion.utils.check_correctness, by `call_sandbox_api` of this module.
+    """As verl.reward.rules.sandbox_fusion.check_correctness, by `call_sandbox_api` of this module.
 
     Without cases the result is ([-1], [{"error": ...}]).
     """
@@ -33,7 +33,7 @@ def check_correctness(
         return [-1], [{"error": "Invalid input/output data"}]
     if call_sandbox_api is _SERVICE:
         where = (timeout, memory_limit_mb, language, concurrent_semaphore)
-        return utils.check_correctness(sandbox_fusion_url, in_outs, generation, *where)
+        return sandbox_fusion.check_correctness(sandbox_fusion_url, in_outs, generation, *where)
 
     def run(case: Case) -> tuple[Any, dict[str, Any]]:
         with concurrent_semaphore or nullcontext():

@@ -157,7 +157,9 @@ NAMES = {
     "verl.utils.seqlen_balancing": (
         "verl.protocol.seqlen_balancing:*", f"{_HELPERS}:get_reverse_idx,restore_dynamic_batch",
     ),
-    "verl.utils.reward_score.sandbox_fusion": (f"{_RULES}.sandbox_fusion:*",),
+    "verl.utils.reward_score.sandbox_fusion": (
+        f"{_RULES}.sandbox_fusion:SandboxServiceError,check_correctness,compute_score",
+    ),
     "verl.workers": (),
     "verl.workers.config": (
         "verl.config.common:BaseModelConfig,CheckpointConfig,ModuleConfig,RewardManagerConfig",

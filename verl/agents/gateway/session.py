@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, most_tokens
 from verl.agents.agent_loop.tool_parser import ToolParser
-from verl.agents.conversation_tree import ConversationTree
+from verl.agents.conversation import ConversationTree
 from verl.agents.gateway.messages import RequestError, key_after, tools_key
 from verl.agents.message_encoder import CALL_ID, MessageEncoder
 from verl.config.rollout import RolloutConfig
