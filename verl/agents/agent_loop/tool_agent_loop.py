@@ -201,7 +201,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _interaction_of(self, name: str | None) -> BaseInteraction:
         if name is None and len(self.interactions) == 1:
-            return next(iter(self.interactions.values()))
+            (name,) = self.interactions
         if name not in self.interactions:
             raise ValueError(
                 f"extra_info.interaction_kwargs.name={name!r} is not in rollout.multi_turn.interaction_config_path. "

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.agents.environments.base import SPLITS, Ask, Environment, Message, NoMoreTurns, digest, load_environment
+from verl.reward.pool import Failure
 from verl.utils.user_code import full_traceback, user_frame
 
 
@@ -31,9 +32,7 @@ async def converse(environment: Environment, item: dict[str, Any], ask: Ask) -> 
     except EnvironmentFailed:
         raise
     except Exception as error:
-        frame = user_frame(full_traceback(error))
-        where = f" (at {frame})" if frame else ""
-        raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}{where}") from error
+        raise EnvironmentFailed(f"{name} {Failure.of(error).text}") from error
     score = result.get("score")
     if not isinstance(score, int | float) or not math.isfinite(score):
         raise EnvironmentFailed(f"{name} gave the score {score!r}; a finite number is needed")

@@ -87,12 +87,7 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream; a reply is streamed when it is complete."""
-    for number, event in enumerate(_events(made)):
-        yield {**event, "sequence_number": number}
-
-
-def _events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream, without their numbers; a reply is streamed when it is complete."""
     begun = {**made, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}

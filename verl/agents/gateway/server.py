@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import secrets
@@ -85,15 +86,16 @@ class Gateway:
         answer, about = await chat_api.complete(session, body)
         arguments = (answer, about, body, session.settings.encoder.tokenizer)
         if body.get("stream"):
-            return await _stream(request, (f"data: {json.dumps(c)}\n\n" for c in chat_api.chunks(*arguments)), True)
+            texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
+            return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
         return web.json_response(chat_api.reply(*arguments))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
         made = await responses_api.respond(session, body)
         if body.get("stream"):
-            events = (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in responses_api.events(made))
-            return await _stream(request, events, False)
+            numbered = ({**e, "sequence_number": i} for i, e in enumerate(responses_api.events(made)))
+            return await _stream(request, (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in numbered))
         return web.json_response(made)
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -123,13 +125,11 @@ def _error(message: str, status: int, code: str | None = None) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
 
 
-async def _stream(request: web.Request, events: Iterable[str], has_end: bool) -> web.StreamResponse:
-    """Server-sent events; `has_end`: the last one is [DONE]."""
+async def _stream(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
+    """Server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for event in events:
         await response.write(event.encode())
-    if has_end:
-        await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

@@ -23,6 +23,8 @@ class BaseTool(ABC):
 
     #: Whether several calls of one conversation may run at the same time; false makes them wait for each other.
     parallel_calls: bool = False
+    #: The schema of a tool that is configured without one.
+    default_schema: OpenAIFunctionToolSchema | None = None
 
     @property
     def replayable(self) -> bool:
@@ -36,15 +38,15 @@ class BaseTool(ABC):
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
         self.source: Any = type(self)  # whose file is the tool's code, for the journal of calls
-        self.tool_schema = tool_schema  # get_openai_tool_schema returns it where it is not overridden
+        self.tool_schema = tool_schema
         self.tool_schema = self.get_openai_tool_schema() if tool_schema is None else tool_schema
         if self.tool_schema is None:
             raise ValueError(f"{type(self).__name__} has no schema of its own: give it a tool_schema")
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        """The schema. A tool that brings its own overrides this and is configured without a tool_schema."""
-        return self.tool_schema
+        """The schema that was given, else `default_schema`."""
+        return self.tool_schema or self.default_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Create an instance; returns its id, a new one without `instance_id`, and a response."""

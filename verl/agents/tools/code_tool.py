@@ -22,15 +22,13 @@ class CodeTool(BaseTool):
     """
 
     parallel_calls = True
+    default_schema = OpenAIFunctionToolSchema.of(
+        "code_interpreter", "Run a Python program and return what it prints.", CODE_PARAMETERS
+    )
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
         self._limits = SandboxConfig(**{key: value for key, value in config.items() if key not in ("type", *EXAMPLES)})
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema given in the tools' file, else one for a function `code_interpreter`."""
-        description = "Run a Python program and return what it prints."
-        return self.tool_schema or OpenAIFunctionToolSchema.of("code_interpreter", description, CODE_PARAMETERS)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

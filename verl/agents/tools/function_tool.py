@@ -79,11 +79,6 @@ class FunctionTool(BaseTool):
         return result, 0.0, {}
 
 
-def vars_of(value: Any) -> Any:
-    """The attribute `as_tool` of a function; None for anything else."""
-    return getattr(value, "as_tool", None) if inspect.isfunction(value) else None
-
-
 def load_function_tools(function_tool_path: str) -> list[FunctionTool]:
     """A tool for each public function that a Python file (or `pkg://module`) defines, in their order there.
 
@@ -93,12 +88,14 @@ def load_function_tools(function_tool_path: str) -> list[FunctionTool]:
     module = load_module(function_tool_path)
     if module is None:
         return []
-    if marked := [value.as_tool for value in vars(module).values() if isinstance(vars_of(value), FunctionTool)]:
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    marked = [getattr(function, "as_tool", None) for function in functions.values()]
+    if marked := [tool for tool in marked if isinstance(tool, FunctionTool)]:
         return marked
     names = getattr(module, "__all__", None)
     if names is None:
-        own = [(n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        names = [name for name, _ in own if not name.startswith("_")]
+        own = [name for name, function in functions.items() if function.__module__ == module.__name__]
+        names = [name for name in own if not name.startswith("_")]
     if not names:
         raise ValueError(f"function_tool_path={function_tool_path!r} defines no public function")
     return [FunctionTool(getattr(module, name)) for name in names]

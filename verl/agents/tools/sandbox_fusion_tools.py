@@ -25,6 +25,9 @@ class SandboxFusionTool(BaseTool):
     """
 
     parallel_calls = True
+    default_schema = OpenAIFunctionToolSchema.of(
+        "code_interpreter", "Run a program and return what it prints.", CODE_PARAMETERS
+    )
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
@@ -36,11 +39,6 @@ class SandboxFusionTool(BaseTool):
         self.memory_limit_mb = settings["memory_limit_mb"]
         limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
         self.execution_pool = init_execution_pool(*limits, name="sandbox-fusion-rate-limiter")
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema given in the tools' file, else one for a function `code_interpreter`."""
-        description = "Run a program and return what it prints."
-        return self.tool_schema or OpenAIFunctionToolSchema.of("code_interpreter", description, CODE_PARAMETERS)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -12,6 +12,12 @@ from verl.utils.http_json import ServiceError, post_json
 __all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker", "init_search_execution_pool"]
 
 DEFAULTS = {"topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120, "enable_global_rate_limit": True}
+SEARCH_PARAMETERS = {
+    "properties": {
+        "query_list": {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}
+    },
+    "required": ["query_list"],
+}
 
 
 class SearchTool(BaseTool):
@@ -24,6 +30,9 @@ class SearchTool(BaseTool):
     """
 
     parallel_calls = True
+    default_schema = OpenAIFunctionToolSchema.of(
+        "search", "Search for passages on each of several texts.", SEARCH_PARAMETERS
+    )
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
@@ -34,13 +43,6 @@ class SearchTool(BaseTool):
         self.topk, self.timeout = settings["topk"], settings["timeout"]
         limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
         self.execution_pool = init_search_execution_pool(*limits, name="search-rate-limiter")
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema given in the tools' file, else one for a function `search`."""
-        queries = {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}
-        parameters = {"properties": {"query_list": queries}, "required": ["query_list"]}
-        description = "Search for passages on each of several texts."
-        return self.tool_schema or OpenAIFunctionToolSchema.of("search", description, parameters)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
