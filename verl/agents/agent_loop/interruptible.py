@@ -1,10 +1,9 @@
 """Requests that weight syncs interrupt, and that continue with the new weights."""
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from verl.agents.agent_loop.server_manager import AsyncLLMServerManager
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, seed_of
 from verl.agents.agent_loop.worker import AgentLoopWorker
 from verl.rollout.replica import TokenOutput
 
@@ -77,8 +76,7 @@ def rest_of(sampling: dict[str, Any], done: int) -> dict[str, Any]:
     if rest.get("min_tokens"):
         rest["min_tokens"] = max(0, rest["min_tokens"] - done)
     if rest.get("seed") is not None:
-        digest = hashlib.blake2b(f"{rest['seed']}+{done}".encode(), digest_size=7).digest()
-        rest["seed"] = int.from_bytes(digest, "big")
+        rest["seed"] = seed_of(f"{rest['seed']}+{done}".encode())
     return rest
 
 

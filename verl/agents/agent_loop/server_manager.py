@@ -134,6 +134,9 @@ class AsyncLLMServerManager:
 
 def turn_seed(seed: int, turn: int) -> int:
     """The seed, below 2**56, of a conversation's turn; that of the first turn is the conversation's."""
-    if turn == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}|{turn}".encode(), digest_size=7).digest(), "big")
+    return seed if turn == 0 else seed_of(f"{seed}|{turn}".encode())
+
+
+def seed_of(text: bytes) -> int:
+    """The seed, below 2**56, that belongs to a text."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")

@@ -92,15 +92,13 @@ class ProgramAgentLoop(AgentLoopBase):
         async with self.programs.slots, self.programs.gateway.serve(session) as (url, token):
             program = Program(shlex.split(agent.command), environment_of(url, token), limits)
             call = asyncio.ensure_future(in_thread(program.run, json.dumps(row).encode()))
-            watch = asyncio.ensure_future(self._end_if_failed(session, program))
+            session.on_failure = program.end
             try:
                 ending = await asyncio.shield(call)
             except asyncio.CancelledError:
                 program.end()
                 await asyncio.gather(call, return_exceptions=True)
                 raise
-            finally:
-                watch.cancel()
         failure = session.failure or self._failure_of(ending, session)
         if session.is_aborted:
             return empty_output("cancelled")
@@ -110,11 +108,6 @@ class ProgramAgentLoop(AgentLoopBase):
             logger.warning(f"conversation {name}: the program {failure.removeprefix('the program ')}{wrote}")
             return empty_output("program_failed")
         return self._output(session, ending)
-
-    @staticmethod
-    async def _end_if_failed(session: Session, program: Program) -> None:
-        await session.wait_for_failure()
-        program.end()
 
     def _failure_of(self, ending: Ending, session: Session) -> str | None:
         """Why the conversation cannot be used, or None."""

@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, most_tokens
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, most_tokens, seed_of
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.conversation import ConversationTree
 from verl.agents.gateway.messages import RequestError, key_after, tools_key
@@ -81,6 +82,7 @@ class Session:
     tree: ConversationTree = field(default_factory=ConversationTree)
     reward: float | None = None
     failure: str | None = None  # why the conversation cannot be used
+    on_failure: Callable[[], None] = lambda: None  # called when `failure` is set
     is_full: bool = False  # a request did not fit into response_length any more
     is_aborted: bool = False  # a generation was aborted by the server
     seconds: float = 0.0  # in which at least one generation ran
@@ -94,11 +96,6 @@ class Session:
         self._changed = asyncio.Condition()
         self._began = 0.0
 
-    async def wait_for_failure(self) -> None:
-        """Wait until `failure` is set."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.failure is not None)
-
     async def generate(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, n: int = 1,
         max_tokens: int | None = None, stop: tuple[str, ...] = (),
@@ -111,8 +108,7 @@ class Session:
         self.requests += 1
         if self.requests > self.max_requests:
             self.failure = f"the program made more than {self.max_requests} requests (rollout.agent.command_requests)"
-            async with self._changed:
-                self._changed.notify_all()
+            self.on_failure()
             raise RequestError(self.failure, 429, "too_many_requests")
         keys = [tools_key(tools)]
         for message in messages:
@@ -183,8 +179,7 @@ class Session:
         for _ in range(n):
             sampling = {**self.sampling, "max_tokens": limit, "stop_token_ids": sorted(stops)}
             if "seed" in sampling:  # independent of the order in which parallel requests arrive
-                text = f"{sampling['seed']}|{self._asked[digest]}|".encode() + digest
-                sampling["seed"] = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+                sampling["seed"] = seed_of(f"{sampling['seed']}|{self._asked[digest]}|".encode() + digest)
             self._asked[digest] += 1
             calls.append(
                 self.settings.server_manager.generate(self.name, prompt_ids=prompt, sampling_params=sampling, turn=0)
