@@ -15,15 +15,15 @@ from verl.reward.managers import (
     AbstractRewardManager,
     RawRewardFn,
     SampleRewardManager,
+    base,
     dapo,
     limited,
     naive,
-    registry,
     remote,
 )
 from verl.reward.managers import RewardManagerBase as _RewardManagerBase
+from verl.reward.managers.base import REWARD_MANAGER_REGISTRY as REWARD_LOOP_MANAGER_REGISTRY
 from verl.reward.managers.limited import AsyncTokenBucket  # noqa: F401
-from verl.reward.managers.registry import REWARD_MANAGER_REGISTRY as REWARD_LOOP_MANAGER_REGISTRY
 
 register = REWARD_LOOP_MANAGER_REGISTRY.register
 
@@ -109,7 +109,7 @@ class RateLimitedRewardManager(with_loop_constructor(limited.RateLimitedRewardMa
 
 def get_reward_manager_cls(name: str) -> type[RewardManagerBase]:
     """The class of that name, with the constructor of the reward loop; ValueError if there is none."""
-    return loop_manager_class(registry.get_reward_manager_cls(name))
+    return loop_manager_class(base.get_reward_manager_cls(name))
 
 
 def loop_manager_class(manager: type[AbstractRewardManager]) -> type[RewardManagerBase]:

@@ -101,6 +101,7 @@ MODULES = {
     "verl.workers.config.rollout": "verl.config.rollout",
     "verl.workers.fsdp_workers": "verl.compat.fsdp_workers",
     "verl.workers.reward_manager.abstract": f"{_MANAGERS}.base",
+    "verl.workers.reward_manager.registry": f"{_MANAGERS}.base",
     "verl.workers.rollout.llm_server": "verl.compat.llm_server",
     "verl.workers.rollout.spd_rollout": "recipe.spd.rollout.spd_rollout",
 }

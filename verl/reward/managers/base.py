@@ -1,4 +1,4 @@
-"""Interfaces of reward managers: of a batch, and of single samples."""
+"""Interfaces of reward managers, of a batch and of single samples, and their names."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -14,6 +14,8 @@ from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.reward.rows import GRADED, Row, log_examples, parse_results, place_results, rows_of
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.registry import Registry
 
 RawRewardFn = Callable[..., Any]
 
@@ -31,6 +33,23 @@ class AbstractRewardManager(ABC):
     @abstractmethod
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Scores [B, R] float32, or {"reward_tensor": scores, "reward_extra_info": {name: list of B values}}."""
+
+
+REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager] | str] = Registry(
+    "reward_manager.name",
+    "Your own: set reward_manager.source=importlib and reward_manager.module.{path,name}, or register it in a module "
+    "named by actor_rollout_ref.model.external_lib.",
+)
+REWARD_MANAGER_REGISTRY["batch"] = "verl.reward.managers.batch.BatchRewardManager"  # imported when it is used
+# Decorator: enter a manager, of batches or of single samples, under a name; a second one of that name is refused.
+register = REWARD_MANAGER_REGISTRY.register
+
+
+def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
+    """What was registered under that name, imported where that is a dotted path; ValueError if there is nothing."""
+    manager = REWARD_MANAGER_REGISTRY.find(name)
+    dotted = isinstance(manager, str) and "." in manager
+    return load_class_from_fqn(manager, "reward manager") if dotted else manager
 
 
 class SampleRewardManager(AbstractRewardManager):

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verl.reward.managers.base import RawRewardFn
+from verl.reward.managers.base import RawRewardFn, register
 from verl.reward.managers.naive import NaiveRewardManager
-from verl.reward.managers.registry import register
 from verl.reward.rows import Row
 
 

@@ -5,8 +5,8 @@ import time
 from typing import Any, ClassVar
 
 from verl.config.reward_model import RewardModelConfig
+from verl.reward.managers.base import register
 from verl.reward.managers.naive import NaiveRewardManager
-from verl.reward.managers.registry import register
 from verl.utils.threads import in_thread
 
 

@@ -9,8 +9,7 @@ import torch
 
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
-from verl.reward.managers.base import RawRewardFn, SampleRewardManager
-from verl.reward.managers.registry import register
+from verl.reward.managers.base import RawRewardFn, SampleRewardManager, register
 from verl.reward.pool import BatchedCalls, ExternFunction, Failure, GradingPool
 from verl.reward.rows import RewardError, Row, rows_of, split
 from verl.utils.user_code import defined_at

@@ -7,8 +7,8 @@ import torch
 
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
+from verl.reward.managers.base import register
 from verl.reward.managers.naive import NaiveRewardManager
-from verl.reward.managers.registry import register
 from verl.reward.pool import Failure
 from verl.reward.rows import parse_results, rows_of
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.reward_model import RewardModelConfig
-from verl.reward.managers.base import RawRewardFn
+from verl.reward.managers.base import RawRewardFn, register
 from verl.reward.managers.naive import NaiveRewardManager
-from verl.reward.managers.registry import register
 from verl.reward.pool import BatchedCalls
 
 
