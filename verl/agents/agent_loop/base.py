@@ -46,7 +46,7 @@ class AgentLoopOutput(BaseModel):
 
 
 def output_of(
-    conversation: Conversation, num_turns: int, metrics: AgentLoopMetrics, /, **fields: Any
+    conversation: Conversation, num_turns: int, metrics: AgentLoopMetrics, fields: dict[str, Any]
 ) -> AgentLoopOutput:
     """The output of a conversation that has ended; `fields` are its extra fields."""
     return AgentLoopOutput(

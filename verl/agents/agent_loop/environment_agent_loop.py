@@ -67,7 +67,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             state.end_reason = "tool_failed"
         conversation = state.conversation or Conversation([])
         metrics = AgentLoopMetrics(generate_sequences=state.generation_s, tool_calls=state.environment_s)
-        return output_of(conversation, 2 * state.turns, metrics, reward_scores=scores, end_reason=state.end_reason)
+        fields = {"reward_scores": scores, "end_reason": state.end_reason}
+        return output_of(conversation, 2 * state.turns, metrics, fields)
 
     async def _answer(
         self, environment: EnvironmentConversation, state: EnvironmentState, messages: list[dict[str, Any]],

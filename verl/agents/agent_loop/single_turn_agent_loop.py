@@ -37,4 +37,4 @@ class SingleTurnAgentLoop(AgentLoopBase):
         ids = output.token_ids[:limit]
         conversation.add_generated(ids, output.log_probs, output.weights_version, output.kept_tokens)
         metrics = AgentLoopMetrics(generate_sequences=time.perf_counter() - started)
-        return output_of(conversation, 2, metrics, end_reason=END_REASONS.get(output.stop_reason, "stop"))
+        return output_of(conversation, 2, metrics, {"end_reason": END_REASONS.get(output.stop_reason, "stop")})

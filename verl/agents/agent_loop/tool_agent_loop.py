@@ -179,7 +179,7 @@ class ToolAgentLoop(AgentLoopBase):
             "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
         }  # fmt: skip
         number = data.user_turns + data.assistant_turns + 1
-        return output_of(conversation, number, AgentLoopMetrics(**data.metrics), **fields)
+        return output_of(conversation, number, AgentLoopMetrics(**data.metrics), fields)
 
     @staticmethod
     def _check_transition(state: AgentState, following: AgentState) -> AgentState:
