@@ -1,6 +1,6 @@
 """Rollout `refine`: a model that was trained by iterative refinement drafts its own next tokens and verifies them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,13 +8,13 @@ import torch
 from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, windows_of
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.inference.generator import decode
-from dllm_reasoning.inference.lenient import LenientDraws
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
+from verl.algos.acceptance import LenientAcceptance
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.base import register_rollout
-from verl.rollout.hf_rollout import HFRollout, choose
+from verl.rollout.hf_rollout import HFRollout, choose, invert
 from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.utils.problems import Problem, register_check, wrong
 
@@ -71,7 +71,8 @@ class RefineRollout(HFRollout):
             index = torch.tensor([[row.number, len(row.tokens) - row.prompt_length] for row in rows], device=device)
             position = (index[:, 1:] + torch.arange(width, device=device)).clamp(max=limit - 1)  # [B, w]
             uniform = uniforms[index[:, :1], position]
-            tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), request.sampling, filtered=True)
+            logits, sampling = logits.flatten(0, 1).float(), request.sampling
+            tokens, log_probs, _ = choose(logits, uniform.flatten(), sampling, filtered=True)
             return tokens.view(-1, width).tolist(), log_probs.view(-1, width).tolist()
 
         rows = [Row(i, list(ids), len(ids), limit) for i, ids in
@@ -130,3 +131,44 @@ class RefineRollout(HFRollout):
             lambda batch: choose_tokens(runner.logits(batch), batch), widths, rows, longest, most
         )
         return AdaptiveWindows(windows, noise, costs)
+
+
+class LenientDraws:
+    """Tokens of each forward for `decode`, with their log-probs under the distribution that they were drawn from.
+
+    A guess was drawn in an earlier forward from q, its distribution there; the forward that verifies it gives p.
+    `LenientAcceptance` keeps or replaces it. Every forward draws new numbers from a row's own generator: a draw that
+    decided about a draft must not decide about it again. So samples depend on the windows that were used.
+    """
+
+    def __init__(self, rule: AdaptiveWindows, lenience: float, temperature: float, seeds: Sequence[int]) -> None:
+        self.rule, self.lenience, self.temperature = rule, lenience, temperature
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        # row -> distributions of its last forward's tokens [w, V], and its number of tokens then
+        self.drawn_from: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]]:
+        """logits [B, w, V], float, index 0 after each row's last committed token -> tokens and log-probs [B][w]."""
+        target = (logits.float() / self.temperature).softmax(-1)
+        width, device = logits.shape[1], logits.device
+        uniform = torch.stack([torch.rand(3, width, generator=self.generators[row.number]) for row in rows]).to(device)
+        tokens = invert(target.double().cumsum(-1).flatten(0, 1), uniform[:, 0].flatten()).view(-1, width)
+        guesses, draft = tokens.clone(), target.clone()
+        verified = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+        for i, row in enumerate(rows):
+            if row.number in self.drawn_from:
+                before, length = self.drawn_from[row.number]
+                before = before[len(row.tokens) - length :]
+                count = min(len(row.guesses), self.rule.window.guesses, len(before))
+                guesses[i, :count] = torch.tensor(row.guesses[:count], device=device)
+                draft[i, :count], verified[i, :count] = before[:count], True
+        if verified.any():
+            rule = LenientAcceptance.of(target[verified], draft[verified], self.lenience)
+            guess = guesses[verified]
+            kept = uniform[:, 1][verified] < rule.accept.gather(-1, guess[:, None])[:, 0]
+            replaced = invert(rule.residual.double().cumsum(-1), uniform[:, 2][verified])
+            tokens[verified] = torch.where(kept, guess, replaced)
+            target = target.masked_scatter(verified[..., None], rule.behaviour)
+        log_probs = target.gather(-1, tokens[..., None])[..., 0].log()
+        self.drawn_from = {row.number: (target[i], len(row.tokens)) for i, row in enumerate(rows)}
+        return tokens.tolist(), log_probs.tolist()

@@ -44,12 +44,6 @@ class GenerationStats:
     def tokens_per_second(self) -> float:
         return sum(self.tokens) / self.seconds
 
-    @property
-    def rounds_per_block(self) -> float:
-        """Mean number of refinement rounds of a block; 0 for modes that commit in every forward."""
-        rounds = [n for row in self.rounds for n in row]
-        return sum(rounds) / max(1, len(rounds))
-
 
 @dataclass
 class GenerationResult:
@@ -73,9 +67,8 @@ def iterative_generate(
     """Continue every prompt until its end token, `max_new_tokens`, or `max_length` tokens with the prompt.
 
     input_ids: lists of ids, or int64 [B, P] with attention_mask [B, P] (1 = token). The other arguments are those of
-    GenerationSettings, in its order: add_eos_length, refine_iter, max_new_tokens, max_length, then by keyword.
-    `first_row` is the number of the first prompt: random draws depend on the seed and a row's number only, so a batch
-    split over several calls draws the same. Rows stop independently. Calls on the same prompts that share `prefills`
+    GenerationSettings. `first_row` is the number of the first prompt: random draws depend on the seed and a row's
+    number only, so a batch split over several calls draws the same. Calls on the same prompts that share `prefills`
     read them once; `seconds` of each include that reading.
 
     Returns int64 [B, P + longest answer] on the device of `input_ids`: prompts (lists are left-padded to the longest),
@@ -176,5 +169,5 @@ def _choose(
     for i, row in enumerate(rows if uniforms else ()):
         place = (len(row.tokens) - row.prompt_length + after).clamp(max=row.limit - 1)
         uniform[i] = uniforms[row.number][place].to(logits.device)
-    tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), settings.sampling)
+    tokens, log_probs, _ = choose(logits.flatten(0, 1).float(), uniform.flatten(), settings.sampling)
     return tokens.view(shape).tolist(), log_probs.exp().view(shape).tolist() if with_confidence else None

@@ -36,19 +36,13 @@ class ModelRunner:
         if width:
             ids = torch.tensor([ids + [self.pad] * (width - len(ids)) for ids in prompts], device=self.model.device)
             if prefills is None:
-                self._read(ids)
+                self.cache.read(self.model, ids)
             else:
-                seconds = prefills.fill(self.model, ids, self.cache, lambda: self._read(ids))
+                seconds = prefills.fill(self.model, ids, self.cache)
         self.cache.repeat_interleave(n)
         for row in rows:
             row.cached = len(row.tokens) - 1
         return seconds
-
-    def _read(self, ids: torch.Tensor) -> None:
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        mask = self.cache.announce(positions, self.model.dtype)
-        self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
-                   use_cache=True, logits_to_keep=1)  # fmt: skip
 
     def logits(self, rows: list[Row], branch: Sequence[int] = ()) -> torch.Tensor:
         """Logits after each row's last committed token and after each of its guesses: [B, w, V], w the most guesses of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from verl.training.parallel.sequence_parallel import get_ulysses_sequence_parall
 from verl.training.policy.attention import FLASH, NAME_OF_FLASH, make_packable
 from verl.training.policy.causal_lm import call_as_forward, causal_model, decoder_of
 from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.training.policy.layout_probe import in_float32, layout_difference
+from verl.training.policy.layout_probe import layout_difference
 from verl.training.policy.packing import Packing
 from verl.utils.problems import one_line
 
@@ -203,7 +203,7 @@ class SharedPrefix(Cache):
 
     Forward the prefix with it as `past_key_values`, call `detach_for_sharing()`, then forward and backward each round
     with it: they use detached copies, where their gradients accumulate. `prefix_gradient_term()` is the scalar whose
-    backward pass takes these through the prefix. Works with every model that accepts a transformers cache.
+    backward pass takes these through the prefix.
     """
 
     def __init__(self, layers: int) -> None:
@@ -273,12 +273,6 @@ def predict_tokens(
     return losses, greedy
 
 
-def predict_in_float32(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`predict_tokens` in float32, whatever type FSDP2 gathers the weights in."""
-    with in_float32(model):
-        return predict_tokens(model, *inputs)
-
-
 def _sum(losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """losses [B, N] -> their sum, in the SFT trainer's order (no last column), so that both agree to the last bit."""
     if not bool((tokens.labels[:, -1] != IGNORED).any()):
@@ -293,14 +287,14 @@ def prefix_problem(model: nn.Module) -> str | None:
     if problem := mask_problem(model):
         return problem
 
-    def compute(rows: TensorDict, cut: bool, in_float32: bool) -> torch.Tensor:
+    def compute(rows: TensorDict, cut: bool, wide: bool) -> torch.Tensor:
         columns = ("input_ids", "position_ids", "attention_mask")
         ids, positions, valid = (rows[name][:, int(cut) :] for name in columns)  # a prefix without padding before it
         width = ids.shape[1] - rows["responses"].shape[1]
         whole = Tokens(ids, positions, valid.bool(), F.pad(ids[:, 1:], (0, 1), value=IGNORED))
-        function = predict_in_float32 if in_float32 else predict_tokens
+        predict = partial(call_as_forward, model, predict_tokens, wide=wide)
         if not cut:
-            return -call_as_forward(model, function, whole, valid, None, None)[0][:, width - 1 : -1]
+            return -predict(whole, valid, None, None)[0][:, width - 1 : -1]
         # A token that nothing attends to between the two is seen by what mixes tokens otherwise.
         parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
         parts[-1][:, -1] = IGNORED
@@ -309,7 +303,7 @@ def prefix_problem(model: nn.Module) -> str | None:
         attention_mask = torch.cat([F.pad(attention_mask[..., :width], (0, 1)), attention_mask[..., width:]], -1)
         layout = Layout(prefix, tail, torch.zeros_like(tail.valid), tail.ids, attention_mask, 0)
         mask = _TailForward(model, layout, False, None).mask
-        losses = call_as_forward(model, function, prefix.then(tail), mask, None, None)[0]
+        losses = predict(prefix.then(tail), mask, None, None)[0]
         return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)
 
     try:

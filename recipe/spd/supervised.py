@@ -1,7 +1,9 @@
 """Supervised training of the SPD scorer: cross-entropy on counterfactual labels of single mismatches.
 
-The labels come from the store and the servers of the GRPO rollout (rollout/labels.py). They train in verl's supervised
-trainer, with the model, engine and optimizer of a GRPO config.
+As AutoJudge mines important tokens, mismatches are accepted one by one, the target completes the answer after each, and
+the first one that turns a right answer wrong is harmful. These are the completions that the GRPO rollout asks for when
+it accepts so many mismatches, so both draw on one store, and a budget compares them. The labels train in verl's
+supervised trainer, with the model, engine and optimizer of a GRPO config.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from recipe.spd.data.dataset import SPDRLHFDataset
-from recipe.spd.rollout.labels import label_blocks
+from recipe.spd.rollout.client import Completer
+from recipe.spd.rollout.samples import grade_blocks, judged_block
 from recipe.spd.rollout.spd_rollout import SPDRollout
 from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
 from verl.config.common import CheckpointConfig, RunConfig
@@ -42,16 +45,17 @@ from verl.utils.tokenizer import hf_tokenizer
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
 
+BLOCKS_AT_A_TIME = 512  # labelled together
+
 Labels = Mapping[int, Sequence[bool]]  # number of a block -> harmless or not of its first mismatches
 
 
 class LabelledBlocks(Dataset):
     """The labelled blocks of a data set: its tensors, labels [gamma] float32 (1 = harmless) at the mismatches, and
-    loss_mask [1 + gamma], which is 1 after the position of each label.
+    loss_mask [1 + gamma], which is 1 after the position of each label. `labels` call the row order[k] block k.
     """
 
     def __init__(self, blocks: SPDRLHFDataset, order: Sequence[int], labels: Labels) -> None:
-        """`order`: the row of the data set that `labels` call block 0, 1, ..."""
         self.blocks, self.labels = blocks, labels
         self.rows = [(order[number], number) for number in sorted(labels)]
 
@@ -86,14 +90,14 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     """Cross-entropy of sigmoid(z) at the labelled mismatches, their mean over the global batch.
 
     The scorer of the lowest cross-entropy in validation is saved in the run's folder; without validation, the last one.
-    The run ends after `patience` validations without a lower one (None: at its last step).
+    The run ends after `patience` validations without a lower one (None: at its last step). `training` is the GRPO
+    config that describes model, engine and optimizer.
     """
 
     policy_type = BernoulliPolicy
     shares_type = SampledShares
 
     def __init__(self, training: DictConfig, patience: int | None, *arguments: Any) -> None:
-        """`training`: the GRPO config that describes model, engine and optimizer; the others as FSDPSFTTrainer's."""
         self.training, self.patience = training, patience
         self.losses: list[float] = []  # of each step
         self.validation: dict[int, float] = {}  # after a step
@@ -150,13 +154,53 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         self.validation = {int(step): loss for step, loss in state["validation"].items()}
 
 
+def label_blocks(
+    infos: Sequence[dict[str, Any]], completer: Completer, tokenizer: Any, eos: Collection[int], max_tokens: int,
+    budget: int | None = None,
+) -> tuple[dict[int, list[bool]], int]:  # fmt: skip
+    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; and the number
+    of distinct completions used.
+
+    Blocks whose baseline is wrong or cut at the limit have no labels, and those with a lost completion lose the rest.
+    Blocks are labelled in order until the `budget` of completions is spent.
+    """
+    labels: dict[int, list[bool]] = {}
+    used: set = set()
+    for first in range(0, len(infos), BLOCKS_AT_A_TIME):
+        open_blocks = range(first, min(first + BLOCKS_AT_A_TIME, len(infos)))
+        while open_blocks:
+            judged = {}
+            for i in open_blocks:
+                pairs = list(zip(infos[i]["draft_ids"], infos[i]["target_ids"], strict=False))
+                places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen]
+                known = len(labels.get(i, ()))
+                if known < len(places):  # accept all that is known to be harmless and one more
+                    actions = tuple(int(at <= places[known]) for at in range(len(pairs)))
+                    judged[i] = judged_block(infos[i], actions, eos, 1)
+            asked = {i: block.requests(max_tokens) for i, block in judged.items()}
+            for i, wanted in asked.items():
+                if budget is not None and len(used) + len(set(wanted) - used) > budget:
+                    judged = {k: block for k, block in judged.items() if k < i}
+                    budget = len(used)  # spent: this is the last pass
+                    break
+                used.update(wanted)
+            requests = [request for i in judged for request in asked[i]]
+            grade_blocks(list(judged.values()), completer.complete(requests)[0], tokenizer, max_tokens)
+            for i, block in judged.items():
+                if block.baseline_correct and block.correct is not None:
+                    labels.setdefault(i, []).append(block.correct)
+            if budget is not None and len(used) == budget:
+                return labels, len(used)
+            open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
+    return labels, len(used)
+
+
 def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
-    Optimizer, schedule, batch size, micro-batch size, steps and seed are those of the config. `budget` is the number of
-    completions that labels may use; None labels every block. Validation blocks, if they are others than the training
-    blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved, and the
-    training ends after `patience` epochs without a lower one (None: after the config's steps).
+    `budget` is the number of completions that labels may use; None labels every block. Validation blocks, if they are
+    others than the training blocks, are labelled without a budget; their cross-entropy after each epoch decides which
+    weights are saved, and the training ends after `patience` epochs without a lower one (None: after all steps).
     """
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from verl.rollout.vllm_rollout.token_guard import VARIABLE, TokenGuard
+from verl.rollout.vllm_rollout.openai_server import VARIABLE, TokenGuard
 
 TOKEN = "t0k3n"
 HEADERS = [

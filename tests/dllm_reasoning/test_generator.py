@@ -234,10 +234,10 @@ def test_rounds_are_those_of_blocks_refined_in_place():
     assert len(fixed.rounds[0]) == -(-fixed.tokens[0] // 4) and set(fixed.rounds[0]) <= {0, 1}
     assert fixed.forwards[0] == len(fixed.rounds[0]) + sum(fixed.rounds[0])
     converged = generate("llama", prompt, add_eos_length=3, refine_iter="converge").stats
-    assert len(converged.rounds[0]) == -(-len(new) // 4) and converged.rounds_per_block > 1
+    assert len(converged.rounds[0]) == -(-len(new) // 4) < sum(converged.rounds[0])
     for mode in ("slide", "verify"):
         stats = generate("llama", prompt, add_eos_length=3, refine_iter=mode).stats
-        assert stats.rounds == [[]] and stats.rounds_per_block == 0
+        assert stats.rounds == [[]]
 
 
 @pytest.mark.parametrize(

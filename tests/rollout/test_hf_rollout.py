@@ -206,7 +206,7 @@ LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     ],
 )
 def test_choice_inverts_the_cumulative_distribution(uniform, sampling, token):
-    got, log_prob = choose(LOGITS, torch.tensor([uniform]), sampling)
+    got, log_prob, _ = choose(LOGITS, torch.tensor([uniform]), sampling)
     assert got.item() == token
     assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), rel=1e-5)
 
@@ -221,13 +221,13 @@ def test_choice_inverts_the_cumulative_distribution(uniform, sampling, token):
     ],
 )
 def test_the_log_prob_among_the_allowed_tokens(sampling, token, share):
-    got, log_prob = choose(LOGITS, torch.tensor([0.999]), sampling, filtered=True)
+    got, log_prob, _ = choose(LOGITS, torch.tensor([0.999]), sampling, filtered=True)
     assert got.item() == token and log_prob.exp().item() == pytest.approx(share, rel=1e-5)
 
 
 def test_frequencies_follow_the_tempered_distribution():
     uniform = torch.rand(20000, generator=torch.Generator().manual_seed(0))
-    tokens, _ = choose(LOGITS.expand(20000, 4), uniform, Sampling(False, 0.5, -1, 1.0))
+    tokens, *_ = choose(LOGITS.expand(20000, 4), uniform, Sampling(False, 0.5, -1, 1.0))
     want = (2 * LOGITS[0]).softmax(-1)
     assert torch.allclose(tokens.bincount(minlength=4) / 20000, want, atol=0.015)
 

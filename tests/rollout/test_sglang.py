@@ -20,7 +20,8 @@ from verl.rollout.replica import ServerClient
 from verl.rollout.sampling import GenerationRequest
 from verl.rollout.server_process import LocalServerError
 from verl.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
-from verl.rollout.sglang_rollout.sglang_rollout import ServerAdapter, pack_tensors, parts
+from verl.rollout.sglang_rollout.sglang_rollout import ServerAdapter, pack_tensors
+from verl.rollout.weight_parts import parts
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.import_utils import is_sglang_available
 from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig

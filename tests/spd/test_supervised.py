@@ -8,9 +8,8 @@ import torch
 
 import train_spd_scorer as entry
 from recipe.spd.rollout.client import CompletionCounts
-from recipe.spd.rollout.labels import label_blocks
 from recipe.spd.rollout.store import Completion
-from recipe.spd.supervised import SampledShares
+from recipe.spd.supervised import SampledShares, label_blocks
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 

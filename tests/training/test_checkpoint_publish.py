@@ -94,7 +94,8 @@ def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
     save(tmp_path, 1)
     expected = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())
     read = []
-    monkeypatch.setattr(publish, "_sync_and_digest", lambda f, own=publish._sync_and_digest: read.append(f) or own(f))
+    own = publish._digest
+    monkeypatch.setattr(publish, "_digest", lambda file, sync=False: read.append(file) or own(file, sync))
     with CheckpointWriter(tmp_path, 1) as writer:
         (writer.path / "actor").mkdir()
         (writer.path / "actor" / "model.bin").write_text("weights of step 1")

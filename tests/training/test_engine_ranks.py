@@ -184,8 +184,8 @@ def test_generators_belong_to_a_number_of_ranks(odd_llama, of_two):
 
 def saved_and_published(rank, world_size, path, root, in_background):
     """Names of the files that this rank hashed while it saved, and while rank 0 published."""
-    hashed, own = [], publish._sync_and_digest
-    publish._sync_and_digest = lambda file: hashed.append(file.name) or own(file)
+    hashed, own = [], publish._digest
+    publish._digest = lambda file, sync=False: hashed.append(file.name) or own(file, sync)
     engine = make_engine(path, async_save=in_background)
     steps(engine, rank, world_size, [0])
     writer = CheckpointWriter(root, 1)

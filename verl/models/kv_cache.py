@@ -1,9 +1,8 @@
 """A key/value cache whose rows have different lengths and are rolled back by overwriting."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,6 +82,13 @@ class RowCache(Cache):
             if n > 1 and layer.is_initialized:
                 layer.keys, layer.values = (states.repeat_interleave(n, 0) for states in (layer.keys, layer.values))
 
+    def read(self, model: nn.Module, ids: torch.Tensor) -> None:
+        """Fill the first slots by a forward of the model over right-padded ids, int64 [rows, width]."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        mask = self.announce(positions, model.dtype)
+        model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self, use_cache=True,
+              logits_to_keep=1)  # fmt: skip
+
     def copied(self, slots: int) -> list[KeysValues]:
         """Copies of the keys and values of each layer in the first `slots` slots."""
         return [(layer.keys[:, :, :slots].clone(), layer.values[:, :, :slots].clone()) for layer in self.layers]
@@ -129,8 +135,8 @@ class Prefills:
     prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
     kept: dict[nn.Module, tuple[list[KeysValues], float]] = field(default_factory=dict)  # with the seconds they took
 
-    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache, read: Callable[[], Any]) -> float:
-        """Fill `cache` with a model's states over `prompts`, by `read` if they are not kept.
+    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache) -> float:
+        """Fill `cache` with a model's states over `prompts`, by reading them if they are not kept.
 
         Returns the seconds that an earlier call spent on reading them, which a decoding that is compared with others
         must count as its own; 0 for one that reads them itself.
@@ -145,7 +151,7 @@ class Prefills:
         if prompts.is_cuda:
             torch.cuda.synchronize()
         started = time.perf_counter()
-        read()
+        cache.read(model, prompts)
         if prompts.is_cuda:
             torch.cuda.synchronize()
         self.kept[model] = cache.copied(prompts.shape[1]), time.perf_counter() - started

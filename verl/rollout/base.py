@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ class BaseRollout(ABC):
         """
 
 
-def engine_group(size: int) -> dist.ProcessGroup | None:
+def engine_group(size: int, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """The neighbouring ranks that share an engine of `size` ranks with this one (gloo), None for one rank; collective.
 
     Raises ValueError unless `size` divides the ranks.
@@ -79,7 +80,8 @@ def engine_group(size: int) -> dist.ProcessGroup | None:
     if ranks % size:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         raise ValueError(f"{key}={size} does not divide the {ranks} ranks; use a divisor.")
-    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
+    starts = range(0, ranks, size)
+    groups = [dist.new_group(range(first, first + size), timeout, backend="gloo") for first in starts]
     return groups[dist.get_rank() // size]
 
 

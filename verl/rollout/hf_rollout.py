@@ -76,7 +76,7 @@ class HFRollout(BaseRollout):
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
         sampling = request.sampling
         for t in range(limit):
-            token, log_prob, kept = choose_with_kept(logits.float(), uniforms[rows, t], sampling)
+            token, log_prob, kept = choose(logits.float(), uniforms[rows, t], sampling, filtered=True)
             if request.masks:
                 counts, order, mass = kept
                 self.kept_masses.append(mass[~done[rows]].cpu())
@@ -177,22 +177,16 @@ def choose_rows(caches: dict[str, Cache], rows: torch.Tensor) -> None:
 
 def choose(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, filtered: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B].
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B]; and what
+    top-k and top-p leave.
 
     Draws by inverting the cumulative distribution at `uniform`, over tokens in order of their ids, or of falling
     probability where top-k or top-p sort them. The log-probability is that of the tempered distribution before top-k
-    and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn.
+    and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn. What they leave:
+    numbers of tokens [B], ids [B, V] of which the first ones are left, and their probability before the filters [B];
+    None without filters.
     """
-    token, log_prob, _ = choose_with_kept(logits, uniform, sampling, filtered)
-    return token, log_prob
-
-
-def choose_with_kept(
-    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, filtered: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
-    """What `choose` returns, and what top-k and top-p leave: numbers of tokens [B], ids [B, V] of which the first ones
-    are left, and their probability before the filters [B]; None without filters."""
     kept = None
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:

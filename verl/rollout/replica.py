@@ -143,14 +143,8 @@ class ServerClient(HttpClient):
 
 
 class RolloutReplica:
-    """One engine that serves the rollout: its ranks, and its server after one of the `init_*` methods.
-
-    Args:
-        replica_rank: number of the engine.
-        config: the rollout's settings.
-        model_config: the model's settings.
-        gpus_per_node: ranks on a node.
-        is_reward_model: whether it serves a reward model.
+    """One engine that serves the rollout, the one of number `replica_rank`: its ranks, and its server after one of the
+    `init_*` methods.
     """
 
     def __init__(
@@ -338,10 +332,6 @@ def one_replica_per_engine(config: RolloutConfig, model_config: Any, worker_grou
     replica_class = RolloutReplicaRegistry.of(config)
     size = replica_class(0, config, model_config).world_size
     replicas = [replica_class(i, config, model_config) for i in range(worker_group.world_size // size)]
-
-    async def init() -> None:
-        for replica in replicas:
-            await replica.init_hybrid(worker_group)
-
-    asyncio.run(init())
+    for replica in replicas:
+        asyncio.run(replica.init_hybrid(worker_group))
     return replicas

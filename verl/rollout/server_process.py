@@ -99,11 +99,8 @@ class RunningServer:
 class OwnedServer(RunningServer):
     """A server that this process starts and owns: with all its processes it ends with this one, SIGKILL included.
 
-    Args:
-        command: the command line; it is also the first line of the log.
-        url: where it will serve.
-        log_file: gets its output.
-        environment: variables added to those of this process; None takes one away.
+    `log_file` gets the command line and the output; `environment` is added to the variables of this process, without
+    those that are None.
     """
 
     def __init__(

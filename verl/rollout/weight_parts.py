@@ -15,23 +15,27 @@ class WeightPart:
     data: np.ndarray
 
 
-def pack_parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[WeightPart]:
-    """Parts of at most `limit` bytes, or of one tensor. Tensors are copied to the CPU."""
+def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive weights, of `limit` bytes at most together, or of one tensor."""
     part: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
         if part and size + tensor.nbytes > limit:
-            yield _packed(part)
+            yield part
             part, size = [], 0
-        part.append((name, tensor.detach().cpu().contiguous().clone()))
+        part.append((name, tensor))
         size += tensor.nbytes
     if part:
-        yield _packed(part)
+        yield part
 
 
-def _packed(part: list[tuple[str, torch.Tensor]]) -> WeightPart:
-    flat = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in part]
-    return WeightPart([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part], np.concatenate(flat))
+def pack_parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[WeightPart]:
+    """Parts of at most `limit` bytes, or of one tensor. Tensors are copied to the CPU."""
+    copies = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in weights)
+    for part in parts(copies, limit):
+        flat = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in part]
+        entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part]
+        yield WeightPart(entries, np.concatenate(flat))
 
 
 def read_part(part: WeightPart) -> Iterator[tuple[str, torch.Tensor]]:

@@ -82,7 +82,11 @@ def _merged_shards(
     for name, param in module.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
-        weight = (_replaced_by(module, name) if ".original_module." in name else param).detach()
+        weight = param.detach()
+        if ".original_module." in name:  # frozen: peft's modules_to_save has the trained copy
+            owner, tail = name.split(".original_module.", 1)
+            wrapper = module.get_submodule(owner)
+            weight = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(tail).detach()
         if device is not None:
             weight = weight.to(device)
         owner = name.removesuffix(".base_layer.weight")
@@ -113,14 +117,6 @@ def stored_names(
         converter.add_tensor(stored, name, pattern, tensor)
         for part, value in converter.convert(stored, model=model, config=model.config).items():
             yield part, value[0] if isinstance(value, list) else value
-
-
-def _replaced_by(module: nn.Module, name: str) -> nn.Parameter:
-    """The trained copy (peft's modules_to_save) of a frozen original parameter."""
-    owner, tail = name.split(".original_module.", 1)
-    wrapper = module.get_submodule(owner)
-    copy = wrapper.modules_to_save[wrapper.active_adapters[0]]
-    return copy.get_parameter(tail)
 
 
 def _merged(

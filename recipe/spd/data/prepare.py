@@ -58,10 +58,7 @@ def prepare_spd_data_from_real_source(
 ) -> PreparedData:  # fmt: skip
     """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
 
-    Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline, baseline_length (tokens of
-    the target's own completion of the context) and question_len (tokens of the context before the answer begins).
-    Metadata: question_id, question, ground_truth, is_correct_baseline. `backbone` is the scorer's: a `target` head
-    needs no separator token.
+    docs/spd.md describes their columns. `backbone` is the scorer's: a `target` head needs no separator token.
     """
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
     output = Path(output_path)

@@ -65,16 +65,15 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
 class CompletionClient:
     """Client of one or several servers of the same model.
 
-    An event loop in a thread keeps one connection pool for the entire training. A request goes to the server with the
-    fewest prompts in flight (the first of `urls` among equals) and, if that fails or is too slow, to another one. A
-    server that fails is used last for a time-out, which doubles with each consecutive failure (RequestRouter).
+    An event loop in a thread keeps one connection pool for the entire training. A request goes to the server that
+    RequestRouter chooses and, if that fails or is too slow, to another one. `backoff_s`: limit of the first random wait
+    between attempts, which doubles with each.
     """
 
     def __init__(
         self, urls: Sequence[str], model_path: str, *, eos_token_ids: Sequence[int], settings: SPDRolloutSettings,
         backoff_s: float = 0.5,
     ) -> None:  # fmt: skip
-        """`backoff_s`: limit of the first random wait between attempts; it doubles with each."""
         if not urls:
             raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
@@ -155,8 +154,7 @@ class CompletionClient:
 
     async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
         """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""
-        attempts = self.settings.attempts
-        tried: set[int] = set()
+        attempts, tried = self.settings.attempts, set()
         for attempt in itertools.count(1):
             if len(tried) == len(self.urls):
                 tried = set()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ class Sampling:
     """Draft and target sample at a temperature, from one stream of random numbers.
 
     The target keeps a draft token d with probability min(1, p(d) / q(d)) and otherwise draws from the normalised excess
-    of p over q (Leviathan et al. 2023): the token that it keeps or draws is its choice, so a mismatch is a draft token
-    that rejection sampling would replace. A judge that rejects all of them samples exactly as the target alone.
+    of p over q (Leviathan et al. 2023); a mismatch is a draft token that it would replace. A judge that rejects all of
+    them samples exactly as the target alone.
     """
 
     temperature: float
@@ -238,23 +237,12 @@ def _start(
         refuse_other_attention(model, max(lengths) + new_tokens)
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
-        if width:
-            positions = torch.arange(width, device=device).expand(len(lengths), width)
-            read = partial(_read_prompts, model, padded, positions, cache)
-            if prefills is None:
-                read()
-            else:
-                rows.seconds += prefills.fill(model, padded, cache, read)
+        if width and prefills is not None:
+            rows.seconds += prefills.fill(model, padded, cache)
+        elif width:
+            cache.read(model, padded)
         rows.caches.append(cache)
     return rows
-
-
-def _read_prompts(model: nn.Module, padded: torch.Tensor, positions: torch.Tensor, cache: RowCache) -> None:
-    """Fill a cache by a forward over ids [B, width] at positions [B, width]."""
-    mask = cache.announce(positions, model.dtype)
-    model.base_model(
-        input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-    )
 
 
 def _propose(

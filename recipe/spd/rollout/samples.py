@@ -117,9 +117,8 @@ def grade_blocks(
     """Set the answers' completion, correctness and lengths, and the baseline's; `correct` stays None where a needed
     completion is missing.
 
-    Baseline and hybrid answer are completed by the same server within the same limit: `max_tokens`, the end token
-    included, from the end of the question. An answer cut there is wrong. It is searched after the question, whose
-    worked examples contain answers too.
+    Both have the same limit: `max_tokens`, the end token included, from the end of the question. An answer cut there is
+    wrong. It is searched after the question, whose worked examples contain answers too.
     """
 
     @functools.cache

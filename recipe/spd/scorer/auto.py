@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from recipe.spd.scorer.config import ScoringModelConfig
-from recipe.spd.scorer.files import BACKBONE_DIR
 from recipe.spd.scorer.model import ScoringActor
-from recipe.spd.scorer.own import OwnBackboneScorer, with_adapters
+from recipe.spd.scorer.own import BACKBONE_DIR, OwnBackboneScorer, with_adapters
 from recipe.spd.scorer.target import TargetHeadScorer
 from recipe.spd.settings import BACKBONES
 from verl.data.fingerprint import model_fingerprint

@@ -1,7 +1,5 @@
 """The accept/reject policy: one Bernoulli action per judged draft token."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
@@ -11,7 +9,7 @@ from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.base import Policy, check_temperature, register_policy
 from verl.training.policy.causal_lm import call_as_forward
-from verl.training.policy.layout_probe import agreeing_layouts, in_float32
+from verl.training.policy.layout_probe import agreeing_layouts
 from verl.training.policy.packing import ON_HOST, OnHost, on_host
 
 MODEL_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
@@ -46,7 +44,7 @@ class BernoulliPolicy(Policy):
             return
 
         def states(rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
-            values = call_as_forward(model, backbone_states, rows, flat, wide)
+            values = call_as_forward(model, backbone_states, rows, flat, wide=wide)
             return F.normalize(values[:, -rows["responses"].shape[1] :], dim=-1)
 
         layouts = {"without padding": states}
@@ -106,11 +104,10 @@ class BernoulliPolicy(Policy):
         return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
 
 
-def backbone_states(model: nn.Module, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
-    """Last hidden states [B, P, H] of a scorer's backbone, in a `flat` row or not; `wide`: in float32."""
+def backbone_states(model: nn.Module, rows: TensorDict, flat: bool) -> torch.Tensor:
+    """Last hidden states [B, P, H] of a scorer's backbone, in a `flat` row or not."""
     mask = rows["attention_mask"]
-    with in_float32(model) if wide else nullcontext():
-        return model.states(rows["input_ids"], mask.cpu() if flat else mask, rows["position_ids"], flat)
+    return model.states(rows["input_ids"], mask.cpu() if flat else mask, rows["position_ids"], flat)
 
 
 def fit_width(z: torch.Tensor, width: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from recipe.spd.data.blocks import build_spd_input, left_padded_layout
 from recipe.spd.scorer.masks import MASKS, create_position_ids, refuse_other_attention
-from recipe.spd.scorer.model import ScoringActor
+from recipe.spd.scorer.model import ScoringActor, drafts_and_targets
 from verl.models.kv_cache import RowCache, drop_rows
 
 SPARE_SLOTS = 256  # tokens by which contexts may grow before they are read again
@@ -54,16 +54,14 @@ class CachedScorer:
         if config.attention != "causal":
             whole = MASKS[config.attention](text, layout, dtype)  # [B, 1, total, total]
             mask = whole.gather(2, columns[:, None, :, None].expand(-1, 1, -1, total))[..., : mask.shape[-1]]
+        fed = ids.gather(1, columns)
         states = backbone(
-            input_ids=ids.gather(1, columns), attention_mask=mask, past_key_values=self._cache, use_cache=True,
+            input_ids=fed, attention_mask=mask, past_key_values=self._cache, use_cache=True,
             position_ids=create_position_ids(text, layout, config.attention).gather(1, columns),
         ).last_hidden_state  # fmt: skip
         self._contexts = [list(context) for context in contexts]
         layout[:, [0, 2, 4]] -= columns[:, :1]  # columns of what was fed
-        steps = torch.arange(max(map(len, drafts)), device=device)
-        draft_ids, target_ids = (ids.gather(1, columns).gather(1, (layout[:, i : i + 1] + steps).clamp(max=width - 1))
-                                 for i in (2, 4))  # fmt: skip
-        return self.model.score_states(states, layout, draft_ids, target_ids)
+        return self.model.score_states(states, layout, *drafts_and_targets(fed, layout, max(map(len, drafts))))
 
     def _known(self, rows: Sequence[int], contexts: Sequence[list[int]], longest: int) -> list[int]:
         """Tokens of each context that the cache holds, after it was brought in line with `rows`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +15,21 @@ from transformers import PretrainedConfig
 
 from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
-from recipe.spd.scorer.files import CHECKPOINT_ADAPTERS, HEAD_FILE, KIND, different, shapes_of
 from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import OnHost, pack_rows
 from verl.utils.weight_files import tensor_shapes
+
+HEAD_FILE = "score_head.safetensors"
+CHECKPOINT_ADAPTERS = "lora_adapter"  # the folder next to a checkpoint's merged export
+
+# Settings that must agree for saved weights to keep their meaning -> the key of the training config.
+KIND = {
+    **{name: f"spd.{name}" for name in ("backbone", "attention", "context_tokens", "head_inputs")},
+    **{name: f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha")},
+}
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class ScoringActor(nn.Module):
@@ -183,6 +193,16 @@ def _check_base(
             f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint {saved.base_fingerprint}); "
             f"the {base} here, {config.base_model_path!r}, has {config.base_fingerprint}. {why}: name that one."
         )
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    """The shape of each tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def different(stored: Shapes, needed: Shapes) -> list[str]:
+    """Names that only one side has, or with another shape."""
+    return sorted(name for name in {*stored, *needed} if stored.get(name) != needed.get(name))
 
 
 def save_head(folder: Path, state: dict[str, torch.Tensor], config: ScoringModelConfig) -> None:

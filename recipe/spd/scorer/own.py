@@ -15,13 +15,25 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 from recipe.spd.data.blocks import Block, SPDInputData, cut_at_end
 from recipe.spd.scorer.cached_scorer import CachedScorer
 from recipe.spd.scorer.config import ScoringModelConfig
-from recipe.spd.scorer.files import ADAPTER_DIR, BACKBONE_DIR, adapter_file, different, first_of, shapes_of
 from recipe.spd.scorer.heads import PairHead, ScoreHead
 from recipe.spd.scorer.masks import MASKS, create_position_ids
-from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, part_of, rows_at, save_head
+from recipe.spd.scorer.model import (
+    ScoringActor,
+    Shapes,
+    different,
+    drafts_and_targets,
+    host_columns,
+    part_of,
+    rows_at,
+    save_head,
+    shapes_of,
+)
 from verl.data.fingerprint import architecture
 from verl.training.policy.packing import OnHost
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
+
+ADAPTER_DIR, ADAPTER_FILE = "adapter", "adapter_model.safetensors"
+BACKBONE_DIR = "backbone"
 
 
 class OwnBackboneScorer(ScoringActor):
@@ -151,6 +163,18 @@ class OwnBackboneScorer(ScoringActor):
                 f"{folder} is not a complete backbone: {odd[0]} is missing or unexpected. Save the scorer again."
             )
         self.backbone.load_state_dict(trained.state_dict())
+
+
+def adapter_file(directory: Path) -> Path:
+    """In a folder of their own, or (in a checkpoint) next to the head."""
+    file = directory / ADAPTER_FILE
+    return file if file.is_file() else directory / ADAPTER_DIR / ADAPTER_FILE
+
+
+def first_of(odd: list[str], stored: Shapes, needed: Shapes) -> str:
+    """The first of the names that differ, in words."""
+    there, here = (shapes.get(odd[0], "missing") for shapes in (stored, needed))
+    return f"{len(odd)} weights differ, such as {odd[0]} ({there} there, {here} here)"
 
 
 def with_adapters(backbone: nn.Module, config: ScoringModelConfig) -> nn.Module:

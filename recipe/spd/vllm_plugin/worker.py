@@ -17,7 +17,7 @@ from vllm.distributed import get_pp_group
 
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
-from recipe.spd.scorer.files import HEAD_FILE
+from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin.judge import ServedJudge
 from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
 from verl.data.fingerprint import model_folder

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.spd.scorer.config import CONFIG_FILE
-from recipe.spd.scorer.files import HEAD_FILE
+from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin import engine_options
 from recipe.spd.vllm_plugin.serving import WORKER
 from scripts import serve_spd

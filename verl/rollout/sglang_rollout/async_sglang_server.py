@@ -30,13 +30,7 @@ class SGLangHttpServer(OwnedServer):
     """SGLang's native HTTP server with one engine; it ends with the process that starts it.
 
     `engine_kwargs.sglang` are options of SGLang's command line, with underscores; they win. Requests carry a key that
-    is made for each server.
-
-    Args:
-        config: the rollout's settings.
-        model_config: the model's settings, loaded.
-        gpus: the CUDA devices of the engine, as CUDA_VISIBLE_DEVICES names them; None for a CPU.
-        host: the address to bind, with a free port.
+    is made for each server. `gpus`: the CUDA devices of the engine, as CUDA_VISIBLE_DEVICES names them; None for a CPU.
     """
 
     engine, path = "SGLang", "/generate"

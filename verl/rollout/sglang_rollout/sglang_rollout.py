@@ -8,7 +8,7 @@ import io
 import platform
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from verl.rollout.base import BaseRollout, engine_group
 from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.rollout.weight_parts import parts
 from verl.utils.accelerator import visible_device
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
@@ -137,10 +138,6 @@ class ServerAdapter(BaseRollout):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
         """Send the weights in parts of `update_weights_bucket_megabytes`; the server waits for requests that run."""
         self.has_weights = False
-        await self._send(weights)
-        self.has_weights = True
-
-    async def _send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         in_session = self.leads and await self._begin_update()
         for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
@@ -151,6 +148,7 @@ class ServerAdapter(BaseRollout):
         if in_session:
             await self._post("end_weight_update", {})
         self._all_gather(None)
+        self.has_weights = True
 
     async def read_weights(self, path: str) -> None:
         """Let the server take the weights of a model folder."""
@@ -212,20 +210,6 @@ class ServerAdapter(BaseRollout):
     def close(self) -> None:
         if self.server is not None:
             self.server.stop()
-
-
-def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive weights, of `limit` bytes at most together, or of one tensor."""
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
 
 
 def pack_tensors(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

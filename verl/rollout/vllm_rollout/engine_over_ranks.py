@@ -23,13 +23,6 @@ COLLECTIVE = ("wake", "free", "forget_prefixes", "load_from_disk")  # the method
 JOIN_TIMEOUT_S = 60.0
 
 
-def message_group(size: int) -> dist.ProcessGroup:
-    """The group of the `size` neighbouring ranks that share this rank's engine; every rank calls it."""
-    starts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(range(first, first + size), backend="gloo", timeout=WAIT) for first in starts]
-    return groups[dist.get_rank() // size]
-
-
 class LeadingEngine:
     """The engine of the first rank, as a server uses it."""
 

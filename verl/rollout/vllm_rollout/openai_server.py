@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import verl
 from verl.rollout.server_process import OwnedServer
-from verl.rollout.vllm_rollout.token_guard import VARIABLE, TokenGuard
 from verl.utils.accelerator import default_dtype
 from verl.utils.ports import free_port
 
+VARIABLE = "VERL_SERVER_TOKEN"  # of the server's environment: command lines can be read by all users
 _GPU_SHARE = 0.5
 _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which takes seconds per GiB
 
@@ -56,3 +58,26 @@ class LocalVllmServer(OwnedServer):
             self.api_key = token
         command += list(extra_args or [])
         super().__init__(command, f"http://{host}:{port}", log_file, environment)
+
+
+class TokenGuard:
+    """Middleware of vLLM's server that passes on requests with the header `Authorization: Bearer <token>`, and those
+    to /health.
+
+    vLLM's own --api-key guards the paths below /v1 only: not /classify, /pause or /metrics.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.wanted = app, f"Bearer {os.environ[VARIABLE]}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"] != "/health":
+            given = b"".join(value for name, value in scope["headers"] if name == b"authorization")
+            if not hmac.compare_digest(given, self.wanted):
+                if scope["type"] == "websocket":
+                    return await send({"type": "websocket.close", "code": 1008})
+                from starlette.responses import JSONResponse  # comes with vLLM
+
+                text = "the header Authorization: Bearer <token> of this run is missing or wrong"
+                return await JSONResponse({"error": text}, 401)(scope, receive, send)
+        await self.app(scope, receive, send)

@@ -13,14 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.rollout.base import register_rollout
+from verl.rollout.base import engine_group, register_rollout
 from verl.rollout.replica import ServerHandle, host_to_bind
-from verl.rollout.vllm_rollout.engine_over_ranks import (
-    CollectiveRollout,
-    FollowingEngine,
-    LeadingEngine,
-    message_group,
-)
+from verl.rollout.vllm_rollout.engine_over_ranks import WAIT, CollectiveRollout, FollowingEngine, LeadingEngine
 from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
@@ -41,7 +36,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         engine, rollout, own = self.llm.llm_engine, self, self.llm.llm_engine
         device = torch.cuda.current_device() if self.on_cuda else None
         if self.tp_group is not None:
-            group = message_group(config.tensor_model_parallel_size)
+            group = engine_group(config.tensor_model_parallel_size, WAIT)
             if dist.get_rank(group) > 0:
                 self.following = FollowingEngine(engine, self, group, device)
                 return

@@ -18,12 +18,7 @@ import torch
 from aiohttp import web
 from loguru import logger
 
-from verl.rollout.replica import (
-    RolloutReplica,
-    TokenOutput,
-    check_token_ids,
-    token_output,
-)
+from verl.rollout.replica import RolloutReplica, TokenOutput, check_token_ids, token_output
 from verl.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
 from verl.rollout.vllm_rollout.vllm_rollout import kept_tokens
 
@@ -60,14 +55,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     One thread steps the engine and runs what comes through `call` between two steps; another runs the HTTP server.
 
-    Args:
-        engine: vLLM's LLMEngine.
-        rollout: has wake(tags), free(), weights_on_disk(path), load_from_disk(path); requests wait while is_awake or
-            has_weights is false.
-        vocab_size: ids from 0 to vocab_size - 1 are accepted; others would crash the engine.
-        max_model_len: tokens of prompt and response together.
-        host: the address to bind, with a free port.
-        device: the CUDA device of the engine, or None.
+    Requests wait while `rollout.is_awake` or `rollout.has_weights` is false. Ids from 0 to vocab_size - 1 are accepted;
+    others would crash the engine. `device`: the CUDA device of the engine, or None.
     """
 
     def __init__(

@@ -301,21 +301,17 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 drafted, accepted, made = self.queue.total(drafted, accepted, made)
             metrics["rollout/draft_acceptance"] = [accepted / max(1, drafted)]
             metrics["rollout/tokens_per_forward"] = [made / max(1, made - accepted)]
-        owned = gathered
+        owned, columns = gathered, {}
         rows, log_probs = self._rows(answers, request)
-        masks = None
         if self._records_masks(request):
-            masks = mask_column(kept_tokens(answer.logprobs) for _, answer in answers)
+            columns[SAMPLING_MASK] = mask_column(kept_tokens(answer.logprobs) for _, answer in answers)
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
         lengths, responses = rows[:, 1:2], rows[:, 2:].long()
         mask = (torch.arange(responses.shape[1]) < lengths).long()
-        if not request.log_probs:
-            log_probs = None
-        meta = {"metrics": metrics} if metrics else {}
-        tensors = build_rollout_batch(owned, request.n, responses, mask, log_probs)
-        samples = DataProto.from_dict(tensors, {SAMPLING_MASK: masks} if masks is not None else None, meta)
+        tensors = build_rollout_batch(owned, request.n, responses, mask, log_probs if request.log_probs else None)
+        samples = DataProto.from_dict(tensors, columns, {"metrics": metrics} if metrics else {})
         if self.drafter is not None and not owned.meta_info.get("validate"):
             self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
         if owned is prompts:
@@ -343,12 +339,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def _records_masks(self, request: GenerationRequest) -> bool:
         """Whether samples get the column SAMPLING_MASK; a queue returns tokens and log-probs alone to other ranks."""
         return request.masks and self.config.engine_returns_kept_tokens and self.queue is None
-
-    def _returned_log_probs(self, request: GenerationRequest) -> int | None:
-        """How many tokens' log-probs vLLM returns in addition to the sampled one's; None for none at all."""
-        if self._records_masks(request):
-            return min(request.sampling.top_k, self.llm.llm_engine.model_config.get_vocab_size())
-        return 0 if request.log_probs else None
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
@@ -390,10 +380,12 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         # vLLM's own ignore_eos does not apply to stop ids.
         sampling, stops = request.sampling, [] if self.config.ignore_eos else list(request.eos_ids)
         drawn = sampling.parameters() | ({} if sampling.greedy else {"seed": seed})
+        returned = 0 if request.log_probs else None  # log-probs in addition to the sampled token's
+        if self._records_masks(request):
+            returned = min(sampling.top_k, self.llm.llm_engine.model_config.get_vocab_size())
         return SamplingParams(
             n=request.n, max_tokens=request.limit, stop_token_ids=stops,
-            ignore_eos=self.config.ignore_eos, detokenize=False,
-            logprobs=self._returned_log_probs(request), flat_logprobs=True,
+            ignore_eos=self.config.ignore_eos, detokenize=False, logprobs=returned, flat_logprobs=True,
             repetition_penalty=request.repetition_penalty, **drawn,
         )  # fmt: skip
 

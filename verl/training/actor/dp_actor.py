@@ -97,10 +97,9 @@ class DataParallelPPOActor(BasePPOActor):
             self._choose_tokens(mini, number)
 
     def _choose_tokens(self, mini: DataProto, number: int) -> None:
-        """Add the column `chosen` [b, R]: the choice is one over all micro-batches and ranks of a mini-batch.
+        """Add the column `chosen` [b, R], from the log-probs of all micro-batches and ranks of a mini-batch.
 
-        It depends on log-probs of all of them, which a forward without gradients computes first. Drawn tokens depend on
-        the row's tokens and the mini-batch's number, not on where the row is.
+        Drawn tokens depend on the row's tokens and the mini-batch's number, not on where the row is.
         """
         config, columns = self.config, mini.batch
         log_prob, _ = self.compute_log_prob(mini)

@@ -75,9 +75,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         writes = self._prepare(folder, model, optim, global_step)
         if self.background is None:
             self._write(folder, writes, needed)
-            self._share_digests(folder)
         else:
-            self.writing = self.background.submit(self._write_together, folder, writes, needed)
+            self.writing = self.background.submit(self._write, folder, writes, needed)
 
     def save_is_finished(self) -> bool:
         """Whether the files of the last save_checkpoint are written, on all ranks; raises what went wrong on one."""
@@ -111,25 +110,19 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         return writes
 
     def _write(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
+        """Write and digest this rank's files, and let rank 0 leave the digests of all ranks in the folder.
+
+        All ranks take part. Raises what kept this rank from writing; OSError if another one could not.
+        """
+        digests: dict[str, tuple[int, str]] = {}
+        error: Exception | None = None
         try:
             for write in writes:
                 write()
-        except (OSError, SafetensorError) as error:
-            if shutil.disk_usage(folder).free < needed:
-                raise disk_full(folder, needed) from error
-            raise
-
-    def _share_digests(self, folder: Path, error: Exception | None = None) -> None:
-        """Digest this rank's files, and let rank 0 leave the digests of all ranks in the folder, for the manifest.
-
-        All ranks take part, by gloo, after they have written their files. Raises `error`, with which this rank could
-        not; OSError if another one could not.
-        """
-        digests: dict[str, tuple[int, str]] = {}
-        try:
-            digests = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else digests
-        except OSError as e:  # reported to the other ranks before it is raised
-            error = e
+            digests = digest_files(folder, files_of_rank(folder, dist.get_rank()))
+        except Exception as e:  # reported to the other ranks before it is raised
+            full = isinstance(e, OSError | SafetensorError) and shutil.disk_usage(folder).free < needed
+            error = disk_full(folder, needed) if full else e
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (str(error) if error else None, digests), group=self.background_group)
         if error is not None:
@@ -138,15 +131,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             raise OSError(f"another rank could not write {folder}: {messages[0]}")
         if dist.get_rank() == 0:
             write_digests(folder, {name: digest for _, files in gathered for name, digest in files.items()})
-
-    def _write_together(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
-        """In the background: every rank writes, and every rank raises if one could not."""
-        error: Exception | None = None
-        try:
-            self._write(folder, writes, needed)
-        except Exception as e:  # reported to the other ranks before it is raised
-            error = e
-        self._share_digests(folder, error)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Trained parameters and stored buffers by name."""
@@ -253,7 +237,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         folder = _local(local_path, hdfs_path)
         if not (folder / EXTRA_FILE).is_file():
             raise FileNotFoundError(f"{folder} is not a checkpoint of this engine: it has no {EXTRA_FILE}")
-        extra = _read_json(folder / EXTRA_FILE)
+        try:
+            extra = json.loads((folder / EXTRA_FILE).read_text())
+        except ValueError as e:
+            raise CheckpointCorruptError(f"{folder / EXTRA_FILE} is not JSON ({e}).") from e
         if self.should_load_model:
             tensors = self._model_tensors()
             _check_names(folder / "model", set(tensors), set(extra["model"]))
@@ -361,10 +348,3 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as e:
-        raise CheckpointCorruptError(f"{file} is not JSON ({e}).") from e

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -143,7 +144,7 @@ def digest_files(folder: str | os.PathLike, files: Iterable[Path]) -> dict[str, 
     """fsyncs files; {path from `folder` on: (bytes, sha256)}."""
     files = list(files)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = list(pool.map(_sync_and_digest, files))
+        digests = list(pool.map(partial(_digest, sync=True), files))
     return {f.relative_to(folder).as_posix(): digest for f, digest in zip(files, digests, strict=True)}
 
 
@@ -214,7 +215,7 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
             raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: incomplete.")
     names = list(listed)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for name, digest in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
+        for name, (_, digest) in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
             if digest != listed[name][1]:
                 raise CheckpointCorruptError(f"{present[name]} was altered: its sha256 is not the manifest's.")
 
@@ -271,14 +272,11 @@ def _files_of(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
 
 
-def _digest(file: Path) -> str:
+def _digest(file: Path, sync: bool = False) -> tuple[int, str]:
+    """(bytes, sha256) of a file."""
     with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _sync_and_digest(file: Path) -> tuple[int, str]:
-    with open(file, "rb") as f:
-        os.fsync(f.fileno())
+        if sync:
+            os.fsync(f.fileno())
         return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
 
 

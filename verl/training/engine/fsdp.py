@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
@@ -37,13 +36,7 @@ from verl.training.parallel.sequence_parallel import (
     validate_ulysses_config,
 )
 from verl.training.parallel.tensor_parallel import styles_of
-from verl.training.peft_weights import (
-    adapted_layers,
-    adapter_weights,
-    full_weights,
-    peft_models,
-    without_adapters,
-)
+from verl.training.peft_weights import adapted_layers, adapter_weights, full_weights, peft_models, without_adapters
 from verl.training.policy.base import Policy, get_policy
 from verl.utils.distributed import ensure_process_group
 
@@ -246,10 +239,6 @@ class FSDPEngine(BaseEngine):
 
     train_mode, eval_mode = partialmethod(_mode, "train"), partialmethod(_mode, "eval")
 
-    @cached_property
-    def _models(self) -> list[PreTrainedModel]:
-        return build.outermost_pretrained(self.module)
-
     def _checkpoint_where_needed(self, tokens: int) -> None:
         """Switch the recomputation of layers on or off for a forward of so many tokens; all ranks that share it agree,
         since the layers' collective calls are made again in a recomputation.
@@ -260,7 +249,8 @@ class FSDPEngine(BaseEngine):
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
         itemsize = self.compute_dtype.itemsize
-        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in self._models)
+        models = build.outermost_pretrained(self.module)
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)

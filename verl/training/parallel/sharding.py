@@ -43,11 +43,11 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
-    """The submodules that get a shard group of their own, inner ones first.
+    """The submodules that get a shard group of their own, inner ones first; by default the decoder layers
+    (`_no_split_modules` of each transformers model inside).
 
     A module that shares a weight with one outside of it (a tied output head) gets none: a weight has one group.
-    By default the decoder layers (`_no_split_modules` of each transformers model inside). `wrap_policy` may hold
-    `transformer_layer_cls_to_wrap` (class names), `min_num_params` (size instead of class) or `disable`.
+    `wrap_policy` may hold `transformer_layer_cls_to_wrap` (class names), `min_num_params` (size) or `disable`.
     """
     known = {"transformer_layer_cls_to_wrap", "min_num_params", "disable"}
     if unknown := set(wrap_policy) - known:
@@ -60,9 +60,8 @@ def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
     if isinstance(names, str):
         names = [names]
     if not names:
-        names = {
-            name for m in module.modules() if isinstance(m, PreTrainedModel) for name in (m._no_split_modules or ())
-        }
+        models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+        names = {name for m in models for name in (m._no_split_modules or ())}
         return [m for m in _inner_first(module) if type(m).__name__ in names]
     units = [m for m in _inner_first(module) if type(m).__name__ in set(names)]
     if missing := set(names) - {type(m).__name__ for m in units}:

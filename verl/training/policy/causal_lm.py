@@ -1,6 +1,7 @@
 """The token policy: log-probs of response tokens under a causal language model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,8 @@ class CausalLMPolicy(Policy):
         if chunk_tokens < 1:
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
-        self.remove_padding = self.share_prompt = self.compared = False
+        self.remove_padding = self.share_prompt = self.compared = self.wide = False
         self.bound: nn.Module | None = None
-        self.forward: Callable = response_log_probs
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
         self.remove_padding, self.share_prompt, self.compared = remove_padding, share_prompt, False
@@ -70,12 +70,10 @@ class CausalLMPolicy(Policy):
         """Log-probs [B, R] with padding or in a `flat` row, where prompts are shared with `share`; `wide`: float32."""
         chosen = self.remove_padding, self.share_prompt
         try:
-            self.remove_padding, self.share_prompt = flat, flat and share
-            self.forward = log_probs_in_float32 if wide else response_log_probs
+            self.remove_padding, self.share_prompt, self.wide = flat, flat and share, wide
             return self.log_probs(model, rows, temperature=1.0, with_entropy=False)[0]
         finally:
-            self.remove_padding, self.share_prompt = chosen
-            self.forward = response_log_probs
+            (self.remove_padding, self.share_prompt), self.wide = chosen, False
 
     def forward_tokens(self, micro_batch: TensorDict) -> int:
         mask = on_host(micro_batch)["attention_mask"]
@@ -110,8 +108,8 @@ class CausalLMPolicy(Policy):
         for name in ("counted", SAMPLING_MASK):
             inputs[name] = micro_batch[name] if name in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
-        inputs["compiled"] = self.compiled
-        log_probs, entropy = call_as_forward(model, self.forward, **inputs, chunk_tokens=self.chunk_tokens)
+        inputs |= {"compiled": self.compiled, "chunk_tokens": self.chunk_tokens}
+        log_probs, entropy = call_as_forward(model, response_log_probs, wide=self.wide, **inputs)
         return log_probs, (entropy if with_entropy else None)
 
 
@@ -150,19 +148,21 @@ def response_log_probs(
     return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)
 
 
-def log_probs_in_float32(model: nn.Module, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`response_log_probs` in float32, whatever type FSDP2 gathers the weights in."""
-    with in_float32(model):
-        return response_log_probs(model, **inputs)
+def call_as_forward(model: nn.Module, function: Callable, *args: Any, wide: bool = False, **kwargs: Any) -> Any:
+    """function(model, ...) as the model's own forward: a sharded model gathers its parameters only inside one.
 
+    `wide`: in float32, whatever type FSDP2 gathers the weights in.
+    """
 
-def call_as_forward(model: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """function(model, ...) as the model's own forward: a sharded model gathers its parameters only inside one."""
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with in_float32(model) if wide else nullcontext():
+            return function(model, *args, **kwargs)
+
     if not isinstance(model, FSDPModule):
-        return function(model, *args, **kwargs)
-    name = function.__name__
+        return run(model, *args, **kwargs)
+    name = f"{function.__name__}_in_float32" if wide else function.__name__
     if name not in vars(model):
-        setattr(model, name, function.__get__(model))
+        setattr(model, name, run.__get__(model))
         register_fsdp_forward_method(model, name)
     return getattr(model, name)(*args, **kwargs)
 

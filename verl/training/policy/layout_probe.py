@@ -63,12 +63,11 @@ def agreeing_layouts(
 def layout_difference(
     model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
 ) -> tuple[float, float]:
-    """The largest difference between what `compute` gives for two short rows on `device`, with padding or `flat`, and
-    for each of them alone, and what it may be.
+    """The largest difference between what `compute` gives for two short rows of one prompt on `device`, with padding
+    or `flat`, and for each of them alone, over all ranks; and what it may be.
 
-    The rows have the same prompt. They are computed in float32, or in the model's own type where one of its functions
-    does not take float32; windows of the model's attention are shorter meanwhile, so that the rows exceed them. Every
-    rank gets the maximum over all ranks.
+    They are computed in float32, or in the model's own type where one of its functions does not take float32; windows
+    of the model's attention are shorter meanwhile, so that the rows exceed them.
     """
     attention = model.config._attn_implementation
     rows = _rows(model.get_input_embeddings().num_embeddings, device)

@@ -122,7 +122,7 @@ class Packing:
     @cached_property
     def _parts_on_host(self) -> list[tuple[Part, torch.Tensor]]:
         """Each part with its segments' numbers of queries and of keys, int64 [S, 2]."""
-        queries, keys = self.lengths.T
+        queries, keys = self.lengths.T  # [S]
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
         exponents = torch.frexp((keys - 1).double()).exponent  # of the least power of two that is not less
@@ -131,19 +131,16 @@ class Packing:
         parts = []
         for kind in sorted(kinds, key=lambda kind: not kind[0]):
             rows = ((causal == kind[0]) & (size == kind[1])).nonzero()[:, 0]
-            parts.append((self._part(starts[rows], self.lengths[rows], kind[0]), self.lengths[rows]))
+            first, lengths = starts[rows], self.lengths[rows]  # [S, 2]
+            (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
+            column, key_column = torch.arange(most_queries), torch.arange(most_keys)
+            valid, key_valid = column < queries, key_column < keys
+            positions = (first[:, 1:] + key_column) * key_valid
+            positions = positions if self.keys is None else self.keys[positions] * key_valid
+            # Of a causal part, padding comes after every token that could attend to it.
+            mask = self.attention_mask if self.attention_mask is not None or kind[0] else _causal(lengths)
+            parts.append((Part((first[:, :1] + column) * valid, positions, mask, valid), lengths))
         return parts
-
-    def _part(self, starts: torch.Tensor, lengths: torch.Tensor, causal: bool) -> Part:
-        """starts, lengths: int64 [S, 2]."""
-        (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
-        column = torch.arange(most_queries)
-        valid, key_column = column < queries, torch.arange(most_keys)
-        at = ((starts[:, :1] + column) * valid, (starts[:, 1:] + key_column) * (key_column < keys))
-        positions = at[1] if self.keys is None else self.keys[at[1]] * (key_column < keys)
-        if self.attention_mask is not None or causal:  # causal: padding comes after every token that could attend to it
-            return Part(at[0], positions, self.attention_mask, valid)
-        return Part(at[0], positions, _causal(lengths), valid)
 
     @cached_property
     def restore(self) -> torch.Tensor:
