@@ -111,7 +111,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
 
 def run_training(config: DictConfig, known: DictConfig) -> None:
     """Train in this process; exits as `run_ppo` does. SIGHUP stops it as SIGTERM does."""
-    from recipe.spd.rollout.server import local_server
+    from recipe.spd.rollout.spd_rollout import local_server
     from verl.trainer.main_ppo import run_ppo
 
     signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))

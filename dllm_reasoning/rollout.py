@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, windows_of
-from dllm_reasoning.inference.commit_rules import Row
+from dllm_reasoning.inference.commit_rules import AdaptiveWindows, ForwardCosts, Row, windows_of
 from dllm_reasoning.inference.generator import decode
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
@@ -39,8 +38,7 @@ class RefineRollout(HFRollout):
     Tokens and log-probs are those of rollout `hf` with the same seeds up to rounding: a token is kept only if the
     forward that predicted it had read the final tokens before it. `rollout.custom` holds RefineRolloutSettings; with
     `lenience` samples are not those of the policy, but their log-probs are known. Raises ValueError for a model without
-    a window if none is set. Metrics: rollout/tokens_per_forward, tokens of all rows over the forwards that each of them
-    took part in, and rollout/forwards, those of the batches.
+    a window if none is set.
     """
 
     rule: AdaptiveWindows | None = None

@@ -1,9 +1,4 @@
-"""Block generation with a causal model: a forward predicts a full window, later forwards refine it.
-
-    output_ids = iterative_generate(model, input_ids, eos_token_id, pad_token_id, refine_iter="slide")
-    result = iterative_generate(model, prompts, eos_token_id, pad_token_id, refine_iter="slide", return_details=True)
-    result.tokens, result.stats.tokens_per_forward
-"""
+"""Block generation with a causal model: a forward predicts a full window, later forwards refine it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_reasoning.inference.adaptive import commit_rule
-from dllm_reasoning.inference.commit_rules import CommitRule, Row
+from dllm_reasoning.inference.commit_rules import CommitRule, Row, commit_rule
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.models.kv_cache import Prefills, drop_rows

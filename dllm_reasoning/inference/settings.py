@@ -123,11 +123,6 @@ class SelfDraftSettings:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    @classmethod
-    def from_engine(cls, additional_config: Mapping[str, Any]) -> SelfDraftSettings:
-        """From an engine's additional_config."""
-        return cls(**additional_config.get("self_draft", {}))
-
     def max_draft_tokens(self, trained: int) -> int:
         """Most draft tokens of a request in one step: vLLM's `num_speculative_tokens`."""
         return self.most_guesses(trained) * (1 if self.mode == "slide" else 2)

@@ -1,7 +1,7 @@
 """A refined model drafts for itself in vLLM: `slide` and `verify` as a proposer, lossless, without extra forwards.
 
 vLLM verifies a row's guesses in one forward of the target. What that forward predicts after the rejected guess are the
-next guesses, as in adaptive.AdaptiveWindows; noise tokens fill the window. `redraft` drops predictions that follow a
+next guesses, as in AdaptiveWindows; noise tokens fill the window. `redraft` drops predictions that follow a
 wrong guess: it pays one forward without guesses, and the next ones are drafted from nothing but committed tokens.
 """
 
@@ -21,7 +21,7 @@ class SelfDrafter:
 
     def __init__(self, vllm_config: Any) -> None:
         config = vllm_config.model_config.hf_config
-        self.settings = SelfDraftSettings.from_engine(vllm_config.additional_config)
+        self.settings = SelfDraftSettings(**vllm_config.additional_config.get("self_draft", {}))
         self.noise = config.to_dict().get(NOISE_KEY, config.eos_token_id)
         self.guesses = trained_window(config) - 1
         self.predicted: list[list[int]] = []  # of each request in the batch: the argmax of its rows

@@ -92,13 +92,10 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
     if not answering:
         return
     options = replace(settings.rollout, timeout_s=10.0)
-    client = CompletionClient(answering, settings.target_path, eos_token_ids=[], settings=options)
     try:
-        client.check_model()
+        CompletionClient(answering, settings.target_path, eos_token_ids=[], settings=options).check_model()
     except (RuntimeError, OSError, ValueError) as e:
         yield wrong(key, f"{key}: {redact_text(str(e))}")
-    finally:
-        client.close()
 
 
 @register_check

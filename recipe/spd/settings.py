@@ -11,7 +11,6 @@ from omegaconf import MISSING
 
 from verl.config.fields import check_settings, refuse_unknown, setting, value_errors
 
-_YAML = "recipe/spd/config/spd_trainer.yaml"
 BACKBONES = ["own", "target"]  # and those of recipe.spd.scorer.auto.register_scorer
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
@@ -156,7 +155,7 @@ class SPDSettings(ScorerSettings):
         if "target_path" not in custom:
             raise ValueError(
                 "actor_rollout_ref.rollout.custom lacks target_path: rollout.name=spd needs the group spd there "
-                f"({_YAML} sets rollout.custom=${{spd}})."
+                "(recipe/spd/config/spd_trainer.yaml sets rollout.custom=${spd})."
             )
         refuse_unknown("spd", custom, [f.name for f in fields(cls)])
         if errors := value_errors(cls, custom, "spd"):

@@ -8,8 +8,15 @@ import torch
 import transformers
 
 from dllm_reasoning.inference import generator, iterative_generate
-from dllm_reasoning.inference.adaptive import AdaptiveWindows, Window, commit_rule
-from dllm_reasoning.inference.commit_rules import Branches, Refine, Row, count_confirmed
+from dllm_reasoning.inference.commit_rules import (
+    AdaptiveWindows,
+    Branches,
+    Refine,
+    Row,
+    Window,
+    commit_rule,
+    count_confirmed,
+)
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 from verl.models.kv_cache import Prefills

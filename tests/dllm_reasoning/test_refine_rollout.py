@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, Window, windows_of
-from dllm_reasoning.inference.commit_rules import Row
+from dllm_reasoning.inference.commit_rules import AdaptiveWindows, ForwardCosts, Row, Window, windows_of
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY, RefineRolloutSettings
 from dllm_reasoning.rollout import RefineRollout
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny

@@ -21,7 +21,7 @@ from verl.rollout.sampling import GenerationRequest
 from verl.rollout.server_process import LocalServerError
 from verl.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
 from verl.rollout.sglang_rollout.sglang_rollout import ServerAdapter, pack_tensors
-from verl.rollout.weight_parts import parts
+from verl.training.parallel.sharding import buckets
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.import_utils import is_sglang_available
 from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig
@@ -220,8 +220,8 @@ def test_tensors_are_sent_in_parts_each_in_one_buffer():
     assert [name for name, _ in copies] == ["a", "b", "c"]
     assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True))
     assert len({copy.untyped_storage().data_ptr() for _, copy in copies}) == 1
-    assert [[name for name, _ in part] for part in parts(tensors, 68)] == [["a", "b"], ["c"]]  # 60 + 8 and 14 bytes
-    assert [[name for name, _ in part] for part in parts(tensors, 1)] == [["a"], ["b"], ["c"]]
+    assert [[name for name, _ in part] for part in buckets(tensors, 68)] == [["a", "b"], ["c"]]  # 60 + 8 and 14 bytes
+    assert [[name for name, _ in part] for part in buckets(tensors, 1)] == [["a"], ["b"], ["c"]]
 
 
 def test_the_replica_wakes_and_sleeps_through_the_ranks(served):

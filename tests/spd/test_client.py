@@ -78,11 +78,7 @@ class FakeServer:
 
 @contextmanager
 def client(*urls, settings=FAST):
-    made = CompletionClient(list(urls), "target", eos_token_ids=[2], settings=settings, backoff_s=0.01)
-    try:
-        yield made
-    finally:
-        made.close()
+    yield CompletionClient(list(urls), "target", eos_token_ids=[2], settings=settings, backoff_s=0.01)
 
 
 def ask(c, n=10):

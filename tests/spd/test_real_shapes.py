@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 import train_spd_scorer
 from examples.spd_arithmetic import prepare_blocks
-from recipe.spd.rollout.server import server_of
+from recipe.spd.rollout.spd_rollout import server_of
 from recipe.spd.settings import SPDRolloutSettings, SPDSettings
 from scripts import eval_spd_scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
@@ -104,7 +104,7 @@ def test_no_command_refuses_a_qwen_pair_or_asks_a_target_head_for_a_separator(tm
 
 def test_own_servers_ignore_the_sampling_of_a_generation_config(monkeypatch):
     started = []
-    monkeypatch.setattr("recipe.spd.rollout.server.LocalVllmServer", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("recipe.spd.rollout.spd_rollout.LocalVllmServer", lambda *arguments: started.append(arguments))
     rollout = SPDRolloutSettings(server_args=["--seed", "1"], max_tokens=5)
     server_of(SPDSettings(target_path="t", rollout=rollout), 7, 3)
     assert started == [("t", "vllm_server.log", 16, ["--generation-config", "vllm", "--seed", "1"])]

@@ -159,7 +159,7 @@ def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeyp
 
 
 def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
-    from recipe.spd.rollout import server
+    from recipe.spd.rollout import spd_rollout as server
     from tests.helpers.models import save_tiny_llama
 
     class Started:

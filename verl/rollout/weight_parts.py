@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl.training.parallel.sharding import buckets
+
 
 @dataclass(frozen=True)
 class WeightPart:
@@ -15,24 +17,10 @@ class WeightPart:
     data: np.ndarray
 
 
-def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive weights, of `limit` bytes at most together, or of one tensor."""
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
 def pack_parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[WeightPart]:
     """Parts of at most `limit` bytes, or of one tensor. Tensors are copied to the CPU."""
     copies = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in weights)
-    for part in parts(copies, limit):
+    for part in buckets(copies, limit):
         flat = [tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in part]
         entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part]
         yield WeightPart(entries, np.concatenate(flat))

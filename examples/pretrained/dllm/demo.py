@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
-from dllm_reasoning.inference.adaptive import MOST_BRANCHED
+from dllm_reasoning.inference.commit_rules import MOST_BRANCHED
 from examples.demo_runner import ROOT, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import random
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +64,8 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
 class CompletionClient:
     """Client of one or several servers of the same model.
 
-    An event loop in a thread keeps one connection pool for the entire training. A request goes to the server that
-    RequestRouter chooses and, if that fails or is too slow, to another one. `backoff_s`: limit of the first random wait
-    between attempts, which doubles with each.
+    A request goes to the server that RequestRouter chooses and, if that fails or is too slow, to another one.
+    `backoff_s`: limit of the first random wait between attempts, which doubles with each.
     """
 
     def __init__(
@@ -84,18 +82,14 @@ class CompletionClient:
         self.router = RequestRouter(len(self.urls), backoff_s=settings.timeout_s)
         self.last_error = ""
         self._names: dict[str, str] = {}
-        self._http = HttpClient(max_connections=settings.concurrency)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="spd-client", daemon=True)
-        self._thread.start()
 
     def complete(
         self, requests: Sequence[Request], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
     ) -> list[Completion | None]:
         """The greedy completion of each request, None where all attempts failed.
 
-        `on_chunk(positions, completions)` is called in the client's thread as soon as a part is answered. Raises
-        RequestRefused, and WrongModelError for a server of another model.
+        `on_chunk(positions, completions)` is called as soon as a part is answered. Raises RequestRefused, and
+        WrongModelError for a server of another model.
         """
         # Small chunks when there is little to do, so that all servers get work; like limits together, since a chunk is
         # generated up to its largest one.
@@ -140,17 +134,14 @@ class CompletionClient:
                 f"{URLS_VARIABLE} and spd.rollout.servers to have a local one started."
             )
 
-    def close(self) -> None:
-        """Close the connections and end the thread."""
-        if self._loop.is_closed():
-            return
-        self._run(self._http.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-        self._loop.close()
-
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """The result of `work`, whose requests share a pool of connections."""
+
+        async def run() -> Any:
+            async with HttpClient(max_connections=self.settings.concurrency) as self._http:
+                return await work
+
+        return asyncio.run(run())
 
     async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
         """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""

@@ -1,8 +1,7 @@
 """Batched speculative decoding in which a judge decides on every mismatch between draft and target.
 
-`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone. Both
-are greedy, or sample at a temperature. `replay_blocks` recomputes recorded blocks for a judge. They work for Hugging
-Face causal models that share a tokenizer and have full attention; sliding windows are allowed where no row exceeds one.
+It works for Hugging Face causal models that share a tokenizer and have full attention; sliding windows are allowed
+where no row exceeds one.
 """
 
 from __future__ import annotations

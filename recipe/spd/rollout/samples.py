@@ -48,15 +48,11 @@ class JudgedBlock:
         """Whether the target's own answer was cut at the token limit."""
         return self.baseline is not None and self.baseline.hit_limit
 
-    @property
-    def answer_start(self) -> int:
-        """Where the answer begins in the context; the context's end where that is unknown."""
-        return self.info.get("question_len") or len(self.info["context_ids"])
-
     def request(self, ids: tuple[int, ...], max_tokens: int) -> Request:
         """Completion of `ids` = the context and more: question and answer together have one limit, whoever wrote them.
         """
-        return ids, max_tokens - (len(ids) - self.answer_start)
+        answer_start = self.info.get("question_len") or len(self.info["context_ids"])
+        return ids, max_tokens - (len(ids) - answer_start)
 
     def requests(self, max_tokens: int) -> list[Request]:
         """What is to be completed: the context, for the baseline, and the hybrid; nothing that is over the limit."""

@@ -3,8 +3,8 @@
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
 from recipe.spd.data.blocks import SPDInputData, resolve_sep_token_id
@@ -29,7 +30,6 @@ from recipe.spd.rollout.samples import (
     judged_block,
     rank_totals,
 )
-from recipe.spd.rollout.server import LOCAL_VARIABLE, server_of
 from recipe.spd.rollout.store import CompletionStore
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, action_log_probs, fit_width
@@ -47,6 +47,7 @@ from verl.training.actor.optimizer_step import forward_in_order
 from verl.utils.tokenizer import stop_ids
 
 __all__ = ["LostCompletionsError", "SPDRollout", "CompletionClient"]
+LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # handle of the server that the run's entry started, for its other processes
 
 
 class SPDRollout(BaseRollout):
@@ -82,7 +83,7 @@ class SPDRollout(BaseRollout):
         self.policy = policy
 
     def close(self) -> None:
-        """Close connections and store, end the local server."""
+        """Close the store, end the local server."""
         self._resources.close()
 
     @cached_property
@@ -100,7 +101,6 @@ class SPDRollout(BaseRollout):
             preferred_first(self._urls or [server.url], dist.get_rank() if dist.is_initialized() else 0), target,
             eos_token_ids=sorted(self.eos), settings=options,
         )  # fmt: skip
-        self._resources.callback(client.close)
         if server is None:
             client.check_model()
         if Path(target).expanduser().is_dir():
@@ -234,3 +234,31 @@ class SPDRollout(BaseRollout):
         client = self.completer.client
         last_error = client.last_error if counts.failed else ""
         return completions, CompletionStatus(counts, self.completer.store.size, client.urls, last_error)
+
+
+def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -> LocalVllmServer:
+    """Start the server of a run, for context, rounds of blocks and completion unless max_model_len is set."""
+    rollout = settings.rollout
+    length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
+    # Without the sampling defaults of the model's generation_config.json; its end tokens stay.
+    arguments = ["--generation-config", "vllm", *rollout.server_args]
+    return LocalVllmServer(settings.target_path, rollout.server_log, length, arguments)
+
+
+@contextmanager
+def local_server(config: DictConfig) -> Iterator[None]:
+    """Run a server during a training; it loads while Ray and the ranks start, which find it by LOCAL_VARIABLE.
+
+    Not where the config names servers, on a running cluster, or on several nodes.
+    """
+    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers:
+        yield
+        return
+    settings = SPDSettings.from_custom(OmegaConf.to_container(config.spd, resolve=True))
+    server = server_of(settings, config.data.max_prompt_length, config.data.max_response_length)
+    os.environ[LOCAL_VARIABLE] = server.handle()
+    try:
+        yield
+    finally:
+        del os.environ[LOCAL_VARIABLE]
+        server.stop()

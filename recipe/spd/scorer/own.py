@@ -135,8 +135,7 @@ class OwnBackboneScorer(ScoringActor):
         cls, directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig, backbone: nn.Module | None
     ) -> None:
         if cls.is_complete(saved):
-            _check_full(directory / BACKBONE_DIR, config, backbone)
-            return
+            return _check_full(directory / BACKBONE_DIR, config, backbone)
         from peft import get_peft_model_state_dict
 
         needed = shapes_of(get_peft_model_state_dict(backbone, save_embedding_layers=False))

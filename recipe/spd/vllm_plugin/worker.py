@@ -16,7 +16,6 @@ from torch import nn
 from vllm.distributed import get_pp_group
 
 from recipe.spd.scorer.auto import SCORERS
-from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin.judge import ServedJudge
 from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
@@ -30,7 +29,16 @@ class SPDWorker(PlatformWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.served = ServedScorer.from_engine(vllm_config.additional_config)
-        self.scorer = check_engine(self.served, vllm_config)
+        parallel, model, speculative = (
+            vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+        )  # fmt: skip
+        options = {name: getattr(parallel, name, None) for name in WORKS}
+        options |= {"enable_lora": vllm_config.lora_config is not None, "logprobs_mode": model.logprobs_mode}
+        names = ("method", "model", "rejection_sample_method")
+        proposer = None if speculative is None else {name: getattr(speculative, name) for name in names}
+        if not vllm.__version__.startswith(TESTED_VLLM):
+            logger.warning("the scorer was tested with vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
+        self.scorer = self.served.check(model.model, proposer, options)
         super().__init__(vllm_config, *args, **kwargs)
         self.judge: ServedJudge | None = None
 
@@ -60,22 +68,6 @@ class SPDWorker(PlatformWorker):
     def spd_counts(self, prefix: str | None = None) -> dict[str, Any]:
         """See ServedJudge.report; for collective_rpc."""
         return self.judge.report(prefix)
-
-
-def check_engine(served: ServedScorer, vllm_config: Any) -> ScoringModelConfig:
-    """`ServedScorer.check` for a composed vLLM config."""
-    parallel, model, speculative = (
-        vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
-    )  # fmt: skip
-    options = {name: getattr(parallel, name, None) for name in WORKS}
-    options |= {"enable_lora": vllm_config.lora_config is not None, "logprobs_mode": model.logprobs_mode}
-    proposer = None
-    if speculative is not None:
-        names = ("method", "model", "rejection_sample_method")
-        proposer = {name: getattr(speculative, name) for name in names}
-    if not vllm.__version__.startswith(TESTED_VLLM):
-        logger.warning("the scorer was tested with vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
-    return served.check(model.model, proposer, options)
 
 
 def check_interface(parts: Any) -> None:

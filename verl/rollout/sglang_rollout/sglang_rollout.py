@@ -23,7 +23,7 @@ from verl.rollout.base import BaseRollout, engine_group
 from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
-from verl.rollout.weight_parts import parts
+from verl.training.parallel.sharding import buckets
 from verl.utils.accelerator import visible_device
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
@@ -139,7 +139,7 @@ class ServerAdapter(BaseRollout):
         """Send the weights in parts of `update_weights_bucket_megabytes`; the server waits for requests that run."""
         self.has_weights = False
         in_session = self.leads and await self._begin_update()
-        for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
+        for part in buckets(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
                 tensors = pack_tensors(part)
                 blobs = [serialize_tensors(tensors) for _ in range(self.size)]

@@ -69,7 +69,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         folder.mkdir(parents=True, exist_ok=True)
         model = self._model_tensors() if self.should_save_model else {}
         optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
-        needed = self._check_room(folder, [*model.values(), *optim.values()])
+        own = sum(local_tensor(t).numel() * t.element_size() for t in [*model.values(), *optim.values()])
+        of_all = torch.tensor([own], dtype=torch.int64, device=self.device)
+        dist.all_reduce(of_all)
+        needed = int(of_all.item())
+        if shutil.disk_usage(folder).free < needed:
+            raise disk_full(folder, needed)
         if self.background is not None:
             model, optim = ({k: self._on_cpu(v) for k, v in part.items()} for part in (model, optim))
         writes = self._prepare(folder, model, optim, global_step)
@@ -172,15 +177,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if self.lr_scheduler is not None and self.should_save_extra:
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         return state
-
-    def _check_room(self, folder: Path, tensors: list[torch.Tensor]) -> int:
-        """The bytes that all ranks are about to write; refuses before writing when the disk cannot hold them."""
-        nbytes = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
-        needed = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
-        dist.all_reduce(needed)
-        if shutil.disk_usage(folder).free < needed.item():
-            raise disk_full(folder, int(needed.item()))
-        return int(needed.item())
 
     def _adapter_writes(self, folder: Path) -> list[Callable[[], Any]]:
         """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""

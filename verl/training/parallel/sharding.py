@@ -250,16 +250,25 @@ def full_tensors(
     With `check_finite` a bucket is checked as a whole, by one transfer to the host; FloatingPointError names the
     weight. Every rank must walk through all of it.
     """
+    for bucket in buckets(tensors, bucket_bytes, one_dtype=True):
+        yield from _gather_bucket(bucket, check_finite)
+
+
+def buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], limit: int, one_dtype: bool = False
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive tensors, of `limit` bytes at most together, or of one tensor; with `one_dtype` of one dtype."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
-            yield from _gather_bucket(bucket, check_finite)
+        if bucket and (size + nbytes > limit or (one_dtype and tensor.dtype != bucket[0][1].dtype)):
+            yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
         size += nbytes
-    yield from _gather_bucket(bucket, check_finite)
+    if bucket:
+        yield bucket
 
 
 def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
