@@ -81,7 +81,7 @@ def engine_group(size: int, timeout: timedelta | None = None) -> dist.ProcessGro
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         raise ValueError(f"{key}={size} does not divide the {ranks} ranks; use a divisor.")
     starts = range(0, ranks, size)
-    groups = [dist.new_group(range(first, first + size), timeout, backend="gloo") for first in starts]
+    groups = [dist.new_group(range(first, first + size), backend="gloo", timeout=timeout) for first in starts]
     return groups[dist.get_rank() // size]
 
 
