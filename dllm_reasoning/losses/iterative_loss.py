@@ -280,7 +280,6 @@ def _sum(losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return losses.sum()
 
 
-@torch.no_grad()
 def prefix_problem(model: nn.Module) -> str | None:
     """Why rows cannot be cut into a prefix and a tail (a clause), by what is known of the model and by two short rows
     whose log-probs it computes in both forms; None if they can. Called on all ranks."""

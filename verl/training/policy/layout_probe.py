@@ -31,7 +31,6 @@ Compute = Callable[[TensorDict, bool, bool], torch.Tensor]
 """(two rows, whether they go in a flat row, whether in float32) -> [2, R] or [2, R, H]: values at the responses."""
 
 
-@torch.no_grad()
 def agreeing_layouts(
     model: PreTrainedModel, what: str, padded: Compute, layouts: Mapping[str, Compute], device: torch.device
 ) -> dict[str, bool]:
@@ -69,21 +68,14 @@ def layout_difference(
     They are computed in float32, or in the model's own type where one of its functions does not take float32; windows
     of the model's attention are shorter meanwhile, so that the rows exceed them.
     """
-    attention = model.config._attn_implementation
     rows = _rows(model.get_input_embeddings().num_embeddings, device)
-    if attention == NAME_OF_FLASH:  # its kernel would round
-        model.set_attn_implementation(NAME)
-    try:
-        with _short_windows(model):
-            try:
-                differences, limit = _compared(compute, rows, flat, True), LIMIT
-            except (RuntimeError, TypeError) as error:
-                logger.debug("{} does not compute in float32: {}", type(model).__name__, error)
-                with torch.autocast(device.type, torch.bfloat16):
-                    differences, limit = _compared(compute, rows, flat, False), LIMIT_OF_HALF
-    finally:
-        if attention == NAME_OF_FLASH:
-            model.set_attn_implementation(attention)
+    with _exact_short_windows(model):
+        try:
+            differences, limit = _compared(compute, rows, flat, True), LIMIT
+        except (RuntimeError, TypeError) as error:
+            logger.debug("{} does not compute in float32: {}", type(model).__name__, error)
+            with torch.autocast(device.type, torch.bfloat16):
+                differences, limit = _compared(compute, rows, flat, False), LIMIT_OF_HALF
     difference = differences.max().nan_to_num(torch.inf)
     if dist.is_initialized():
         dist.all_reduce(difference, op=dist.ReduceOp.MAX)
@@ -109,17 +101,23 @@ def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) 
 
 
 @contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model's layers attend to windows, or chunks, of WINDOW tokens where theirs are longer."""
+def _exact_short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model's layers attend without flash attention, whose kernel rounds, and to windows, or chunks, of WINDOW
+    tokens where theirs are longer."""
+    attention = model.config._attn_implementation
     names = ("sliding_window", "attention_chunk_size", "attention_window_size")
     places = [(part, name) for part in (model.config.get_text_config(), *model.modules()) for name in names]
     longer = [(part, name, value) for part, name in places
               if type(value := getattr(part, name, None)) is int and value > WINDOW]  # fmt: skip
     try:
+        if attention == NAME_OF_FLASH:
+            model.set_attn_implementation(NAME)
         for part, name, _ in longer:
             setattr(part, name, WINDOW)
         yield
     finally:
+        if attention == NAME_OF_FLASH:
+            model.set_attn_implementation(attention)
         for part, name, value in longer:
             setattr(part, name, value)
 
