@@ -57,6 +57,15 @@ def no_bundles_kept_in_ray():
         time.sleep(0.2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_kept():
+    """Engines stay in torch's process group, which is made once: the next file makes its own."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory) -> str:
     """Directory of a 2-layer Llama (64 words, head dimension 32) with its word-level tokenizer."""

@@ -6,18 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, weights_of
+from tests.helpers.engines import make_actor, make_engine, weights_of
 from tests.helpers.models import save_tiny_llama
 from verl.algos.acceptance import LenientAcceptance
 from verl.algos.rollout_correction import compute_rollout_correction_and_add_to_batch
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_group_is_left():
-    yield
-    leave_group()
 
 
 def distributions(seed, rows=1, vocabulary=5):

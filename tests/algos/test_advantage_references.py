@@ -233,9 +233,20 @@ def test_estimator_agrees_with_its_papers_formula(name, data):
     assert_agree(name, data.draw(cases(pairs=name == "grpo_passk")))
 
 
-def test_remax_gives_uncounted_tokens_no_advantage():
+@pytest.mark.parametrize(("name", "expected"), [("remax", [1.5, 1.0]), ("reinforce_plus_plus", [1.0, 1.0])])
+def test_rewards_of_uncounted_tokens_are_no_part_of_a_return(name, expected):
     inputs = {
-        "token_level_rewards": torch.tensor([[0.0, 7.0, 2.0]]), "response_mask": torch.tensor([[1, 0, 1]]),
-        "reward_baselines": torch.tensor([0.5]),
+        "token_level_rewards": torch.tensor([[0.5, 7.0, 1.0]]), "response_mask": torch.tensor([[1, 0, 1]]),
+        "reward_baselines": torch.tensor([0.5]), "config": SimpleNamespace(gamma=0.5),
     }  # fmt: skip
-    assert estimate_advantages("remax", inputs)[0].tolist() == [[1.5, 0.0, 1.5]]
+    advantages, returns = estimate_advantages(name, inputs)
+    assert returns[0, ::2].tolist() == expected and advantages[0, 1] == 0
+
+
+def test_what_an_estimator_cannot_do_without_is_named():
+    groups = np.array(["a", "a", "b"], dtype=object)
+    inputs = {"token_level_rewards": torch.ones(3, 2), "response_mask": torch.ones(3, 2), "index": groups}
+    with pytest.raises(ValueError, match="rollout.n >= 2"):
+        estimate_advantages("grpo_passk", inputs)
+    with pytest.raises(ValueError, match="adv_estimator='gae' needs values"):
+        estimate_advantages("gae", {**inputs, "gamma": 1.0, "lam": 1.0})

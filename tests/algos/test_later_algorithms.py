@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.algos.advantage import estimate_advantages
-from verl.algos.aggregation import agg_loss
-from verl.algos.policy_loss import LossInputs, get_loss_fn
+from verl.algos.advantage import compute_optimal_token_baseline_advantage, estimate_advantages
+from verl.algos.aggregation import StepCounts
+from verl.algos.policy_loss import LossInputs, get_loss_fn, value_loss
 from verl.algos.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
@@ -85,6 +85,10 @@ def test_wrong_bounds_are_refused(settings, text):
 
 
 def test_presets():
+    assert RolloutCorrectionConfig.disabled().rollout_is is None
+    assert RolloutCorrectionConfig.bypass_pg_is(3.0).loss_type == "reinforce"
+    config = RolloutCorrectionConfig.geo_rs_seq_tis()
+    assert (config.rollout_is, config.rollout_rs, config.rollout_rs_threshold) == ("sequence", "geometric", 1.001)
     config = RolloutCorrectionConfig.decoupled_token_icepop()
     assert (config.rollout_is, config.rollout_is_threshold) == ("token", "0.5_5.0")
     config = RolloutCorrectionConfig.bypass_ppo_clip_k3_rs()
@@ -137,12 +141,6 @@ def test_dro_is_a_policy_gradient_with_a_quadratic_penalty():
         loss_of("dro", [0.5], [0.5], [1.0])
 
 
-def test_token_sum():
-    losses = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert agg_loss(losses, mask, "token-sum") == 7 and agg_loss(losses, mask, "token-sum", dp_size=2) == 14
-
-
 def test_gdpo_normalises_each_reward_by_itself():
     mask = torch.tensor([[1, 0], [1, 1], [1, 1], [1, 0]])
     config = AlgoConfig(adv_estimator="gdpo", gdpo_reward_keys=["right", "form"], gdpo_reward_weights=[1.0, 0.5])
@@ -189,8 +187,6 @@ def test_the_optimal_token_baseline_weighs_returns_by_energy():
 def test_without_a_rule_for_its_end_the_longest_sample_is_its_own_baseline():
     rewards, mask = torch.tensor([[0.0, 3.0], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
     squares = torch.full((2, 2), 0.5)
-    from verl.algos.advantage import compute_optimal_token_baseline_advantage
-
     options = (rewards, mask, ["a", "a"], squares.log(), squares)
     advantages, _ = compute_optimal_token_baseline_advantage(*options, handle_zero_tail=False)
     assert advantages[0, 1] == pytest.approx(0.0, abs=1e-6)
@@ -218,13 +214,7 @@ def test_importance_weights_enter_squared():
 
 
 def test_the_critic_has_a_divisor_of_its_own():
-    from dataclasses import replace
-
-    from verl.algos.aggregation import StepCounts
-    from verl.algos.policy_loss import value_loss
-
     config = SimpleNamespace(cliprange_value=10.0, loss_agg_mode="seq-mean-token-sum-norm")
     ones, mask = torch.ones(1, 2), torch.ones(1, 2)
-    counts = replace(StepCounts(), loss_scale_factor=4)
-    loss, _ = value_loss(ones, torch.zeros(1, 2), ones, mask, counts, config)
+    loss, _ = value_loss(ones, torch.zeros(1, 2), ones, mask, StepCounts(loss_scale_factor=4), config)
     assert loss == pytest.approx(0.5 * 2 / 4)

@@ -27,33 +27,12 @@ def config(**changes):
     return SimpleNamespace(**(settings | changes))
 
 
-def loss_of(name, ratios, advantages, mask=None, mode="token-mean", cfg=None, weights=None, base=-1.0):
-    """Loss of one row whose tokens have these ratios pi / pi_old, old log-prob `base`."""
-    ratios = torch.tensor([ratios])
-    old = torch.full_like(ratios, base)
-    new = (old + ratios.log()).requires_grad_()
-    advantages = torch.tensor([advantages])
-    mask = torch.ones_like(ratios) if mask is None else torch.tensor([mask])
-    loss, metrics = get_policy_loss_fn(name)(old, new, advantages, mask, mode, cfg or config(), weights)
-    loss.backward()
-    return loss.item(), new.grad[0], metrics
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, expected, has_gradient",
-    [
-        (1.0, 1.0, -1.0, True),
-        (0.5, 1.0, -0.5, True),  # below the range, A > 0: not clipped
-        (2.0, 1.0, -1.2, False),  # clip at 1 + high
-        (0.5, -1.0, 0.8, False),  # clip at 1 - low
-        (2.0, -1.0, 2.0, True),  # A < 0 grows
-        (10.0, -1.0, 3.0, False),  # dual clip at c
-    ],
-)
-def test_vanilla_clips(ratio, advantage, expected, has_gradient):
-    loss, gradient, _ = loss_of("vanilla", [ratio], [advantage])
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert bool(gradient.abs().max() > 1e-6) == has_gradient
+def loss_of(name, ratios, advantages, **changes):
+    """(loss, metrics) of one row whose tokens have these ratios pi / pi_old."""
+    ratios, advantages = torch.tensor([ratios]), torch.tensor([advantages])
+    old = torch.full_like(ratios, -1.0)
+    mask = torch.ones_like(ratios)
+    return get_policy_loss_fn(name)(old, old + ratios.log(), advantages, mask, "token-mean", config(**changes), None)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +45,12 @@ def test_vanilla_clips(ratio, advantage, expected, has_gradient):
     ],
 )
 def test_share_of_clipped_tokens(name, ratios, advantages, share):
-    assert loss_of(name, ratios, advantages)[2]["actor/pg_clipfrac"] == pytest.approx(share)
+    assert loss_of(name, ratios, advantages)[1]["actor/pg_clipfrac"] == pytest.approx(share)
 
 
 def test_only_clip_ratio_set_reaches_both_bounds():
-    cfg = config(clip_ratio=0.4)
-    assert loss_of("vanilla", [2.0], [1.0], cfg=cfg)[0] == pytest.approx(-1.4)
-    assert loss_of("vanilla", [0.5], [-1.0], cfg=cfg)[0] == pytest.approx(0.6)
+    assert loss_of("vanilla", [2.0], [1.0], clip_ratio=0.4)[0].item() == pytest.approx(-1.4)
+    assert loss_of("vanilla", [0.5], [-1.0], clip_ratio=0.4)[0].item() == pytest.approx(0.6)
 
 
 def test_every_named_loss_is_registered_and_the_other_way_round():
@@ -197,16 +175,6 @@ def test_fixed_controller_stays():
         core_algos.get_kl_controller(SimpleNamespace(type="fix"))
 
 
-def test_value_loss_by_hand():
-    # V 2, R 0, V_old 1, c 0.5: clipped V 1.5 -> max(4, 2.25) = 4; second: V 1, R 2, V_old 0 -> clip 0.5: max(1, 2.25)
-    loss, clipfrac = core_algos.compute_value_loss(
-        torch.tensor([[2.0, 1.0, 9.0]]), torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]]),
-        torch.tensor([[1, 1, 0]]), cliprange_value=0.5,
-    )  # fmt: skip
-    assert loss.item() == pytest.approx(0.5 * (4 + 2.25) / 2)
-    assert clipfrac.item() == pytest.approx(0.5)
-
-
 def test_pf_ppo_draws_by_score():
     from verl.protocol import DataProto
 
@@ -229,17 +197,3 @@ def test_reinforce_by_hand():
     loss, _ = core_algos.compute_policy_loss_reinforce(*arguments, "seq-mean-token-sum", config(), weights)
     loss.backward()
     assert loss.item() == 7.0 and log_prob.grad.tolist() == [[-0.5, -0.25], [-2.0, 0.0]]
-
-
-def test_clip_cov_drops_the_gradient_of_a_token_in_the_band():
-    # only the last token has a covariance in the band (2 - 1) * (0.0953 - 0.0238)
-    loss, gradient, metrics = loss_of("clip_cov", [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 0.0, 2.0])
-    assert metrics["actor/pg_clipfrac"] == pytest.approx(0.25)
-    assert gradient[3] == 0
-    assert loss == pytest.approx(-0.5)
-
-
-def test_kl_cov_penalises_the_highest_covariance():
-    ratios, advantages = [1.0, 1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 4.0]
-    loss, _, _ = loss_of("kl_cov", ratios, advantages)
-    assert loss == pytest.approx((-8.0 + 0.693147) / 4, rel=1e-4)

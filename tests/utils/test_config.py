@@ -6,7 +6,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import compose_ppo
-from verl.trainer.config import FilterGroupsConfig, RolloutCorrectionConfig
+from verl.trainer.config import FilterGroupsConfig
 from verl.utils.config import omega_conf_to_dataclass, update_dict_with_config
 from verl.workers.config import (
     FSDPActorConfig,
@@ -66,13 +66,6 @@ def test_model_paths_follow_each_other(tiny_llama):
     loaded = HFModelConfig(path=tiny_llama).load()
     assert loaded.hf_config.hidden_size == 64 and loaded.tokenizer.eos_token_id == 2
     assert loaded.architectures == ["LlamaForCausalLM"]
-
-
-def test_presets_of_the_rollout_correction():
-    assert RolloutCorrectionConfig.disabled().rollout_is is None
-    assert RolloutCorrectionConfig.bypass_pg_is(3.0).loss_type == "reinforce"
-    geo = RolloutCorrectionConfig.geo_rs_seq_tis()
-    assert (geo.rollout_is, geo.rollout_rs, geo.rollout_rs_threshold) == ("sequence", "geometric", 1.001)
 
 
 def test_update_dict_with_config_changes_what_is_shared():
