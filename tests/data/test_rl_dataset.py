@@ -337,9 +337,3 @@ def test_padding_keeps_tokens_and_counts_positions(ids, extra):
     assert input_ids[mask.bool()].tolist() == ids
     assert positions[mask.bool()].tolist() == list(range(len(ids)))
     assert int(mask.sum()) == len(ids) and mask.tolist() == sorted(mask.tolist())
-
-
-def test_a_row_that_the_filter_cannot_read_is_an_error_not_a_drop(tmp_path):
-    file = write(tmp_path / "d.json", [row(), {"prompt": "text"}])
-    with pytest.raises(DatasetError, match="row 1"):
-        RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))

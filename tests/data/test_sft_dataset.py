@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -301,8 +302,6 @@ def test_rows_without_an_answer_or_without_messages_are_refused(tmp_path):
 
 
 def test_nested_arrays_become_lists():
-    import numpy as np
-
     assert convert_nested_value_to_list_recursive({"a": np.array([np.array([1, 2]), None], dtype=object)}) == {
         "a": [[1, 2], None]
     }

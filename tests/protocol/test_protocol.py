@@ -105,6 +105,7 @@ def test_an_empty_batch_works():
     assert same(pickle.loads(pickle.dumps(empty)), empty)
     assert len(empty.select_idxs([])) == 0 and empty.split(2) == []
     assert len(DataProto()) == 0 and len(DataProto(meta_info={"a": 1}).union(make(2))) == 2
+    assert len(DataProto(None, {"name": np.array(["a", "b"], dtype=object)})) == 2  # of columns alone
 
 
 def test_files_hold_everything_without_pickle(tmp_path):
@@ -218,9 +219,12 @@ def test_folding_unfolding_and_column_chunks():
     assert folded.batch["ids"].shape == (2, 3, 3) and folded.non_tensor_batch["uid"].shape == (2, 3)
     assert same(unfold_batch_dim(folded), data)
     wide = DataProto.from_dict({"x": torch.arange(8).view(2, 4), "y": torch.tensor([7, 8])}, {"u": ["a", "b"]})
+    wide.non_tensor_batch["pair"] = np.array([[1, 2], [3, 4]])
     parts = wide.unfold_column_chunks(2, ["x"])
     assert parts.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert parts.batch["y"].tolist() == [7, 7, 8, 8] and parts.non_tensor_batch["u"].tolist() == ["a", "a", "b", "b"]
+    assert parts.non_tensor_batch["pair"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert wide.unfold_column_chunks(2, ["pair"]).non_tensor_batch["pair"].tolist() == [[1], [2], [3], [4]]
     assert make(2).sample_level_repeat([2, 1]).non_tensor_batch["n"].tolist() == [0, 0, 1]
 
 
@@ -297,15 +301,3 @@ def test_the_device_of_a_batch_stays_as_it_is():
     for device in (None, torch.device("cpu")):
         batch = TensorDict({"x": torch.arange(2)}, batch_size=[2], device=device)
         assert pickle.loads(pickle.dumps(DataProto(batch))).batch.device == device
-
-
-def test_a_batch_of_columns_alone_has_a_length():
-    assert len(DataProto(None, {"name": np.array(["a", "b"], dtype=object)})) == 2 and len(DataProto()) == 0
-
-
-def test_columns_that_are_not_unfolded_are_repeated_along_the_first_dimension():
-    data = DataProto.from_dict({"x": torch.arange(8).reshape(2, 4)}, {"pair": np.array([[1, 2], [3, 4]])})
-    wide = data.unfold_column_chunks(2, ["x"])
-    assert wide.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert wide.non_tensor_batch["pair"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
-    assert data.unfold_column_chunks(2, ["pair"]).non_tensor_batch["pair"].tolist() == [[1], [2], [3], [4]]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, MixtralConfig, Qwen3MoeConfig
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.models.loading import load_without_weights
@@ -19,12 +19,6 @@ MOE = {
     "mixtral": MixtralConfig(num_local_experts=3, **SIZES),
     "qwen3_moe": Qwen3MoeConfig(num_experts=3, moe_intermediate_size=32, decoder_sparse_step=1, **SIZES),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 @pytest.fixture(scope="module")

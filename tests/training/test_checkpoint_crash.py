@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.engines import make_actor, make_engine, rl_batch
 from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 from verl.training.checkpoint import CheckpointCorruptError, CheckpointWriter, find_valid_checkpoint, verify_manifest
 
@@ -72,7 +72,6 @@ def engine(tiny_llama):
     made = make_engine(tiny_llama, lora_rank=2, contents=("model", "optimizer", "extra", "hf_model"))
     make_actor(made).update_policy(rl_batch())
     yield made
-    leave_group()
 
 
 def save_files(root, step, max_to_keep=2):

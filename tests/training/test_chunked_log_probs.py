@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.training.test_policy_causal_lm import slow_reference, text_batch
 from verl.training.policy import causal_lm, get_policy
 from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
@@ -179,6 +179,18 @@ def outcome(model, batch, **settings):
     return log_probs.detach(), entropy.detach()
 
 
+def assert_that_of_full_logits(model, batch, mask=1):
+    """The chunked log-probs, entropies and gradients; `mask`: 1 or [B, R], where a token counts."""
+    actual = outcome(model, batch, chunk_tokens=2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = [p.grad.clone() for p in trained]
+    model.zero_grad()
+    log_probs, entropy = (column * mask for column in slow_reference(model, batch, 0.7))
+    (log_probs * torch.linspace(-1, 1, 15).reshape(3, 5) + 0.3 * entropy).sum().backward()
+    torch.testing.assert_close(actual, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, [p.grad for p in trained], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_policy_agrees_with_full_logits_also_where_some_tokens_only_count(tiny_llama, counted, tied):
@@ -190,13 +202,7 @@ def test_the_policy_agrees_with_full_logits_also_where_some_tokens_only_count(ti
     if counted:
         mask[:, ::2] = 0
         batch["counted"] = mask
-    actual = outcome(model, batch, chunk_tokens=2)
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    log_probs, entropy = (column * mask for column in slow_reference(model, batch, 0.7))
-    (log_probs * torch.linspace(-1, 1, 15).reshape(3, 5) + 0.3 * entropy).sum().backward()
-    torch.testing.assert_close(actual, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grads, [p.grad for p in model.parameters()], rtol=1e-5, atol=1e-5)
+    assert_that_of_full_logits(model, batch, mask)
 
 
 def adapted(model):
@@ -213,15 +219,8 @@ def hooked(model):
 @pytest.mark.parametrize("change", [adapted, hooked])
 def test_a_head_that_does_more_than_its_product_keeps_doing_it(tiny_llama, change):
     model = change(LlamaForCausalLM.from_pretrained(tiny_llama))
-    batch = text_batch()
     assert not is_plain(causal_lm.causal_model(model).get_output_embeddings())
-    actual = outcome(model, batch, chunk_tokens=2)
-    grads = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    model.zero_grad()
-    log_probs, entropy = slow_reference(model, batch, 0.7)
-    (log_probs * torch.linspace(-1, 1, 15).reshape(3, 5) + 0.3 * entropy).sum().backward()
-    torch.testing.assert_close(actual, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grads, [p.grad for p in model.parameters() if p.requires_grad], rtol=1e-5, atol=1e-5)
+    assert_that_of_full_logits(model, text_batch())
 
 
 @pytest.mark.parametrize("wrap_policy", [{}, {"min_num_params": 64 * 16}])
@@ -231,7 +230,6 @@ def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(
     engine = make_engine(llama, engine={"wrap_policy": wrap_policy})
     actual = outcome(engine.module, text_batch(), chunk_tokens=2)
     grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
-    leave_group()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for name, p in plain.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-5)

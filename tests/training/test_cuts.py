@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.ranks import run_ranks
 from verl.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 from verl.config.model import PluginConfig
@@ -150,7 +150,6 @@ def of_one(tiny_llama):
     whole = {("actor", mode): actor_step(made["actor"], batch, mode, "whole") for mode in MODES["actor"]}
     whole |= {("critic", mode): critic_step(made["critic"], batch, mode, "whole") for mode in LOSS_AGG_MODES}
     yield made, whole
-    leave_group()
 
 
 def same(results, expected):

@@ -5,16 +5,10 @@ import math
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from verl.training.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
 from verl.training.actor.batch_cuts import groups_of, join_units, micro_batches, restore_order
 from verl.workers.config import FSDPOptimizerConfig
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def update(tiny_llama, batch=None, **config):

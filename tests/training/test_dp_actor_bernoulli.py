@@ -4,19 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_engine, weights_of
+from tests.helpers.engines import make_engine, weights_of
 from tests.training.test_policy_bernoulli import TableModel
 from verl.models.loading import register_model_loader
 from verl.protocol import DataProto
 from verl.training.actor import DataParallelPPOActor
 from verl.training.policy import get_policy
 from verl.workers.config import FSDPActorConfig, PluginConfig
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 @register_model_loader("table_of_this_test")

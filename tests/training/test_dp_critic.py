@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from tests.helpers.engines import leave_group, make_engine, rl_batch
+from tests.helpers.engines import make_engine, rl_batch
 from verl.config.model import PluginConfig
 from verl.training.critic import DataParallelPPOCritic
 from verl.workers.config import FSDPCriticConfig
 
 
-def critic(path, mini=8, lr=1e-3, **config):
-    engine = make_engine(path, lr=lr, loader=PluginConfig(name="value_head"))
+def critic(path, mini=8, lr=1e-3, packs=False, **config):
+    engine = make_engine(path, lr=lr, loader=PluginConfig(name="value_head"), use_remove_padding=packs)
     sizes = {"ppo_mini_batch_size": mini, "ppo_micro_batch_size_per_gpu": 8, "forward_micro_batch_size_per_gpu": 8}
     return DataParallelPPOCritic(FSDPCriticConfig(**{**sizes, **config}), engine)
 
@@ -24,13 +24,8 @@ def value_batch(made, rows=8):
     return data
 
 
-@pytest.fixture(autouse=True)
-def lone_rank():
-    yield
-    leave_group()
-
-
 @pytest.mark.parametrize("cut", [{}, {"forward_micro_batch_size_per_gpu": 3},
+                                 {"forward_micro_batch_size_per_gpu": 3, "packs": True},
                                  {"use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 20}])  # fmt: skip
 def test_values_stand_in_front_of_their_tokens_however_rows_are_cut(tiny_llama, cut):
     made, data = critic(tiny_llama, **cut), rl_batch()

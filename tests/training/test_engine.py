@@ -7,17 +7,11 @@ from loguru import logger
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine, weights_of
+from tests.helpers.engines import make_engine, weights_of
 from verl.training.engine import EngineRegistry, FSDPEngine
 from verl.training.engine.build import build_lr_scheduler
 from verl.training.peft_weights import full_weights
 from verl.workers.config import FSDPOptimizerConfig
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def loss_of(engine, scale=1.0):

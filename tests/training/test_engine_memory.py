@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.training.parallel.sharding import full_tensor, load_fsdp_optimizer, local_tensor
@@ -62,7 +62,6 @@ def test_rotary_frequencies_stay_float32_next_to_bfloat16_weights(tiny_llama):
     torch.testing.assert_close(cos[0, :, :16].double(), angles.cos(), rtol=0, atol=4e-3)
     reference = LlamaForCausalLM.from_pretrained(tiny_llama).model.rotary_emb
     assert torch.equal(rotary.inv_freq, reference.inv_freq)
-    leave_group()
 
 
 @pytest.mark.parametrize(("option", "counter"), [("maximize", "cpu"), ("fused", "meta"), ("capturable", "meta")])

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.training.checkpoint import CheckpointWriter, publish
 from verl.training.parallel.sharding import full_tensor
 from verl.utils.distributed import host_barrier
-from verl.workers.config import FSDPOptimizerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +27,8 @@ def share_of(rank, world_size, seed=0):
 
 def sgd_step(rank, world_size, path, *, micro, engine=None, poison=None, **model):
     """(metrics of this rank, whole weights) after one SGD step of rate 1: weights differ as gradients do."""
-    from tests.helpers import engines
-
-    original = engines.FSDPOptimizerConfig
-    engines.FSDPOptimizerConfig = lambda **_: FSDPOptimizerConfig(optimizer="SGD", lr=1.0, weight_decay=0.0)
-    built = make_engine(path, engine=engine, **model)
-    engines.FSDPOptimizerConfig = original
+    sgd = {"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": None}
+    built = make_engine(path, optim=sgd, engine=engine, **model)
     actor = make_actor(built, mini=8 // world_size, micro=micro, grad_clip=1e6, **KL)
     batch = share_of(rank, world_size)
     if poison == rank:
@@ -112,12 +107,6 @@ def other_ranks(rank, world_size, path, folder):
         "straight": resumed(rank, world_size, path, folder, f"{file}full.npz"),
         "straight lora": resumed(rank, world_size, path, f"{folder}_lora", f"{file}lora.npz", lora_rank=4),
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def mean_metrics(of_two, name):

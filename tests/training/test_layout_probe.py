@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.models.families import model_of
 from verl.config.model import PluginConfig
 from verl.training.critic.dp_critic import packs_values
@@ -49,7 +49,6 @@ def folders(tmp_path_factory):
         made[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(made[name])
     yield made
-    leave_group()
 
 
 def compared(folder, share=True, **engine):

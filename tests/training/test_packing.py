@@ -7,14 +7,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine, rl_batch
-from verl.config.model import PluginConfig
-from verl.training.critic import DataParallelPPOCritic
 from verl.training.policy import get_policy
 from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import pack
 from verl.training.policy.prefix_tree import prefix_tree
-from verl.workers.config import FSDPCriticConfig
 
 SHAPE = dict(vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16)  # fmt: skip
@@ -148,17 +144,6 @@ def test_rows_without_a_prompt_and_groups_apart_are_refused():
     batch["group_index"] = torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="not adjacent"):
         prefix_tree(batch, 5)
-
-
-def test_a_critic_without_padding_gives_the_same_values(tiny_llama):
-    values = []
-    for packs in (False, True):
-        engine = make_engine(tiny_llama, loader=PluginConfig(name="value_head"), use_remove_padding=packs)
-        config = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=3, forward_micro_batch_size_per_gpu=3)
-        values.append(DataParallelPPOCritic(config, engine).compute_values(rl_batch(rows=6)))
-    leave_group()
-    assert values[0].abs().sum() > 0
-    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-5)
 
 
 def test_short_rows_are_not_padded_to_the_longest():

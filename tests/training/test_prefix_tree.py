@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.environments_trees import rms_norm
-from tests.training.test_attention import documented_kernel, shared_prompts
+from tests.training.test_attention import OnCuda, documented_kernel, shared_prompts
 from tests.training.test_packing import gemma, llama, outputs_of, qwen, windows
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
@@ -154,9 +154,6 @@ def test_every_kernel_reads_a_tree(any_length, seed):
 
 
 def test_kernels_pass_over_ancestors_where_they_are_continued_more_than_once(any_length):
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
     half = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16).as_subclass(OnCuda)
     branches = [([5, 6], [7, 8, 9, i]) for i in (10, 11, 12)]
     chain = [([5, 6, 7, 8, 9][: i + 1], [6 + i]) for i in range(4)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.training.test_attention import shared_prompts
@@ -85,7 +85,6 @@ def results_of_trees(rank, world_size, path, size):
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
 def test_ranks_that_share_sequences_take_the_step_of_one_rank(gqa, ranks, size):
     expected, scored, tokens = results_of(0, 1, gqa, 1)
-    leave_group()
     by_rank = run_ranks(results_of, ranks, gqa, size)
     for name in STEPS:
         every = [results[name][0] for results, *_ in by_rank]
@@ -100,7 +99,6 @@ def test_ranks_that_share_sequences_take_the_step_of_one_rank(gqa, ranks, size):
 def test_heads_that_ranks_cannot_share_are_refused(gqa):
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 1 ranks"):
         make_engine(gqa, engine={"ulysses_sequence_parallel_size": 3})
-    leave_group()
 
 
 def whether_layers_are_checkpointed(rank, world_size, path):

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.training.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
@@ -102,7 +102,6 @@ def test_ranks_that_split_layers_take_the_step_of_one_rank(
     folders, name, ranks, tensors, sequences, lora, steps, by_tokens
 ):
     expected, scored, weights, size = results_of(0, 1, folders[name], 1, 1, lora, steps)
-    leave_group()
     by_rank = run_ranks(results_of, ranks, folders[name], tensors, sequences, lora, steps, by_tokens)
     for step in steps:
         every = [results[step][0] for results, *_ in by_rank]
@@ -137,10 +136,8 @@ def test_checkpoints_load_however_layers_and_sequences_are_shared(folders, tmp_p
     path, split, alone = folders["llama"], str(tmp_path / "split"), str(tmp_path / "alone")
     straight, expected = steps(0, 1, path, 1, 1, None, None, [0, 1])
     steps(0, 1, path, 1, 1, None, alone, [0])
-    leave_group()
     run_ranks(steps, 4, path, 2, 1, None, split, [0])
     ends = {"4 ranks to 1": [steps(0, 1, path, 1, 1, split, None, [1])]}
-    leave_group()
     ends["4 ranks to 2"] = run_ranks(steps, 2, path, 1, 2, split, None, [1])
     ends["1 rank to 4"] = run_ranks(steps, 4, path, 2, 2, alone, None, [1])
     for name, by_rank in ends.items():
@@ -160,4 +157,3 @@ def test_models_that_ranks_cannot_split_are_refused(folders):
     assert refusal(LlamaConfig(**SIZES), 2) is None
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the 1 ranks"):
         make_engine(folders["llama"], engine={"tensor_parallel_size": 2})
-    leave_group()

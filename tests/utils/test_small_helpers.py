@@ -70,6 +70,8 @@ def test_modules_load_from_path_url_and_package(tmp_path):
         assert imp.load_extern_object(path, "compute_score")() == 7
     assert imp.load_extern_object("pkg://json", "loads")("1") == 1
     assert imp.load_module("") is None
+    with pytest.raises(AttributeError, match="no module path is given for 'f'"):
+        imp.load_extern_object(None, "f")
     with pytest.raises(AttributeError, match="has no 'score'; it has: compute_score"):
         imp.load_extern_object(str(file), "score")
     with pytest.raises(FileNotFoundError, match="no Python file at"):
@@ -169,11 +171,6 @@ def test_parallel_put_keeps_the_order(ray_cluster):
 def test_visible_device_switches_are_seen():
     assert ray_utils.ray_noset_visible_devices({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
     assert not ray_utils.ray_noset_visible_devices({})
-
-
-def test_no_path_has_no_object():
-    with pytest.raises(AttributeError, match="no module path is given for 'f'"):
-        imp.load_extern_object(None, "f")
 
 
 def test_sub_configs_are_updated_in_place():

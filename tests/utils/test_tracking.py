@@ -108,10 +108,12 @@ def test_the_console_replaces_wandb_where_it_is_not_installed(monkeypatch, capsy
         assert capsys.readouterr().out == "step 1  a 1\n"
 
 
-def test_generations_skip_wandb_where_it_is_not_installed(monkeypatch, tmp_path):
+def test_generations_go_where_text_fits_and_skip_wandb_where_it_is_not_installed(monkeypatch, tmp_path):
+    logger = ValidationGenerationsLogger("p", "e")
+    logger.log(["console", "file", "tensorboard"], [["in", "out", torch.tensor(1.0)]], step=4)
+    assert lines("p/e.generations.jsonl") == [{"step": 4, "input": "in", "output": "out", "score": 1.0}]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    logger = ValidationGenerationsLogger("p", "e")
     logger.log(["console", "wandb", "file"], [["question", "answer", 1.0]], 3)
     logger.log("file", [["question", "answer", 0.0]], 4)
     assert [row["step"] for row in lines(tmp_path / "metrics.generations.jsonl")] == [3, 4]
@@ -175,19 +177,7 @@ def test_mlflow_gets_names_it_takes(monkeypatch):
     assert calls == ["p", "e", {"lr": 1}, ({"val-core/x/mean_at_4": 1.0}, 2), "end"]
 
 
-def test_generations_go_where_text_fits():
-    logger = ValidationGenerationsLogger("p", "e")
-    logger.log(["console", "file", "tensorboard"], [["in", "out", torch.tensor(1.0)]], step=4)
-    assert lines("p/e.generations.jsonl") == [{"step": 4, "input": "in", "output": "out", "score": 1.0}]
-
-
 def test_plain_numbers():
     scalars = (1, 2.5, np.int64(3), torch.tensor([4.0]), np.array([5.0]))
     assert [plain_number(x) for x in scalars] == [1, 2.5, 3, 4.0, 5.0]
     assert [plain_number(x) for x in ("1", None, [1], torch.zeros(2), np.array(["x"]))] == [None] * 5
-
-
-def test_a_resumed_run_appends():
-    run((1, {"a": 1}), (2, {"a": 2}))
-    run((3, {"a": 3}))
-    assert [line["step"] for line in lines()] == [1, 2, 3]
