@@ -1,10 +1,10 @@
 """Keys without effect are reported where they are set, and only there."""
 
 import pytest
-from loguru import logger
 
 from scripts.config_files import describe
 from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.logs import logged
 from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
@@ -16,10 +16,20 @@ def messages(*overrides):
     return [p.message for p in unused_settings(compose_ppo(*SOUND, *overrides), PPOConfig)]
 
 
-def test_defaults_and_followers_are_not_reported():
-    assert messages() == []
-    assert messages("actor_rollout_ref.rollout.max_model_len=${data.max_prompt_length}") == []
-    assert len(messages("actor_rollout_ref.rollout.max_model_len=64")) == 1
+ROLLOUT, IMPLEMENTATION = "actor_rollout_ref.rollout", "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "", f"{ROLLOUT}.max_model_len=${{data.max_prompt_length}}", "trainer.use_legacy_worker_impl=enable",
+        f"trainer.use_legacy_worker_impl=disable {IMPLEMENTATION}=torch",  # the only meaning that it has
+        f"{ROLLOUT}.gpu_memory_utilization=0.8 {ROLLOUT}.name=own",
+        f"{ROLLOUT}.gpu_memory_utilization=0.8 {ROLLOUT}.layered_summon=true {ROLLOUT}.name=vllm",
+    ],
+)  # fmt: skip
+def test_settings_that_are_read_are_not_reported(settings):
+    assert messages(*settings.split()) == []
 
 
 def test_what_always_holds_is_reported_only_where_it_is_turned_off():
@@ -36,17 +46,13 @@ def test_what_always_holds_is_reported_only_where_it_is_turned_off():
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton",
+        "actor_rollout_ref.rollout.max_model_len=64",
+        "actor_rollout_ref.rollout.layered_summon=true",
     ],
 )
 def test_a_key_without_effect_is_reported_with_its_value(override):
     (message,) = messages(override)
     assert message.startswith(override.lstrip("+").partition("=")[0] + "=") and "has no effect" in message
-
-
-def test_what_has_one_meaning_only_is_not_reported():
-    key = "trainer.use_legacy_worker_impl"
-    assert messages("actor_rollout_ref.model.fused_kernel_options.impl_backend=torch", f"{key}=disable") == []
-    assert messages(f"{key}=enable") == []
 
 
 @pytest.mark.parametrize(("key", "value", "instead"), [
@@ -86,24 +92,12 @@ def test_a_served_reward_model_keeps_its_memory():
     assert problem.message.startswith(f"{key}=true does not work here: a reward model's server stays loaded")
 
 
-def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
-    assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
-    name = "actor_rollout_ref.rollout.name=vllm"
-    assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", name) == []
-    assert messages("actor_rollout_ref.rollout.layered_summon=true", name) == []
-    assert len(messages("actor_rollout_ref.rollout.layered_summon=true")) == 1
-
-
 def test_they_are_reported_at_the_start_too():
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
     key = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
     config = compose_ppo(*SOUND, f"{key}=triton")
-    try:
+    with logged() as lines:
         validate_config(config, use_reference_policy=False, use_critic=False)
-    finally:
-        logger.remove(sink)
-    assert [line.strip() for line in lines if "has no effect" in line] == [
+    assert [line for line in lines if "has no effect" in line] == [
         f"{key}=triton has no effect in this version: log-probs are always computed by PyTorch; there is no Triton "
         "kernel."
     ]

@@ -83,12 +83,28 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
         assert said in wrong_part, said
 
 
-def test_a_folder_that_is_missing_is_wrong_and_a_hub_name_is_absent(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=/no/such/folder"], capsys)
-    assert code == 1 and "/no/such/folder: the folder does not exist" in text
-    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=someone/some-model"], capsys)
-    assert code == 0 and "someone/some-model is neither a folder nor in the cache" in text
-    assert row(text, "prompts for training") == "70"
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        ("actor_rollout_ref.model.path=/no/such/folder", 1, "/no/such/folder: the folder does not exist"),
+        ("actor_rollout_ref.model.path=a/model", 0, "a/model is neither a folder nor in the cache"),
+        ("actor_rollout_ref.actor.fsdp_config.sequence_parallel=true", 0,
+         "actor.fsdp_config.sequence_parallel=True has no effect with"),
+        ("data.val_files=null", 1, "data.val_files=null: name the files to validate on"),
+        ("data.val_files=[]", 1, "data.val_files=[]: name the files to validate on"),
+        ("data.train_max_samples=10 trainer.val_only=true", 0, "Wrong on every machine: 0"),
+        ("data.train_max_samples=10", 1,
+         "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10"),
+        ("data.train_max_samples=20 data.gen_batch_size=32", 1,
+         "which do not fill one batch of 32. Set data.gen_batch_size=20 or less"),
+        ("actor_rollout_ref.rollout.temperature=0", 1,
+         "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same"),
+    ],
+)  # fmt: skip
+def test_a_setting_has_its_sentence_and_its_class(overrides, capsys, settings, code, said):
+    done, text = plan([*overrides, "trainer.device=cpu", *settings.split()], capsys)
+    assert done == code and said in text
+    assert "train_max_samples" in settings or row(text, "prompts for training") == "70"
 
 
 def test_rows_that_cannot_be_used_are_named(overrides, capsys, tmp_path):
@@ -113,12 +129,6 @@ def test_a_mistake_in_tools_is_reported_once_for_both_splits(overrides, capsys, 
     assert code == 1 and text.count("data.train_files: ") == 1 and "data.val_files: " not in text
 
 
-def test_tokens_are_split_between_layers_by_several_ranks_only(overrides, capsys):
-    added = ["trainer.device=cpu", "actor_rollout_ref.actor.fsdp_config.sequence_parallel=true"]
-    code, text = plan([*overrides, *added], capsys)
-    assert code == 0 and "actor.fsdp_config.sequence_parallel=True has no effect with" in text
-
-
 def test_a_ground_truth_that_no_answer_equals_is_named_wherever_it_is(overrides, capsys, tmp_path):
     table = prompts(70)
     table.at[66, "reward_model"] = {"style": "rule", "ground_truth": "so\n#### 18"}
@@ -136,29 +146,6 @@ def test_an_estimator_that_compares_samples_warns_of_a_single_one(overrides, cap
     code, text = plan(given, capsys)
     warned = f"n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt" in text
     assert code == 0 and warned == (estimator != "reinforce_plus_plus")
-
-
-def test_validation_files_are_needed_and_named(overrides, capsys):
-    for value in ("null", "[]"):
-        code, text = plan([*overrides, "trainer.device=cpu", f"data.val_files={value}"], capsys)
-        assert code == 1 and f"data.val_files={value}: name the files to validate on" in text
-
-
-def test_a_run_that_only_validates_needs_no_batch_of_prompts(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10", "trainer.val_only=true"], capsys)
-    assert code == 0, text
-
-
-def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10"], capsys)
-    assert code == 1 and "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10" in text
-    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=20", "data.gen_batch_size=32"], capsys)
-    assert code == 1 and "which do not fill one batch of 32. Set data.gen_batch_size=20 or less" in text
-
-
-def test_training_samples_cannot_be_drawn_at_temperature_zero(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.temperature=0"], capsys)
-    assert code == 1 and "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same" in text
 
 
 @pytest.fixture
@@ -212,7 +199,6 @@ def test_secrets_are_not_printed(overrides, capsys):
 def test_addresses():
     assert check_url("k", "no address")[0].kind == "wrong"
     assert check_url("k", "http://127.0.0.1:9/")[0].kind == "absent"
-
 
 
 def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoConfig, LlamaConfig
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.engines import make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.planning import memory_trace
@@ -18,13 +18,6 @@ CONFIG = LlamaConfig(
 # q and o, k and v, the MLP and two norms in each layer; embedding, head and the last norm.
 LAYER, AROUND = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
 STATIC = ("weights", "gradients", "optimizer (two moments)")
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    leave_group()
-    yield
-    leave_group()
 
 
 def trace(ranks, micro=None, layers=2, on_gpu=False, model=None, **engine):

@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
-from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
@@ -21,13 +20,6 @@ GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 2, "actor_rollout_r
         "actor_rollout_ref.actor.ppo_mini_batch_size": 32, "actor_rollout_ref.rollout.n": 4,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    leave_group()
-    yield
-    leave_group()
 
 
 def printed(tmp_path, **settings):
