@@ -99,6 +99,20 @@ def metrics_rows(directory: Path) -> list[dict]:
     return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
 
 
+def keep_batches(monkeypatch) -> list[DataProto]:
+    """The batches of the steps that trainers log from now on."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    batches, log = [], RayPPOTrainer._log
+
+    def keep(trainer, batch, metrics):
+        batches.append(batch)
+        log(trainer, batch, metrics)
+
+    monkeypatch.setattr(RayPPOTrainer, "_log", keep)
+    return batches
+
+
 class FakeGroup:
     """Stands in for a worker group: two ranks without processes, answers that depend on prompt and sample only."""
 
@@ -183,4 +197,13 @@ def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_clas
         val_reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
     )
     trainer.init_workers()
+    return trainer
+
+
+def fake_run(directory: Path, group_class: type = FakeGroup, roles=(), stop_at: int | None = None, **more):
+    """The trainer of such a run, which has ended: after its last step, or after the step `stop_at`."""
+    trainer = fake_trainer(compose_run(directory, "unused", **more), group_class, roles=roles)
+    if stop_at is not None:
+        trainer.stop_requested = lambda: trainer.global_steps == stop_at
+    trainer.fit()
     return trainer

@@ -1,9 +1,8 @@
 """The table of the batch's columns holds what the batch of a real step contains."""
 
-from tests.helpers.rl_run import compose_run
+from tests.helpers.rl_run import compose_run, keep_batches
 from verl.protocol.columns import COLUMNS
 from verl.trainer.main_ppo import TaskRunner
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.run.ray_session import run_here
 
 # Columns of the test's data file, which the data set copies.
@@ -11,13 +10,7 @@ OF_THE_DATA = {"prompt"}
 
 
 def test_columns_of_a_step_have_the_shapes_of_the_table(tiny_llama, tmp_path, monkeypatch, capfd):
-    batches, log = [], RayPPOTrainer._log
-
-    def keep(trainer, batch, metrics):
-        batches.append(batch)
-        log(trainer, batch, metrics)
-
-    monkeypatch.setattr(RayPPOTrainer, "_log", keep)
+    batches = keep_batches(monkeypatch)
     config = compose_run(
         tmp_path, tiny_llama, trainer__local="true", trainer__total_training_steps=1, reward_model__num_workers=0,
         trainer__save_freq=0, actor_rollout_ref__actor__use_kl_loss="true", algorithm__adv_estimator="gae",

@@ -1,18 +1,11 @@
-"""SIGKILL of the driver, of a rank that trains, of one that generates and of a reward process: the command resumes.
-
-`python -m tests.trainer.fully_async.test_kills N` makes N kills at random moments and prints a summary.
-"""
+"""SIGKILL of the driver, of a rank that trains, of one that generates and of a reward process: the command resumes."""
 
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -142,39 +135,3 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, tiny_llama
     assert 3 <= done < STEPS and (out / TRACKER).read_text() == str(done)
     ends, events = finished(tmp_path / "run", tiny_llama)
     assert ends == {"trained": 8 * STEPS} and [event["step"] for event in events] == [done]
-
-
-def main(count: int) -> int:
-    """Kill `count` runs; prints a line for each and a summary. 1 if one of them did not end as it should, else 0."""
-    from tests.helpers.models import save_tiny_llama
-
-    rng, folder = random.Random(0), Path("outputs/async_kills")
-    shutil.rmtree(folder, ignore_errors=True)
-    model, passed, seconds = save_tiny_llama(folder / "model"), Counter(), []
-    total, removed = Counter(), 0
-    for number in range(count):
-        victim = list(VICTIMS)[number % len(VICTIMS)]
-        after, delay, started = rng.randrange(STEPS - 1), rng.random() / 4, time.monotonic()
-        try:
-            before, ends, events = run_with_kill(folder / f"{number}", model, victim, after, delay)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            say(f"{number}: {victim}, after step {after} + {delay:.2f} s: FAILED\n{error}")
-            continue
-        seconds.append(time.monotonic() - started)
-        passed[victim] += 1
-        total += ends
-        removed += sum(event["removed"] for event in events)
-        resumed = f"resumed after step {events[0]['step']}" if events else "no resume"
-        say(f"{number}: {victim} killed after step {before}, {resumed}; {dict(ends)}, {seconds[-1]:.0f} s")
-    say(f"{passed.total()} of {count} kills: the journal adds up, no sample is lost or trained twice, none is older "
-        f"than the bound; by victim {dict(passed)}; samples {dict(total)}; rows removed at resumes: {removed}")
-    return int(passed.total() < count)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

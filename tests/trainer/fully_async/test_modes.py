@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 
 from tests.agents.agent_loop.test_killed_tools_run import PARTS, save_calling_llama
 from tests.helpers.rl_run import metrics_rows
-from tests.trainer.fully_async.test_runs import check_journal, composed, rows, train
+from tests.trainer.fully_async.test_runs import OFF_BY_ONE, check_journal, composed, recorded_samples, rows, train
 from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -22,15 +22,11 @@ def test_conversations_with_tools_are_trained(ray_cluster, tmp_path):
                "agent__default_agent_loop": "tool_agent"}  # fmt: skip
     settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
     settings |= {"data__max_response_length": 16, "data__max_prompt_length": 8}
-    settings |= {"async_training__staleness_threshold": 1, "async_training__trigger_parameter_sync_step": 1}
-    out = train(tmp_path / "run", model, steps, **settings)
+    out = train(tmp_path / "run", model, steps, **settings, **OFF_BY_ONE)
     check_journal(out, steps)
-    turns = [sample["output"]["num_turns"] for row in rows(out / "async_record.jsonl") for group in row["groups"]
-             for sample in group["samples"]]  # fmt: skip
-    assert max(turns) > 2
-    for row in rows(out / "async_record.jsonl"):
-        for sample in (sample for group in row["groups"] for sample in group["samples"]):
-            assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"])
+    assert max(sample["output"]["num_turns"] for sample in recorded_samples(out)) > 2
+    for sample in recorded_samples(out):
+        assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"])
 
 
 PROGRAM = """
@@ -55,14 +51,11 @@ def test_programs_with_parallel_requests_are_trained(ray_cluster, tmp_path, tiny
     program.write_text(PROGRAM)
     settings = {
         "actor_rollout_ref__rollout__agent__command": f"'python {program}'", "data__max_response_length": 64,
-        "data__max_prompt_length": 40,
-        "async_training__staleness_threshold": 1, "async_training__trigger_parameter_sync_step": 1,
+        "data__max_prompt_length": 40, **OFF_BY_ONE,
     }  # fmt: skip
     out = train(tmp_path / "run", tiny_llama, steps, **settings)
     check_journal(out, steps)
-    samples = [sample for row in rows(out / "async_record.jsonl") for group in row["groups"]
-               for sample in group["samples"]]  # fmt: skip
-    for sample in samples:
+    for sample in recorded_samples(out):
         assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"]) > 0
     metrics = [row for row in metrics_rows(tmp_path / "run") if "actor/pg_loss" in row]
     assert len(metrics) == steps and all(row["critic/score/mean"] >= 1 for row in metrics)
@@ -78,8 +71,7 @@ def test_conversations_that_an_environment_leads_are_trained(ray_cluster, tmp_pa
     settings = {f"data__environment__{key}": value for key, value in environment.items()}
     settings |= {
         "data__train_files": file, "data__val_files": file, "custom_reward_function__path": "null",
-        "data__max_prompt_length": 16, "data__max_response_length": 160,
-        "async_training__staleness_threshold": 1, "async_training__trigger_parameter_sync_step": 1,
+        "data__max_prompt_length": 16, "data__max_response_length": 160, **OFF_BY_ONE,
     }  # fmt: skip
     out = train(tmp_path / "run", tiny_llama, steps, **settings, rollout__test_freq=2)
     check_journal(out, steps)

@@ -43,6 +43,16 @@ def rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+#: An update may train samples of the weights before the last sync.
+OFF_BY_ONE = {"async_training__staleness_threshold": 1, "async_training__trigger_parameter_sync_step": 1}
+
+
+def recorded_samples(out):
+    """The samples of all updates."""
+    groups = [group for row in rows(out / "async_record.jsonl") for group in row["groups"]]
+    return [sample for group in groups for sample in group["samples"]]
+
+
 def weights(out, step):
     """Checksums of the weights and the optimizer's state in a checkpoint."""
     manifest = json.loads((out / f"global_step_{step}" / "manifest.json").read_text())

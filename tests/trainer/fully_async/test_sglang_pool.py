@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.rl_run import metrics_rows
-from tests.trainer.fully_async.test_runs import check_journal, rows, train
+from tests.trainer.fully_async.test_runs import OFF_BY_ONE, check_journal, recorded_samples, train
 from verl.utils.import_utils import is_sglang_available
 
 pytestmark = [
@@ -16,13 +16,11 @@ def test_samples_go_on_after_a_sync_with_the_log_probs_of_each_version(ray_clust
     rollout = {"name": "sglang", "max_num_seqs": 16, "ignore_eos": "true", "verify_weights_every": 1}
     steps = 4
     out = train(
-        tmp_path, tiny_llama, steps, data__max_response_length=96, async_training__staleness_threshold=1,
-        async_training__trigger_parameter_sync_step=1, async_training__partial_rollout="true",
+        tmp_path, tiny_llama, steps, data__max_response_length=96, async_training__partial_rollout="true", **OFF_BY_ONE,
         **{f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()},
     )  # fmt: skip
     check_journal(out, steps)
-    samples = [sample for row in rows(out / "async_record.jsonl") for group in row["groups"]
-               for sample in group["samples"]]  # fmt: skip
+    samples = recorded_samples(out)
     for sample in samples:
         assert sum(count for _, count in sample["spans"]) == sum(sample["output"]["response_mask"]) == 96
     assert any(len(sample["spans"]) > 1 for sample in samples)  # interrupted by a sync

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import (
     DropCounts,
@@ -186,17 +185,3 @@ def test_without_a_balancer_ranks_take_rows_in_order():
 def test_mini_batch_that_ranks_cannot_share_is_named():
     with pytest.raises(ValueError, match="ppo_mini_batch_size=1 gives a mini-batch of 3 samples, which 2 ranks"):
         balanced_order([[1, 1, 1], [1, 1, 1]], 2, 1, None, whole_groups=False)
-
-
-def test_probs_diff_counts_masked_tokens_only():
-    data = DataProto.from_dict(
-        {
-            "response_mask": torch.tensor([[1, 1, 0]]),
-            "rollout_log_probs": torch.tensor([[0.5, 0.25, 0.9]]).log(),
-            "old_log_probs": torch.tensor([[0.25, 0.125, 0.1]]).log(),
-        }
-    )
-    diff = calculate_debug_metrics(data)
-    assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert diff["training/rollout_probs_diff_mean"] == pytest.approx(0.1875)
-    assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
 from tests.helpers.configs import compose_ppo
+from tests.helpers.logs import logged
 from verl.protocol import DataProto
 from verl.report.health import RULES, best_of, best_of_groups
 from verl.report.page import collect_series, health_rows, write_report
@@ -77,15 +77,18 @@ def made_step(step, defect):
     return batch, metrics
 
 
+def new_health(*overrides):
+    return RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf", *overrides))
+
+
 def run_of(defect):
     """(warnings, rows of metrics) of a synthetic run."""
-    health, rows, lines = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf")), [], []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    for step in range(1, STEPS + 1):
-        batch, metrics = made_step(step, defect)
-        rows.append({"step": step, "data": metrics | health.measure(batch, step, metrics)})
-    logger.remove(sink)
-    return [str(line).strip() for line in lines], rows
+    health, rows = new_health(), []
+    with logged() as lines:
+        for step in range(1, STEPS + 1):
+            batch, metrics = made_step(step, defect)
+            rows.append({"step": step, "data": metrics | health.measure(batch, step, metrics)})
+    return lines, rows
 
 
 @pytest.mark.parametrize("defect", [None, *(rule.metric.removeprefix("health/") for rule in RULES)])
@@ -102,17 +105,15 @@ def test_a_run_with_one_defect_gets_that_warning(defect, tmp_path):
 
 
 def test_a_warning_is_given_again_after_a_while():
-    health = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"))
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    for step in range(1, 121):
-        health._warn(step, {"health/staleness": 1.0})
-    logger.remove(sink)
+    health = new_health()
+    with logged() as lines:
+        for step in range(1, 121):
+            health._warn(step, {"health/staleness": 1.0})
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 51", "step 101"]
 
 
 def test_what_a_run_does_not_compute_is_not_measured():
-    health = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"))
+    health = new_health()
     batch, metrics = made_step(1, None)
     batch.pop(["old_log_probs", "rollout_log_probs", "ref_log_prob"], [EXTRAS])
     for name in ("actor/entropy", "actor/grad_norm"):
@@ -125,10 +126,9 @@ def test_what_a_run_does_not_compute_is_not_measured():
 @pytest.mark.parametrize("key", ["actor_rollout_ref.actor.use_rollout_log_probs",
                                  "algorithm.rollout_correction.bypass_mode"])  # fmt: skip
 def test_a_rollout_s_log_probs_are_not_compared_with_themselves(key):
-    config = compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf", f"{key}=true",
-                         "actor_rollout_ref.rollout.calculate_log_probs=true")  # fmt: skip
     batch, metrics = made_step(1, None)
-    values = RunHealth(config).measure(batch, 1, metrics)
+    health = new_health(f"{key}=true", "actor_rollout_ref.rollout.calculate_log_probs=true")
+    values = health.measure(batch, 1, metrics)
     assert not {"health/first_ratio", "health/outside_clip_range", "health/effective_sample_size"} & set(values)
 
 
@@ -163,7 +163,7 @@ def test_groups_that_lost_samples_count_where_they_are_large_enough():
 
 
 def test_pass_at_k_needs_the_reward_to_say_what_is_right():
-    health = RunHealth(compose_ppo("trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"))
+    health = new_health()
     batch, metrics = made_step(1, None)
     without = batch.select_idxs(np.arange(len(batch)))
     without.non_tensor_batch.pop(EXTRAS)

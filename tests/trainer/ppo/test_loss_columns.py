@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.rl_run import compose_run, metrics_rows
+from tests.helpers.rl_run import compose_run, keep_batches, metrics_rows
 from verl.algos.policy_loss import LOSS_COLUMNS
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.batching import add_loss_columns
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.run.ray_session import run_here
 
 MODULE = '''
@@ -38,15 +37,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def run(tmp_path, model, monkeypatch, name, more=""):
     """(status of one step, its batch if it ended) of a run whose loss is in a module of `tmp_path`."""
-    batches, log = [], RayPPOTrainer._log
-
-    def keep(trainer, batch, metrics):
-        batches.append(batch)
-        log(trainer, batch, metrics)
-
+    batches = keep_batches(monkeypatch)
     (tmp_path / f"{name}.py").write_text(MODULE.replace("NAME", name).replace("MORE", more))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(RayPPOTrainer, "_log", keep)
     config = compose_run(
         tmp_path, model, trainer__local="true", trainer__total_training_steps=1, reward_model__num_workers=0,
         trainer__save_freq=0, actor_rollout_ref__actor__use_kl_loss="true", actor_rollout_ref__actor__kl_loss_coef=0,

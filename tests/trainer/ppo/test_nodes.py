@@ -1,8 +1,8 @@
 """More nodes than Ray has: an error for GPU ranks, a warning for CPU ranks."""
 
 import pytest
-from loguru import logger
 
+from tests.helpers.logs import logged
 from verl.trainer.ppo import worker_groups
 from verl.trainer.ppo.worker_groups import ResourcePoolManager
 
@@ -24,8 +24,6 @@ def test_gpu_ranks_of_two_nodes_need_two_nodes():
 
 @pytest.mark.usefixtures("one_node")
 def test_cpu_ranks_of_two_nodes_run_on_one_with_a_warning():
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    ResourcePoolManager({"pool": [1, 1]}, {}, use_gpu=False).create_resource_pool()
-    logger.remove(sink)
+    with logged() as lines:
+        ResourcePoolManager({"pool": [1, 1]}, {}, use_gpu=False).create_resource_pool()
     assert "trainer.nnodes=2, but Ray has 1 node." in lines[0] and "the CPU ranks of all 2 run on 1" in lines[0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.nonfinite import NonFiniteRun
@@ -17,8 +17,7 @@ from verl.training.checkpoint.publish import published_steps
 
 @pytest.mark.process
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
-    trainer = fake_trainer(compose_run(tmp_path, "unused"))
-    trainer.fit()
+    trainer = fake_run(tmp_path)
     rows = metrics_rows(tmp_path)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]  # 24 prompts, 8 a step, 2 epochs
     assert [r["training/epoch"] for r in rows] == [0, 0, 0, 1, 1, 1]
@@ -40,8 +39,7 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
 
 @pytest.mark.process
 def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", algorithm__norm_adv_by_std_in_grpo="false"))
-    trainer.fit()
+    trainer = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false")
     batch = trainer.actor_rollout_wg.updates[0].batch
     numbers = (batch["responses"] != 30).sum(-1)  # score of a row in sixths
     assert torch.allclose(batch["advantages"][:, 0], (numbers - 3.5) / 6, atol=1e-6)
@@ -64,13 +62,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     """Names of the batch's columns, lists of several lengths, and names that only some rows have."""
     (tmp_path / "clashing.py").write_text(CLASHING)
-    config = compose_run(
-        tmp_path, "unused", trainer__total_training_steps=1, trainer__val_before_train="true",
+    trainer = fake_run(
+        tmp_path, trainer__total_training_steps=1, trainer__val_before_train="true",
         trainer__rollout_data_dir=tmp_path / "d", trainer__validation_data_dir=tmp_path / "v",
         custom_reward_function__path=tmp_path / "clashing.py", reward_model__launch_reward_fn_async=launched,
     )  # fmt: skip
-    trainer = fake_trainer(config)
-    trainer.fit()
     before, row = metrics_rows(tmp_path)
     assert before["val-core/letters/reward/mean@1"] == pytest.approx(2 / 6)
     assert before["val-aux/letters/reward_extra/mean@1"] == 7 and before["val-aux/letters/fmt/mean@1"] == 3
@@ -92,8 +88,7 @@ class Losing(FakeGroup):
 
 @pytest.mark.process
 def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1), Losing)
-    trainer.fit()
+    trainer = fake_run(tmp_path, Losing, trainer__total_training_steps=1)
     row = metrics_rows(tmp_path)[0]
     # lost 4; the one left of prompt 0; then 7 prompts on 2 ranks: the last prompt goes
     assert row["training/dropped_samples/lost"] == 4
@@ -119,14 +114,12 @@ class LosingAll(FakeGroup):
 
 def test_a_step_without_a_sample_left_says_so(tmp_path):
     with pytest.raises(StepFailed, match="none of the 32 samples can be trained on"):
-        fake_trainer(compose_run(tmp_path, "unused"), LosingAll).fit()
+        fake_run(tmp_path, LosingAll)
 
 
 @pytest.mark.process
 def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
-    config = compose_run(tmp_path, "unused", actor_rollout_ref__actor__share_prompt_forward="true")
-    trainer = fake_trainer(config)
-    trainer.fit()
+    trainer = fake_run(tmp_path, actor_rollout_ref__actor__share_prompt_forward="true")
     for update in trainer.actor_rollout_wg.updates:
         assert torch.unique_consecutive(update.batch["group_index"]).numel() == 8
         assert not set(update.batch["group_index"][:16].tolist()) & set(update.batch["group_index"][16:].tolist())
@@ -172,9 +165,11 @@ def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
 
 
 @pytest.mark.process
-def test_a_failing_step_is_named_with_its_cause(tmp_path):
+@pytest.mark.parametrize("launched", ["false", "true"])
+def test_a_failing_step_is_named_with_its_cause_also_where_rewards_are_computed_meanwhile(tmp_path, launched):
+    config = breaking(tmp_path, [3], reward_model__launch_reward_fn_async=launched)
     with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken") as failure:
-        fake_trainer(breaking(tmp_path, [3])).fit()
+        fake_trainer(config).fit()
     assert failure.value.step_name == "reward"
 
 
@@ -215,19 +210,11 @@ def test_rewards_computed_meanwhile_give_the_same_updates(tmp_path, broken):
 
 
 @pytest.mark.process
-def test_a_reward_that_fails_meanwhile_is_reported_as_the_reward_step(tmp_path):
-    config = breaking(tmp_path, [3], reward_model__launch_reward_fn_async="true")
-    with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken"):
-        fake_trainer(config).fit()
-
-
-@pytest.mark.process
 def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(tmp_path):
     used = {"actor_rollout_ref__rollout__calculate_log_probs": "true", "trainer__total_training_steps": 1}
     for asked, value in (("false", -0.5), ("true", -0.25)):
         more = {"actor_rollout_ref__actor__use_rollout_log_probs": asked, **used}
-        trainer = fake_trainer(compose_run(tmp_path / asked, "unused", **more), MoreColumns)
-        trainer.fit()
+        trainer = fake_run(tmp_path / asked, MoreColumns, **more)
         assert trainer.actor_rollout_wg.updates[0].batch["old_log_probs"].unique().tolist() == [value]
         assert ("log_prob" in trainer.actor_rollout_wg.calls) is (asked == "false")
         row = metrics_rows(tmp_path / asked)[0]
@@ -241,7 +228,7 @@ def test_a_checkpoint_is_saved_before_a_rented_instance_expires(tmp_path, monkey
     for spare, saved in ((0, [3]), (600, [1, 2, 3])):  # 60 s to save and a short step end before 500 s, not so 660 s
         directory = tmp_path / str(spare)
         settings = {"trainer__esi_redundant_time": spare, "trainer__total_training_steps": 3, "trainer__save_freq": -1}
-        fake_trainer(compose_run(directory, "unused", **settings)).fit()
+        fake_run(directory, **settings)
         assert published_steps(directory / "out") == saved
 
 
@@ -267,20 +254,18 @@ def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
         trainer._watch_nonfinite(metrics)
 
 
+def whole_and_part(tmp_path, stop_at, **more):
+    """A run in `whole`, to its end, and one in `parts` that stops after a step."""
+    return fake_run(tmp_path / "whole", **more), fake_run(tmp_path / "parts", stop_at=stop_at, **more)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole = fake_trainer(compose_run(tmp_path / "whole", "unused"))
-    whole.fit()
-    first = fake_trainer(compose_run(tmp_path / "parts", "unused"))
-    first.stop_requested = lambda: first.global_steps == stop_at
-    first.fit()
+    whole, first = whole_and_part(tmp_path, stop_at)
     with open(tmp_path / "parts" / "out" / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "data": {}}\n{"step": 6, "da')  # written by a run that was killed later
-    second = fake_trainer(compose_run(tmp_path / "parts", "unused", data__seed=77))
-    second.fit()
+    second = fake_run(tmp_path / "parts", data__seed=77)
     drawn = first.actor_rollout_wg.generated + second.actor_rollout_wg.generated
     assert drawn == whole.actor_rollout_wg.generated
     assert metrics_rows(tmp_path / "parts") == metrics_rows(tmp_path / "whole")
@@ -320,16 +305,15 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     calls = trainer.actor_rollout_wg.calls
     assert calls[calls.index("save") + 1] == "send_weights"
     assert published_steps(tmp_path / "out") == [2, 4, 6] and trainer.checkpoints.saved_step == 6
-    again = fake_trainer(compose_run(tmp_path, "unused", trainer__total_epochs=3), SlowDisk)
-    again.fit()
+    again = fake_run(tmp_path, SlowDisk, trainer__total_epochs=3)
     assert again.resumed_step == 6 and again.actor_rollout_wg.generated[0][0] == "48"
 
 
 @pytest.mark.process
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_keeps_the_one_before(tmp_path):
-    fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=1, trainer__total_training_steps=1)).fit()
+    fake_run(tmp_path, trainer__save_freq=1, trainer__total_training_steps=1)
     with pytest.raises(StepFailed, match="step 'save_checkpoint' of global step 4 failed: OSError: no space"):
-        fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=2), FullDisk).fit()
+        fake_run(tmp_path, FullDisk, trainer__save_freq=2)
     assert [p.name for p in (tmp_path / "out").glob("global_step_*")] == ["global_step_1"]
 
 
@@ -344,15 +328,8 @@ class FourRanks(FakeGroup):
 @pytest.mark.process
 @pytest.mark.parametrize("group", [OneRank, FourRanks])
 def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tmp_path, group):
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    whole = fake_trainer(compose_run(tmp_path / "whole", "unused"))
-    whole.fit()
-    first = fake_trainer(compose_run(tmp_path / "parts", "unused"))
-    first.stop_requested = lambda: first.global_steps == 2
-    first.fit()
-    second = fake_trainer(compose_run(tmp_path / "parts", "unused"), group)
-    second.fit()
+    whole, first = whole_and_part(tmp_path, 2)
+    second = fake_run(tmp_path / "parts", group)
     assert first.actor_rollout_wg.generated + second.actor_rollout_wg.generated == whole.actor_rollout_wg.generated
     balance = "global_seqlen"  # says how the ranks share tokens
     of = [[{k: v for k, v in row.items() if not k.startswith(balance)} for row in metrics_rows(tmp_path / name)]
@@ -363,11 +340,10 @@ def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tm
 @pytest.mark.process
 def test_old_checkpoints_go_before_and_after_a_resume_at_the_end_of_an_epoch(tmp_path):
     settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 2}
-    fake_trainer(compose_run(tmp_path, "unused", **settings, trainer__total_training_steps=3)).fit()
+    fake_run(tmp_path, **settings, trainer__total_training_steps=3)
     out = tmp_path / "out"
     assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-    again = fake_trainer(compose_run(tmp_path, "unused", **settings, trainer__total_training_steps=5))
-    again.fit()
+    again = fake_run(tmp_path, **settings, trainer__total_training_steps=5)
     assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_4", "global_step_5"]
     assert [row["step"] for row in metrics_rows(tmp_path)] == [1, 2, 3, 4, 5]
     assert [asked[0] for asked in again.actor_rollout_wg.generated] == ["24", "32"]  # the second epoch's prompts
@@ -387,11 +363,9 @@ class WithReference(FakeGroup):
 @pytest.mark.process
 @pytest.mark.parametrize(("mini", "passes"), [(8, True), (12, False)])
 def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, passes):
-    config = compose_run(
-        tmp_path, "unused", data__gen_batch_size=12, actor_rollout_ref__actor__ppo_mini_batch_size=mini,
+    trainer = fake_run(
+        tmp_path, WithReference, data__gen_batch_size=12, actor_rollout_ref__actor__ppo_mini_batch_size=mini,
     )  # fmt: skip
-    trainer = fake_trainer(config, WithReference)
-    trainer.fit()
     assert [len(update) for update in trainer.actor_rollout_wg.updates] == [48] * 4  # 2 draws an epoch
     # 12 prompts are two mini-batches of 8, whose second step needs the log-probs of before the first
     assert all(("old_log_probs" in update.batch) == passes for update in trainer.actor_rollout_wg.updates)
@@ -399,30 +373,23 @@ def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, pas
 
 @pytest.mark.process
 def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
-    config = compose_run(
-        tmp_path, "unused", trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_mini_batch_size=4,
+    fake_run(
+        tmp_path, WithReference, trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_mini_batch_size=4,
         actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum-norm",
         actor_rollout_ref__actor__loss_scale_factor=24,
     )  # fmt: skip
-    fake_trainer(config, WithReference).fit()
     assert metrics_rows(tmp_path)[0]["actor/entropy"] == pytest.approx(6 * 2.0 / 24)  # 6 tokens of 2.0
 
 
 @pytest.mark.process
 def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
-    def start(name, stop_at=None):
-        config = compose_run(
-            tmp_path / name, "unused", algorithm__use_kl_in_reward="true", algorithm__kl_ctrl__type="adaptive",
-            algorithm__kl_ctrl__horizon=100, algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__kl_coef=0.5,
-            trainer__total_training_steps=4,
-        )  # fmt: skip
-        trainer = fake_trainer(config, WithReference, roles={Role.RefPolicy: FakeGroup})
-        trainer.stop_requested = lambda: trainer.global_steps == stop_at
-        trainer.fit()
-        return trainer
-
-    whole = start("whole")
-    first, second = start("parts", 2), start("parts")
+    settings = {
+        "group_class": WithReference, "roles": {Role.RefPolicy: FakeGroup}, "algorithm__use_kl_in_reward": "true",
+        "algorithm__kl_ctrl__type": "adaptive", "algorithm__kl_ctrl__horizon": 100,
+        "algorithm__kl_ctrl__target_kl": 0.1, "algorithm__kl_ctrl__kl_coef": 0.5, "trainer__total_training_steps": 4,
+    }  # fmt: skip
+    whole, first = whole_and_part(tmp_path, 2, **settings)
+    second = fake_run(tmp_path / "parts", **settings)
     # 32 samples a step: value *= 1 + clip(kl / 0.1 - 1, -0.2, 0.2) * 32 / 100; the KL is 0.05, 0.15, 0.25, 0.35
     fall, rise = 1 - 0.2 * 0.32, 1 + 0.2 * 0.32
     assert first.kl_ctrl.value == pytest.approx(0.5 * fall * rise)
@@ -434,22 +401,16 @@ def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
 
 @pytest.mark.process
 def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
     validated = {"trainer__val_before_train": "true"}
-    fake_trainer(compose_run(tmp_path / "whole", "unused", **validated)).fit()
-    first = fake_trainer(compose_run(tmp_path / "parts", "unused", **validated))
-    first.stop_requested = lambda: first.global_steps == 2
-    first.fit()
-    fake_trainer(compose_run(tmp_path / "parts", "unused", **validated)).fit()
+    whole_and_part(tmp_path, 2, **validated)
+    fake_run(tmp_path / "parts", **validated)
     rows = metrics_rows(tmp_path / "parts")
     assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(len(rows)))
 
 
 @pytest.mark.process
 def test_changed_training_data_are_refused_unless_allowed(tmp_path):
-    first = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__save_freq=1))
-    first.fit()
+    fake_run(tmp_path, trainer__total_training_steps=1, trainer__save_freq=1)
     config = compose_run(tmp_path, "unused", trainer__total_training_steps=2)
     with open(tmp_path / "train.jsonl") as f:
         rows = f.readlines()
@@ -464,9 +425,8 @@ def test_changed_training_data_are_refused_unless_allowed(tmp_path):
 
 @pytest.mark.process
 def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
-    fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2, trainer__save_freq=1)).fit()
+    fake_run(tmp_path, trainer__total_training_steps=2, trainer__save_freq=1)
     (tmp_path / "out" / "global_step_2" / "actor" / "version").write_text("7")
-    again = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2))
-    again.fit()
+    again = fake_run(tmp_path, trainer__total_training_steps=2)
     assert [len(g) for g in again.actor_rollout_wg.generated] == [8]
     assert [r["training/weights_version"] for r in metrics_rows(tmp_path)] == [0, 1]

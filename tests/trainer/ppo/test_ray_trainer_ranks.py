@@ -59,6 +59,15 @@ def final_weights(directory: Path) -> dict:
     return load_file(file)
 
 
+def assert_same_to_the_bit(directory: Path, other: Path) -> None:
+    """Metrics and final weights of two runs."""
+    assert metrics_rows(directory) == metrics_rows(other)
+    weights, others = final_weights(directory), final_weights(other)
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert tensor.equal(others[name]), name
+
+
 @pytest.fixture(scope="module")
 def one_rank(ray_cluster, tiny_llama, tmp_path_factory) -> Path:
     """A run of six steps on one rank, never interrupted."""
@@ -89,9 +98,7 @@ def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
 @pytest.mark.slow
 def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__local="true", trainer__save_freq=1, **IN_BACKGROUND)
-    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
-    local, ray_rank = final_weights(tmp_path), final_weights(one_rank)
-    assert local.keys() == ray_rank.keys() and all(tensor.equal(ray_rank[name]) for name, tensor in local.items())
+    assert_same_to_the_bit(tmp_path, one_rank)
 
 
 @pytest.mark.process
@@ -112,11 +119,7 @@ def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp
 def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_rank, ray_cluster, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, stop_at=3)
     train(tmp_path, tiny_llama)
-    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
-    whole, parts = final_weights(one_rank), final_weights(tmp_path)
-    assert whole.keys() == parts.keys()
-    for name, tensor in whole.items():
-        assert tensor.equal(parts[name]), name
+    assert_same_to_the_bit(tmp_path, one_rank)
 
 
 def start(directory: Path, model: str, environment: dict | None = None, **more) -> subprocess.Popen:
@@ -161,11 +164,7 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
     finally:
         second.kill()
     assert "resuming from" in (tmp_path / "stderr").read_text()
-    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
-    whole, parts = final_weights(one_rank), final_weights(tmp_path)
-    assert whole.keys() == parts.keys()
-    for name, tensor in whole.items():
-        assert tensor.equal(parts[name]), name
+    assert_same_to_the_bit(tmp_path, one_rank)
     assert not Path(left["temp_dir"]).exists() and not processes_of(left["temp_dir"])
     assert not (tmp_path / "out" / SESSION_FILE).exists()
 

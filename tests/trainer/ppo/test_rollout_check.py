@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from loguru import logger
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
+from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.rl_run import compose_run
 from verl.protocol import DataProto
@@ -26,16 +26,14 @@ def run(directory: Path, **more) -> list[str]:
     """The log of a run with vLLM and a tied model, in this process."""
     model = save_tiny_llama(directory / "model", vocab_size=96, tied=True)
     trainer = TaskRunner().build(RayPPOTrainer, compose_run(directory, model, **{**VLLM, **more}), None)
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="INFO", format="{message}")
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.shutdown()
-        logger.remove(sink)
-        leave_group()
-    return [str(line) for line in lines]
+    with logged("INFO") as lines:
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.shutdown()
+            leave_group()
+    return lines
 
 
 @pytest.mark.process
@@ -97,11 +95,9 @@ def samples(gaps: list[float]) -> DataProto:
 
 
 def seen(work) -> list[str]:
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="INFO", format="{level}: {message}")
-    work()
-    logger.remove(sink)
-    return [str(line) for line in lines]
+    with logged("INFO", "{level}: {message}") as lines:
+        work()
+    return lines
 
 
 FLOAT = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"]

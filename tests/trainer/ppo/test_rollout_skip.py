@@ -45,18 +45,6 @@ def test_the_first_generation_answers_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["e_p_GBS2__N2"]
 
 
-def test_a_plain_config_with_the_keys_alone_that_name_the_batch_is_enough(tmp_path):
-    plain = {
-        "actor_rollout_ref": {"rollout": {"skip_dump_dir": str(tmp_path), "n": 2}},
-        "data": {"gen_batch_size": 2}, "trainer": {"experiment_name": "e", "project_name": "p"},
-    }  # fmt: skip
-    workers = group()
-    RolloutSkip(plain, workers).wrap_generate_sequences()
-    for _ in range(2):
-        assert torch.equal(workers.generate_sequences(prompts()).batch["responses"], torch.ones(4, 3))
-    assert [p.name for p in tmp_path.iterdir()] == ["e_p_GBS2__N2"] and workers.calls == [2]
-
-
 @pytest.mark.parametrize("meta", [{"validate": True}, {"n": 1, "do_sample": False}])
 def test_validation_and_greedy_baselines_are_generated(meta, tmp_path):
     workers = group()

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
+from tests.helpers.rl_run import compose_run, fake_run, fake_trainer, metrics_rows
 
 
 @pytest.mark.process
@@ -30,8 +30,7 @@ def test_validation_is_named_by_source_and_dumped(tmp_path):
 
 @pytest.mark.process
 def test_rollout_dump_has_a_row_a_sample(tmp_path):
-    config = compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__rollout_data_dir=tmp_path / "d")
-    fake_trainer(config).fit()
+    fake_run(tmp_path, trainer__total_training_steps=1, trainer__rollout_data_dir=tmp_path / "d")
     rows = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 32
     assert {"input", "output", "gts", "score", "step", "words"} <= rows[0].keys()
@@ -48,8 +47,7 @@ def test_skipped_rollouts_answer_from_the_first_generation(tmp_path):
     skip = {"actor_rollout_ref__rollout__skip_rollout": "true", "trainer__total_training_steps": 3,
             "actor_rollout_ref__rollout__skip_dump_dir": tmp_path / "kept", "trainer__test_freq": 3}  # fmt: skip
     for generations in (1 + 1, 1):  # the first step's and the validation's; then the validation's only
-        trainer = fake_trainer(compose_run(tmp_path, "unused", **skip))
-        trainer.fit()
+        trainer = fake_run(tmp_path, **skip)
         assert trainer.actor_rollout_wg.calls.count("generate") == generations
         shutil.rmtree(tmp_path / "out")
     first, *later = (update.batch["responses"] for update in trainer.actor_rollout_wg.updates)

@@ -4,20 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, weights_of
-from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from tests.helpers.engines import make_actor, make_engine, weights_of
+from tests.helpers.rl_run import FakeGroup, fake_run, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import fill_groups
 from verl.trainer.ppo.rank_rows import RankRows
 from verl.trainer.ppo.turn_rows import TURNS, from_rows, to_rows
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
 from verl.training.policy import prefix_tree
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def column(values):
@@ -184,9 +178,7 @@ class TurnsGroup(FakeGroup):
 @pytest.mark.process
 def test_a_run_trains_turns_with_the_advantage_of_their_conversation(tmp_path):
     """Rewards and groups count conversations: each prompt's four samples have mean 0, whatever their turns."""
-    config = compose_run(tmp_path, "unused", trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_epochs=2)
-    trainer = fake_trainer(config, TurnsGroup)
-    trainer.fit()
+    trainer = fake_run(tmp_path, TurnsGroup, trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_epochs=2)
     (data,) = trainer.actor_rollout_wg.updates
     assert data.meta_info[ROWS_PER_SAMPLE] == 2 and len(data) == 8 * 4 * 2
     batch, mask = data.batch, data.batch["response_mask"]

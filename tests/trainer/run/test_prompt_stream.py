@@ -20,14 +20,10 @@ class Numbers(Dataset):
         return {"x": torch.tensor(i)}
 
 
-def collate(rows):
-    return {"x": torch.stack([r["x"] for r in rows])}
-
-
 def stream(seed: int = 3, workers: int = 0) -> PromptStream:
     data = Numbers()
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
-    options = {"batch_size": 3, "drop_last": True, "sampler": sampler, "collate_fn": collate}
+    options = {"batch_size": 3, "drop_last": True, "sampler": sampler}
     return PromptStream(StatefulDataLoader(data, num_workers=workers, **options))
 
 

@@ -3,21 +3,19 @@
 import json
 
 import pytest
-from loguru import logger
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
+from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.rl_run import compose_run, fake_trainer
 from verl.trainer.run.starts import changed_settings, set_aside
 
 
 @pytest.fixture
-def logged():
-    lines = []
-    sink = logger.add(lines.append, level="INFO", format="{message}")
-    yield lines
-    logger.remove(sink)
+def messages():
+    with logged("INFO") as lines:
+        yield lines
 
 
 def trainer_of(directory, **more):
@@ -50,11 +48,11 @@ def test_another_seed_of_the_rollouts_applies_to_a_resumed_run():
     assert lines == ["actor_rollout_ref.rollout.seed: null -> 2 (applied)"]  # of a version without the key
 
 
-def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
+def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, messages):
     trainer_of(tmp_path, trainer__save_freq=1).fit()
     out = tmp_path / "out"
     trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(1)
-    changed = [line.strip() for line in logged if "changed since the checkpoint" in line]
+    changed = [line for line in messages if "changed since the checkpoint" in line]
     assert changed == [
         "changed since the checkpoint: actor_rollout_ref.actor.optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint "
         "restores its optimizer state; actor_rollout_ref.actor.checkpoint.load_contents=[model] starts a new one)",
@@ -65,32 +63,32 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
     assert OmegaConf.load(out / "run_config.yaml").trainer.total_epochs == 3
     rows = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(r["start"], r["step"], r.get("ended")) for r in rows] == [(1, 0, None), (1, 2, "finished"), (2, 1, None)]
-    logged.clear()
+    messages.clear()
     trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(2)
-    (line,) = [line for line in logged if "changed since the checkpoint" in line]  # it is still 0.001 that is used
+    (line,) = [line for line in messages if "changed since the checkpoint" in line]  # it is still 0.001 that is used
     assert "optim.lr: 0.001 -> 1e-06 (not applied" in line
 
 
-def test_a_resume_reports_further_stop_tokens_once(tmp_path, logged):
+def test_a_resume_reports_further_stop_tokens_once(tmp_path, messages):
     """A run of an earlier version, which stopped at the eos token only, has no notes in starts.jsonl."""
     trainer_of(tmp_path, trainer__save_freq=1).fit()
     path = save_tiny_llama(tmp_path / "model")
     GenerationConfig(eos_token_id=[2, 3]).save_pretrained(path)
     again = {"actor_rollout_ref__model__path": path, "trainer__total_epochs": 3, "trainer__save_freq": 1}
     trainer_of(tmp_path, **again).run_log.open(1)
-    lines = [line for line in logged if "stop tokens" in line]
+    lines = [line for line in messages if "stop tokens" in line]
     assert len(lines) == 1 and "eos_token -> [2, 3]" in lines[0]
-    logged.clear()
+    messages.clear()
     trainer_of(tmp_path, **again).run_log.open(2)
-    assert not [line for line in logged if "stop tokens" in line]
+    assert not [line for line in messages if "stop tokens" in line]
     assert trainer_of(tmp_path, **again, actor_rollout_ref__rollout__stop_token_ids="[2]").run_log.starts.notes == {}
 
 
-def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, logged):
+def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, messages):
     """Those of roles that are not in use follow trainer.seed and are not listed."""
     trainer_of(tmp_path, trainer__seed=3, data__seed=7).run_log.open(0)
-    line = next(line for line in logged if "seeds: " in line)
-    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (roles without their own use trainer.seed)")
+    line = next(line for line in messages if "seeds: " in line)
+    assert line.endswith("seeds: trainer.seed=3, data.seed=7 (roles without their own use trainer.seed)")
 
 
 def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.config.test_defaults import at, leaves, plain
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from verl.config.compose import forced_override
 from verl.planning.sft import sft_entry
@@ -106,7 +106,6 @@ def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, ca
     assert code == 1 and "model.use_liger=true does not work with model.fsdp_config.tensor_parallel_size=2" in text
     with pytest.raises(ImportError, match="liger-kernel"):
         make_engine(tiny_llama, use_liger=True)
-    leave_group()
 
 
 @pytest.mark.process

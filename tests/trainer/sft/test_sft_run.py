@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.engines import leave_group, weights_of
+from tests.helpers.engines import weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.fsdp_sft_trainer import extract_step
@@ -25,12 +25,6 @@ from verl.training.checkpoint.publish import published_steps, verify_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    yield
-    leave_group()
 
 
 class Killed(BaseException):

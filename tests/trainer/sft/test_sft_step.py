@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import leave_group, weights_of
+from tests.helpers.engines import weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.config.compose import with_values
@@ -23,8 +23,7 @@ from verl.training.policy.packing import pack_batch, to_device
 
 @pytest.fixture
 def pairs(tmp_path):
-    yield write_pairs(tmp_path)
-    leave_group()
+    return write_pairs(tmp_path)
 
 
 def step(trainer, steps=2):
