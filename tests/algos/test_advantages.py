@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
+from tests.helpers.logs import logged
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.protocol import DataProto
 from verl.protocol.serialization import object_array
@@ -49,14 +49,11 @@ def test_a_required_parameter_names_a_column_of_the_data_or_of_the_reward(monkey
 
 
 def test_a_step_of_equal_rewards_is_a_warning():
-    messages, data = [], scored()
-    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
-    try:
+    data = scored()
+    with logged() as messages:
         data.batch["token_level_rewards"] = torch.tensor([[0.0, 0.1, 0.0], [0.0, 0.0, 0.1]])
         compute_advantage(data, "grpo")
         assert "All advantages of this step are 0 (mean reward 0.1)" in messages.pop()
         data.batch["token_level_rewards"][0, 1] = 0.2
         compute_advantage(data, "grpo")
-    finally:
-        logger.remove(sink)
     assert not messages

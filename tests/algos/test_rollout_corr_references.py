@@ -89,12 +89,6 @@ def test_weights_and_mask_agree_with_the_formulas(mask, seed, scale, config):
                 assert got == pytest.approx(expected.get((i, t), 0.0), rel=1e-10, abs=1e-12)
 
 
-def bypassed(batch: Batch, config) -> Batch:
-    """The batch under `bypass_mode`: `old` are the rollout's log-probs, nothing comes with the batch."""
-    policy_loss = replace(batch.config.policy_loss, rollout_correction=config)
-    return replace(batch, weights=None, config=replace(batch.config, policy_loss=policy_loss))
-
-
 def bypass(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
     """reinforce: -sg(w) A log pi; ppo_clip: PPO with old = rollout. What is rejected counts as a token of loss 0."""
     config = batch.config.policy_loss.rollout_correction
@@ -113,7 +107,10 @@ def bypass(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_bypass_mode_agrees_with_the_formula(loss_type, data):
-    batch = bypassed(data.draw(batches()), replace(data.draw(corrections), bypass_mode=True, loss_type=loss_type))
+    """`old` are the rollout's log-probs, and no weights come with the batch."""
+    batch, correction = data.draw(batches()), replace(data.draw(corrections), bypass_mode=True, loss_type=loss_type)
+    policy_loss = replace(batch.config.policy_loss, rollout_correction=correction)
+    batch = replace(batch, weights=None, config=replace(batch.config, policy_loss=policy_loss))
     got, gradient = value_and_gradient(lambda x: batch.loss("bypass_mode", x), batch.log_prob)
     want, expected = value_and_gradient(lambda x: bypass(batch, x, batch.log_prob), batch.log_prob)
     assert got == pytest.approx(want, rel=1e-10, abs=1e-10)

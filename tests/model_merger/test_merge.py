@@ -18,7 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.engines import make_actor, make_engine, rl_batch
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from verl.model_merger.__main__ import main
@@ -28,12 +28,6 @@ from verl.utils.weight_files import WeightFileError, write_safetensors
 from verl.workers.config import HFModelConfig
 
 IDS = torch.arange(5, 29).view(2, 12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def saved(engine, root, name="actor", step=3):
@@ -97,6 +91,13 @@ def run(*arguments):
     return main([str(a) for a in arguments])
 
 
+def assert_refused(match, folder, target, *more):
+    """A merge of the folder ends with this message."""
+    with pytest.raises(SystemExit, match=match) as refusal:
+        run("merge", "--local_dir", folder, "--target_dir", target, *more)
+    assert "\n" not in str(refusal.value)
+
+
 def logits_of(folder, auto=AutoModelForCausalLM):
     with torch.no_grad():
         return auto.from_pretrained(folder)(input_ids=IDS).logits
@@ -123,12 +124,10 @@ def test_lora_is_merged_into_the_model_that_it_was_trained_on(llama, tmp_path):
     assert not torch.allclose(logits_of(llama), logits, atol=1e-3)
     config = folder / "lora_adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(llama, "/nowhere/model"))
-    with pytest.raises(SystemExit, match="adapter_config.json has .* bytes, the manifest says"):
-        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "again")
+    assert_refused("adapter_config.json has .* bytes, the manifest says", folder, tmp_path / "again")
     (folder.parent / "manifest.json").unlink()
     alone = folder.rename(tmp_path / "alone")  # a folder copied by hand has no manifest
-    with pytest.raises(SystemExit, match="name the folder of the model that was trained in --hf_model_path"):
-        run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again")
+    assert_refused("name the folder of the model that was trained in --hf_model_path", alone, tmp_path / "again")
     assert run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again", "--hf_model_path", llama) == 0
     assert torch.allclose(logits_of(tmp_path / "again"), logits, atol=1e-5)
 
@@ -185,8 +184,8 @@ def test_per_rank_files_of_verl_are_put_together(tiny_llama, tmp_path):
         assert run("merge", *given, "--target_dir", tmp_path / f"{name}_hf") == 0
         assert torch.equal(logits_of(tmp_path / f"{name}_hf"), logits_of(tiny_llama))
     (tmp_path / "sharded" / "model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(SystemExit, match="model_world_size_2_rank_1.pt is missing: .* written by 2 ranks"):
-        run("merge", "--local_dir", tmp_path / "sharded", "--target_dir", tmp_path / "again")
+    missing = "model_world_size_2_rank_1.pt is missing: .* written by 2 ranks"
+    assert_refused(missing, tmp_path / "sharded", tmp_path / "again")
 
 
 class Hostile:
@@ -200,44 +199,35 @@ class Hostile:
 def test_a_hostile_rank_file_or_metadata_runs_nothing(tiny_llama, tmp_path):
     sentinel = tmp_path / "ran"
     torch.save({"a": Hostile(sentinel)}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(SystemExit, match="rank_0.pt holds more than tensors and is not loaded") as refusal:
-        run("merge", "--local_dir", tmp_path, "--hf_model_path", tiny_llama, "--target_dir", tmp_path / "hf")
-    assert "\n" not in str(refusal.value)
+    said = "rank_0.pt holds more than tensors and is not loaded"
+    assert_refused(said, tmp_path, tmp_path / "hf", "--hf_model_path", tiny_llama)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / ".metadata").write_bytes(pickle.dumps(Hostile(sentinel)))
-    with pytest.raises(SystemExit, match="refers to .*open"):
-        run("merge", "--local_dir", tmp_path, "--target_dir", tmp_path / "hf")
+    assert_refused("refers to .*open", tmp_path, tmp_path / "hf")
     assert not sentinel.exists() and not (tmp_path / "hf").exists()
 
 
 def test_wrong_folders_are_refused_in_one_line(tiny_llama, tmp_path):
     folder, _ = saved(make_engine(tiny_llama), tmp_path)
-    with pytest.raises(SystemExit, match="absent does not exist; expected"):
-        run("merge", "--local_dir", tmp_path / "absent", "--target_dir", tmp_path / "hf")
-    with pytest.raises(SystemExit, match=f"Did you mean --local_dir {folder}"):
-        run("merge", "--local_dir", folder.parent, "--target_dir", tmp_path / "hf")
+    assert_refused("absent does not exist; expected", tmp_path / "absent", tmp_path / "hf")
+    assert_refused(f"Did you mean --local_dir {folder}", folder.parent, tmp_path / "hf")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
-    with pytest.raises(SystemExit, match="full is not empty"):
-        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "full")
-    with pytest.raises(SystemExit, match="megatron is not supported"):
-        run("merge", "--backend", "megatron", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    assert_refused("full is not empty", folder, tmp_path / "full")
+    assert_refused("megatron is not supported", folder, tmp_path / "hf", "--backend", "megatron")
     piece = next((folder / "model").glob("*.distcp"))
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 0xFF
     piece.write_bytes(data)
-    with pytest.raises(SystemExit, match=f"{piece.name} was altered"):
-        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    assert_refused(f"{piece.name} was altered", folder, tmp_path / "hf")
     (folder.parent / "manifest.json").unlink()
-    with pytest.raises(SystemExit, match="no manifest.json; the folder was not written to its end"):
-        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    assert_refused("no manifest.json; the folder was not written to its end", folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.tmp").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_llama, tmp_path):
     folder, _ = saved(make_engine(tiny_llama), tmp_path)
-    with pytest.raises(SystemExit, match="lm_head.weight.*a critic needs"):
-        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--is-value-model")
+    assert_refused("lm_head.weight.*a critic needs", folder, tmp_path / "hf", "--is-value-model")
 
 
 def test_written_safetensors_are_those_of_the_library(tmp_path):

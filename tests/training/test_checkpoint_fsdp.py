@@ -101,16 +101,6 @@ def test_frozen_weights_are_not_stored_and_the_adapter_is_in_pefts_format(llama,
     assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_hf_model_is_a_folder_that_transformers_loads(llama, tmp_path):
-    engine = make_engine(llama, contents=("model", "hf_model"))
-    train(engine, 1)
-    engine.save_checkpoint(str(tmp_path))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    ours = weights_of(engine)
-    for name, p in loaded.named_parameters():
-        assert (p.detach().numpy() == ours[name]).all(), name
-
-
 def test_only_tensors_and_json_are_written(tiny_llama, tmp_path):
     engine = make_engine(tiny_llama)
     train(engine, 1)
@@ -126,22 +116,7 @@ def test_only_tensors_and_json_are_written(tiny_llama, tmp_path):
     assert "config.json" in exported and not any(name.endswith(".safetensors") for name in exported)
 
 
-class Harmful:
-    def __reduce__(self):
-        return (print, ("unpickled",))
-
-
-def test_metadata_that_names_anything_else_is_refused(tmp_path, capsys):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(UntrustedMetadataError, match="print"):
-        read_metadata(tmp_path)
-    assert "unpickled" not in capsys.readouterr().out
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UntrustedMetadataError, match="dict"):
-        read_metadata(tmp_path)
-
-
-def test_metadata_that_points_outside_its_folder_is_refused(tiny_llama, tmp_path):
+def test_metadata_that_points_outside_its_folder_or_is_something_else_is_refused(tiny_llama, tmp_path):
     make_engine(tiny_llama).save_checkpoint(str(tmp_path))
     file = tmp_path / "model" / ".metadata"
     metadata = read_metadata(tmp_path / "model")
@@ -149,6 +124,9 @@ def test_metadata_that_points_outside_its_folder_is_refused(tiny_llama, tmp_path
         info.relative_path = "../elsewhere"
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UntrustedMetadataError, match="elsewhere"):
+        read_metadata(tmp_path / "model")
+    file.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(UntrustedMetadataError, match="dict"):
         read_metadata(tmp_path / "model")
 
 

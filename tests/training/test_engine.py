@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from tests.helpers.engines import make_engine, weights_of
+from tests.helpers.logs import logged
 from verl.training.engine import EngineRegistry, FSDPEngine
 from verl.training.engine.build import build_lr_scheduler
 from verl.training.peft_weights import full_weights
@@ -222,8 +222,6 @@ def test_settings_that_cannot_work_are_named(tiny_llama):
 )  # fmt: skip
 def test_a_rate_that_is_0_in_all_steps_is_warned_of(steps, settings, warned):
     config = FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": steps} | settings)
-    lines = []
-    sink = logger.add(lines.append, format="{message}")
-    build_lr_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.lr), config)
-    logger.remove(sink)
+    with logged() as lines:
+        build_lr_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.lr), config)
     assert any("the learning rate is 0 in all" in line for line in lines) == warned

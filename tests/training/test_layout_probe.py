@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from loguru import logger
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from tests.helpers.engines import make_engine
+from tests.helpers.logs import logged
 from tests.models.families import model_of
 from verl.config.model import PluginConfig
 from verl.training.critic.dp_critic import packs_values
@@ -54,14 +54,12 @@ def folders(tmp_path_factory):
 def compared(folder, share=True, **engine):
     """(policy after the comparison, warnings) of a model that would rather remove padding and share prompts."""
     built = make_engine(str(folder), optim=False, engine={"forward_only": True, **engine})
-    policy, warned = get_policy("causal_lm"), []
+    policy = get_policy("causal_lm")
     policy.set_forward(remove_padding=True, share_prompt=share)
-    sink = logger.add(warned.append, level="WARNING", format="{message}")
-    with built.eval_mode():
+    with logged() as warned, built.eval_mode():
         policy.bind(built.module)
         policy.compare_layouts(built.module, built.device)
-    logger.remove(sink)
-    return policy, [str(line) for line in warned], built
+    return policy, warned, built
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -90,11 +88,10 @@ def test_models_that_mix_tokens_otherwise_keep_their_padding_and_say_so(folders,
 def test_a_value_model_that_mixes_tokens_otherwise_keeps_its_padding(tmp_path, folders, dtype):
     model_of("Qwen3-Next").save_pretrained(tmp_path)
     for folder, packs in ((tmp_path, False), (folders["llama"], True)):
-        value, warned = PluginConfig(name="value_head"), []
+        value = PluginConfig(name="value_head")
         engine = make_engine(str(folder), optim=False, engine={"dtype": dtype}, loader=value, use_remove_padding=True)
-        sink = logger.add(warned.append, level="WARNING", format="{message}")
-        assert packs_values(engine) == packs
-        logger.remove(sink)
+        with logged() as warned:
+            assert packs_values(engine) == packs
         assert packs or "values of Qwen3NextForTokenClassification" in warned[0] and "differ by" in warned[0]
 
 

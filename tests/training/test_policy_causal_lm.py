@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
@@ -51,17 +50,6 @@ def test_padding_is_zero_and_does_not_matter(llama):
         batch["input_ids"][batch["attention_mask"] == 0] = 9
         again, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
     torch.testing.assert_close(log_probs, again, rtol=1e-5, atol=1e-6)
-
-
-def test_a_peft_model_is_read_through_its_wrapper(llama):
-    model = LlamaForCausalLM.from_pretrained(llama)
-    batch = text_batch()
-    policy = get_policy("causal_lm")
-    with torch.no_grad():
-        before, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
-        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=True))
-        after, _ = policy.log_probs(wrapped, batch, temperature=1.0, with_entropy=False)
-    torch.testing.assert_close(before, after)
 
 
 def test_a_model_without_vocabulary_is_refused():

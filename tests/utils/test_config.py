@@ -18,13 +18,6 @@ from verl.workers.config import (
 )
 
 
-def test_a_node_with_a_target_becomes_its_dataclass_all_the_way_down():
-    config = compose_ppo("actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.optim.lr=0.5")
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert type(actor) is FSDPActorConfig and type(actor.optim) is FSDPOptimizerConfig
-    assert (actor.rollout_n, actor.optim.lr, actor["optim"]["betas"]) == (3, 0.5, (0.9, 0.999))
-
-
 def test_with_a_type_the_node_is_merged_over_its_defaults():
     got = omega_conf_to_dataclass(OmegaConf.create({"top_p": 0.5}), SamplingConfig)
     assert got == SamplingConfig(top_p=0.5)
