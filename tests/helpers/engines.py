@@ -86,6 +86,17 @@ def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:
     return batch
 
 
+def left_padded(lengths, width: int, seed: int = 0, **meta) -> DataProto:
+    """Prompts of random tokens, of these lengths, for a rollout: [len(lengths), width]."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(width)[None] >= width - torch.tensor([*lengths])[:, None]).long()
+    ids = torch.randint(5, 60, mask.shape, generator=generator) * mask
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        meta_info={"eos_token_id": 2, "pad_token_id": 0, "do_sample": True, "global_steps": 1, **meta},
+    )
+
+
 def weights_of(engine) -> dict:
     """Whole weights as float32 numpy arrays by Hugging Face name."""
     return {name: t.float().numpy().copy() for name, t in engine.get_per_tensor_param()}

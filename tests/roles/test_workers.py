@@ -14,7 +14,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
-from tests.helpers.engines import leave_group
+from tests.helpers.engines import leave_group, left_padded
 from tests.helpers.models import CHAT_TEMPLATE, WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import compose_run
@@ -53,13 +53,7 @@ def worker(tiny_llama, tmp_path_factory):
 
 
 def prompts(step):
-    ids = torch.randint(5, 60, (8, P), generator=torch.Generator().manual_seed(step))
-    mask = (torch.arange(P)[None] >= torch.arange(8)[:, None]).long()
-    meta = {"n": N, "eos_token_id": 2, "pad_token_id": 0, "do_sample": True, "temperature": 1.0, "global_steps": step}
-    return DataProto.from_dict(
-        tensors={"input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
-        meta_info=meta,
-    )
+    return left_padded(range(P, P - 8, -1), P, step, n=N, temperature=1.0, global_steps=step)
 
 
 def update(worker, samples, step):

@@ -8,18 +8,17 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import FakeEngine, make_engine
+from tests.helpers.engines import FakeEngine, left_padded, make_engine
 from tests.helpers.ranks import run_ranks
 from tests.models.families import model_of
 from verl.config.rollout import SamplingConfig
-from verl.protocol import DataProto
 from verl.rollout import get_rollout_class
 from verl.rollout.hf_rollout import HFRollout, choose
 from verl.rollout.sampling import GenerationRequest, Sampling
 from verl.training.policy import get_policy
 from verl.workers.config import RolloutConfig
 
-PAD, EOS = 0, 2
+PAD = 0
 
 
 def rollout(path, engine=None, **changes):
@@ -30,13 +29,7 @@ def rollout(path, engine=None, **changes):
 
 
 def prompts(lengths=(6, 3, 4), seed=0, **meta):
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(6)[None] >= 6 - torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(5, 60, (len(lengths), 6), generator=generator) * mask
-    return DataProto.from_dict(
-        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
-        meta_info={"n": 1, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "global_steps": 1} | meta,
-    )
+    return left_padded(lengths, 6, seed, **{"n": 1, **meta})
 
 
 def slow_greedy(model, ids, limit, eos):

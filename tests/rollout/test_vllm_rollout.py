@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.engines import leave_group, left_padded, make_actor, make_engine, rl_batch
+from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from tests.models.families import model_of
 from verl.config.rollout import SamplingConfig, SpeculativeConfig
@@ -52,6 +52,13 @@ class Hybrid:
         self.rollout = get_rollout_class("vllm", mode)(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.rollout.close()
+        leave_group()
+
     def generate(self, prompts, sync=True):
         if sync:
             self.rollout.resume(["weights"])
@@ -78,9 +85,8 @@ class Hybrid:
 @pytest.mark.process
 @pytest.mark.parametrize("load_format", ["dummy", "auto"])
 def test_a_tied_head_computes_with_every_update_and_with_weights_from_disk(tmp_path, load_format):
-    made = Hybrid(save_tiny_llama(tmp_path / "start", vocab_size=96, tied=True), {"load_format": load_format}, "async")
-    other = save_tiny_llama(tmp_path / "other", vocab_size=96, tied=True, seed=1)
-    try:
+    start, other = (save_tiny_llama(tmp_path / f"{seed}", vocab_size=96, tied=True, seed=seed) for seed in (0, 1))
+    with Hybrid(start, {"load_format": load_format}, "async") as made:
         for step in range(2):
             made.actor.update_policy(rl_batch(seed=step))
             output = made.generate(prompts(global_steps=step))
@@ -93,48 +99,29 @@ def test_a_tied_head_computes_with_every_update_and_with_weights_from_disk(tmp_p
             logits = AutoModelForCausalLM.from_pretrained(other)(**inputs).logits[:, P - 1 : -1]
         read = logits.log_softmax(-1).gather(-1, output.batch["responses"].unsqueeze(-1)).squeeze(-1)
         assert difference(output, read) < 1e-5
-    finally:
-        made.rollout.close()
-        leave_group()
 
 
 @pytest.mark.process
 def test_experts_compute_with_every_update(tmp_path):
     model_of("Mixtral").save_pretrained(tmp_path)
-    made = Hybrid(str(tmp_path), {"max_model_len": 64, "max_num_batched_tokens": 64})
-    try:
+    with Hybrid(str(tmp_path), {"max_model_len": 64, "max_num_batched_tokens": 64}) as made:
         for step in range(2):
             made.actor.update_policy(rl_batch(seed=step))
             output = made.generate(prompts(global_steps=step))
             assert difference(output, made.log_probs(output, 1.0)) < 1e-4
-    finally:
-        made.rollout.close()
-        leave_group()
 
 
 @pytest.fixture(scope="module")
 def hybrid(wide_llama):
-    log_lines = []
-    sink = logger.add(log_lines.append, level="INFO", format="{message}")
-    made = Hybrid(wide_llama)
-    logger.remove(sink)
-    made.log_lines = [line.strip() for line in log_lines]
-    with pytest.raises(RuntimeError, match="update_weights before generate_sequences"):
-        made.rollout.generate_sequences(prompts())  # before the first hand-over, whichever test runs first
-    yield made
-    made.rollout.close()
-    leave_group()
+    with logged("INFO") as lines, Hybrid(wide_llama) as made:
+        made.log_lines = list(lines)
+        with pytest.raises(RuntimeError, match="update_weights before generate_sequences"):
+            made.rollout.generate_sequences(prompts())  # before the first hand-over, whichever test runs first
+        yield made
 
 
 def prompts(n=4, seed=0, lengths=(6, 3, 1), **meta):
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(P)[None] >= P - torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(5, 60, (len(lengths), P), generator=generator) * mask
-    return DataProto.from_dict(
-        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
-        meta_info={"n": n, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "temperature": 1.0,
-                   "global_steps": 1, **meta},
-    )  # fmt: skip
+    return left_padded(lengths, P, seed, **{"n": n, "temperature": 1.0, **meta})
 
 
 def difference(output, log_probs):
@@ -270,10 +257,7 @@ def outputs_of(hybrid, batch, n):
 @pytest.mark.process
 def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     # One pass of the engine holds 400 tokens: two prompts of 150 and a half.
-    ids = torch.randint(5, 60, (6, 150), generator=torch.Generator().manual_seed(3))
-    ones = torch.ones_like(ids)
-    tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
-    long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
+    long = left_padded([150] * 6, 150, seed=3, temperature=1.0)
     together = [output.outputs[0].token_ids for output in outputs_of(hybrid, long, 1)]
     alone = [outputs_of(hybrid, long.select_idxs(np.array([i])), 1)[0].outputs[0].token_ids for i in range(6)]
     assert together == alone
@@ -312,10 +296,7 @@ def counted(hybrid):
 def test_samples_of_a_prompt_share_its_cache(hybrid):
     hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())
     block = hybrid.rollout.llm.llm_engine.vllm_config.cache_config.block_size
-    ids = torch.randint(5, 60, (1, 390))
-    ones = torch.ones_like(ids)
-    tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
-    long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
+    long = left_padded([390], 390, temperature=1.0)
     before = counted(hybrid)
     assert len(outputs_of(hybrid, long, 3)[0].outputs) == 3
     # The first sample reads the prompt; the other two find all its whole blocks, within this one request.
@@ -330,8 +311,7 @@ def test_samples_of_a_prompt_share_its_cache(hybrid):
 @pytest.mark.process
 @pytest.mark.parametrize("alone", [False, True])
 def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
-    made = Hybrid(wide_llama, {"lora_as_adapter": alone}, "async", lora_rank=4, lora_alpha=16)
-    try:
+    with Hybrid(wide_llama, {"lora_as_adapter": alone}, "async", lora_rank=4, lora_alpha=16) as made:
         for step in range(2):
             output = made.generate(prompts(global_steps=step))
             assert difference(output, made.log_probs(output, 1.0)) < 1e-4
@@ -345,9 +325,6 @@ def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
         made.rollout.resume(["weights", "kv_cache"])
         served = asyncio.run(ServerClient(made.rollout.server_handle).generate("a", ids, greedy, False))
         assert served.token_ids == row[P:][mask[P:]].tolist()
-    finally:
-        made.rollout.close()
-        leave_group()
 
 
 class RecordingLLM:

@@ -57,10 +57,8 @@ def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp
 
 @pytest.fixture(scope="module", params=["draft_model", "ngram"])
 def speculative(request, tmp_path_factory):
-    made = hybrid_of(tmp_path_factory.mktemp(request.param), request.param)
-    yield made
-    made.rollout.close()
-    leave_group()
+    with hybrid_of(tmp_path_factory.mktemp(request.param), request.param) as made:
+        yield made
 
 
 @pytest.mark.process
