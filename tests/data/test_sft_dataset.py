@@ -138,7 +138,7 @@ def learned_texts(tmp_path, template, end, content="Ja", **tokens):
     file = rows_of(tmp_path, [{"messages": messages}])
     data = MultiTurnSFTDataset(file, tokenizer, config(max_length=200, multiturn={"enable": True}))
     ids, mask = kept(data[0])
-    return tokenizer.decode(ids), tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]), data
+    return tokenizer.decode(ids), tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts])
 
 
 GEMMA = (
@@ -149,28 +149,27 @@ GEMMA = (
 
 def test_an_end_of_turn_without_a_name_ends_the_turn(tmp_path):
     """It is neither followed by an EOS token nor is the line break after it learned."""
-    text, learned, data = learned_texts(tmp_path, GEMMA, "<end_of_turn>")
+    text, learned = learned_texts(tmp_path, GEMMA, "<end_of_turn>")
     assert text == "<start_of_turn>user\nNu?<end_of_turn>\n<start_of_turn>assistant\nJa<end_of_turn>\n"
     assert learned == "Ja<end_of_turn>"
-    assert "(<end_of_turn>)" in data.version_notes()["end_of_turn"]
 
 
 def test_a_special_token_within_an_answer_is_no_end(tmp_path):
     template = GEMMA.replace("<end_of_turn>\n{% endfor %}", "{% endfor %}")
-    text, learned, _ = learned_texts(tmp_path, template, "<end_of_turn>", content="a<end_of_turn>b")
+    text, learned = learned_texts(tmp_path, template, "<end_of_turn>", content="a<end_of_turn>b")
     assert text.endswith("a<end_of_turn>b<eos>") and learned == "a<end_of_turn>b<eos>"
 
 
-def test_named_ends_are_no_news(tmp_path):
-    _, learned, data = learned_texts(tmp_path, GEMMA.replace("<end_of_turn>", "<eos>"), "<end_of_turn>")
-    assert learned == "Ja<eos>" and data.version_notes() == {}
+def test_named_ends_are_learned(tmp_path):
+    _, learned = learned_texts(tmp_path, GEMMA.replace("<end_of_turn>", "<eos>"), "<end_of_turn>")
+    assert learned == "Ja<eos>"
 
 
 def test_a_prompt_that_begins_a_thought_is_refused_with_this_reason(tmp_path):
     template = GEMMA.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     with pytest.raises(DatasetError, match=r"row 0: the chat template's generation prompt ends with '<think>\\n'"):
         learned_texts(tmp_path, template, "<end_of_turn>")
-    text, learned, _ = learned_texts(tmp_path, template, "<end_of_turn>", content="<think>\nHm</think>Ja")
+    text, learned = learned_texts(tmp_path, template, "<end_of_turn>", content="<think>\nHm</think>Ja")
     assert learned == "Hm</think>Ja<end_of_turn>"  # the prompt has <think>, the model continues
 
 

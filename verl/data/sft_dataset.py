@@ -111,16 +111,6 @@ class SFTDataset(FileRows):
             raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
         return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
 
-    def version_notes(self) -> dict[str, str]:
-        """What is learned in another way than in earlier versions, for `Starts`; seen in the first row."""
-        unnamed = unnamed_special_ids(self.tokenizer)
-        learned = {token for token, counts in zip(*self.encode(0), strict=True) if counts}
-        if not learned & unnamed:
-            return {}
-        names = ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(learned & unnamed)))
-        what = "are ends of turns without a further EOS or line break, which earlier versions learned too"
-        return {"end_of_turn": f"loss mask: special tokens without a name ({names}) {what} (applied)"}
-
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         return pad_sample(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)
 

@@ -4,10 +4,8 @@ import json
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import GenerationConfig
 
 from tests.helpers.logs import logged
-from tests.helpers.models import save_tiny_llama
 from tests.helpers.rl_run import compose_run, fake_trainer
 from verl.trainer.run.starts import changed_settings, set_aside
 
@@ -67,21 +65,6 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, messages):
     trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(2)
     (line,) = [line for line in messages if "changed since the checkpoint" in line]  # it is still 0.001 that is used
     assert "optim.lr: 0.001 -> 1e-06 (not applied" in line
-
-
-def test_a_resume_reports_further_stop_tokens_once(tmp_path, messages):
-    """A run of an earlier version, which stopped at the eos token only, has no notes in starts.jsonl."""
-    trainer_of(tmp_path, trainer__save_freq=1).fit()
-    path = save_tiny_llama(tmp_path / "model")
-    GenerationConfig(eos_token_id=[2, 3]).save_pretrained(path)
-    again = {"actor_rollout_ref__model__path": path, "trainer__total_epochs": 3, "trainer__save_freq": 1}
-    trainer_of(tmp_path, **again).run_log.open(1)
-    lines = [line for line in messages if "stop tokens" in line]
-    assert len(lines) == 1 and "eos_token -> [2, 3]" in lines[0]
-    messages.clear()
-    trainer_of(tmp_path, **again).run_log.open(2)
-    assert not [line for line in messages if "stop tokens" in line]
-    assert trainer_of(tmp_path, **again, actor_rollout_ref__rollout__stop_token_ids="[2]").run_log.starts.notes == {}
 
 
 def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, messages):

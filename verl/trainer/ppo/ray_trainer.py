@@ -102,7 +102,7 @@ class RayPPOTrainer:
         self.train_dataset, self.val_dataset = self.data.train_dataset, self.data.val_dataset
         self.train_dataloader, self.val_dataloader = self.data.train_loader, self.data.val_loader
         self.prompt_stream, self.total_training_steps = self.data.stream, self.data.total_steps
-        self.run_log = RunLog(config, self.total_training_steps, notes=utils.version_notes(config, tokenizer))
+        self.run_log = RunLog(config, self.total_training_steps)
 
     def init_workers(self) -> None:
         """Create the resource pools, start the ranks, load the models."""

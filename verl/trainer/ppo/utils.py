@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.roles import need_critic as need_critic  # verl's name for it is here
 from verl.utils.registry import nearest
-from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
     from verl.config.algorithm import RolloutCorrectionConfig
@@ -48,16 +47,6 @@ def need_reference_policy(role_worker_mapping: dict[Role, WorkerType]) -> bool:
 def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
     """True when a reward model is among the roles."""
     return Role.RewardModel in role_worker_mapping
-
-
-def version_notes(config: PPOConfig, tokenizer: Any) -> dict[str, str]:
-    """What the run does differently from earlier versions, for `Starts`."""
-    model, given = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.stop_token_ids
-    ends = stop_ids(tokenizer, model, given)
-    if given is not None or len(ends) < 2:
-        return {}
-    how = f"actor_rollout_ref.rollout.stop_token_ids=[{tokenizer.eos_token_id}] restores the earlier rule"
-    return {"stop_token_ids": f"stop tokens: eos_token -> {ends}, those of generation_config.json too (applied; {how})"}
 
 
 def rollout_correction(config: PPOConfig) -> RolloutCorrectionConfig | None:

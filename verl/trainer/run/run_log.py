@@ -71,12 +71,10 @@ class RunLog:
     Files in `trainer.default_local_dir`: metrics.jsonl, samples.jsonl, run_config.yaml, versions.json, report.html.
     Used as a context manager, it opens the trackers (`trainer.logger`), closes them however the run ends, and makes
     the report. `config` is a typed tree with a section `trainer`. With `writes=False` (ranks other than the first)
-    nothing is written. `notes`: see Starts.
+    nothing is written.
     """
 
-    def __init__(
-        self, config: Any, total_steps: int, writes: bool = True, notes: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, config: Any, total_steps: int, writes: bool = True) -> None:
         self.config, self.plain_config = config, to_plain(config)
         self.writes = writes
         self.total_steps, self.last_step = total_steps, 0
@@ -87,7 +85,7 @@ class RunLog:
         self.timing: defaultdict[str, float] = defaultdict(float)
         self.longest_step_s = 0.0
         self.tracking: Tracking | None = None
-        self.starts = Starts(self.run_dir, notes)
+        self.starts = Starts(self.run_dir)
 
     def __enter__(self) -> RunLog:
         if self.writes:

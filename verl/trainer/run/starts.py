@@ -26,21 +26,17 @@ RESTORED: dict[str, str | None] = {
 
 
 class Starts:
-    """starts.jsonl and run_configs/ of a run folder; `run_config.yaml` is the config of the newest start.
+    """starts.jsonl and run_configs/ of a run folder; `run_config.yaml` is the config of the newest start."""
 
-    `notes`: what this run does differently from earlier versions without a setting of its own, by name.
-    """
-
-    def __init__(self, run_dir: Path, notes: Mapping[str, str] | None = None) -> None:
-        self.run_dir, self.notes = run_dir, dict(notes or {})
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.path = run_dir / STARTS_FILE
         self.number = 0  # of this start; 0 until `begin`
 
     def begin(self, config: Mapping[str, Any], step: int, total_steps: int) -> list[str]:
         """Enter a start from a checkpoint of `step` (0: from the beginning).
 
-        Returns a line for each setting that differs from the start which wrote that checkpoint, and each note that is
-        new since then.
+        Returns a line for each setting that differs from the start which wrote that checkpoint.
         """
         earlier = [row for row in self.read() if "config" in row]
         self.number = len(earlier) + 1
@@ -54,11 +50,9 @@ class Starts:
         if writer is not None and (self.run_dir / writer["config"]).is_file():
             old, new = (OmegaConf.load(self.run_dir / name) for name in (writer["config"], file))
             lines, in_force = changed_settings(old, new, writer.get("in_force", {}))
-            lines += [text for name, text in self.notes.items() if name not in writer.get("notes", ())]
         self._append(
-            start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force,
-            notes=list(self.notes),
-        )  # fmt: skip
+            start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
+        )
         return lines
 
     def end(self, step: int, how: str) -> None:

@@ -1,5 +1,6 @@
 """Metrics of a validation with several samples per prompt: means, best and majority of k."""
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from numbers import Number
@@ -8,8 +9,6 @@ from typing import Any
 import numpy as np
 
 N_BOOTSTRAP = 1000
-# Elements [prompts, resamples, k] handled at a time: bounds the memory, stays in the cache.
-_CHUNK = 2_000_000
 
 
 def bootstrap_metric(
@@ -25,6 +24,7 @@ def bootstrap_metric(
     return [(float(np.mean(values)), float(np.std(values))) for values in results]
 
 
+@functools.lru_cache(maxsize=64)
 def _draws(size: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
     """Positions of the resamples: [n_bootstrap, subset_size], each below `size`."""
     return np.random.default_rng(seed).integers(size, size=(n_bootstrap, subset_size))
@@ -49,77 +49,40 @@ def process_validation_metrics(
     for variable, values in infos_dict.items():
         if len(values) != len(sample_uids):
             raise ValueError(f"validation variable {variable!r}: {len(values)} values for {len(sample_uids)} samples.")
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    sources = np.asarray(data_sources, dtype=object)
-    for source in dict.fromkeys(data_sources):
-        rows = np.flatnonzero(sources == source)
-        results[source] = {}
-        for variable, values in infos_dict.items():
-            present = [row for row in rows if isinstance(values[row], Number | np.bool_)]
-            if present:
-                per_prompt = _prompt_metrics(present, sample_uids, values, infos_dict.get("pred"), seed)
-                results[source][variable] = {name: float(np.mean(column)) for name, column in per_prompt.items()}
+    results: dict[str, dict[str, dict[str, float]]] = {source: {} for source in data_sources}
+    preds = infos_dict.get("pred")
+    for variable, values in infos_dict.items():
+        prompts: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for row, value in enumerate(values):
+            if isinstance(value, Number | np.bool_):
+                prompts[data_sources[row]][sample_uids[row]].append(row)
+        for source, groups in prompts.items():
+            columns: dict[str, list[float]] = defaultdict(list)
+            for rows in groups.values():
+                votes = None if preds is None else [str(preds[row]) for row in rows]
+                for name, value in _prompt_metrics(np.array([float(values[row]) for row in rows]), votes, seed).items():
+                    columns[name].append(value)
+            results[source][variable] = {name: float(np.mean(column)) for name, column in columns.items()}
     return results
 
 
-def _prompt_metrics(
-    rows: list[int], sample_uids: list[str], values: list[Any], preds: list[Any] | None, seed: int
-) -> dict[str, np.ndarray]:
-    """Each metric's value for every prompt that has it."""
-    prompts: dict[str, list[int]] = defaultdict(list)
-    for row in rows:
-        prompts[sample_uids[row]].append(row)
-    by_size: dict[int, list[list[int]]] = defaultdict(list)
-    for members in prompts.values():
-        by_size[len(members)].append(members)
-    columns: dict[str, list[np.ndarray]] = defaultdict(list)
-    for size, groups in sorted(by_size.items()):
-        table = np.array([[float(values[row]) for row in members] for members in groups])  # [prompts, size]
-        columns[f"mean@{size}"].append(table.mean(1))
-        if size == 1:
-            continue
-        columns[f"std@{size}"].append(table.std(1))
-        votes = None
-        if preds is not None:  # equal votes of a prompt get equal numbers below its number of samples
-            texts = ([str(preds[row]) for row in members] for members in groups)
-            votes = np.array([[members.index(text) for text in members] for members in texts])  # [prompts, size]
-        powers = (2**exponent for exponent in range(1, size.bit_length()))
-        for k in [*(k for k in powers if k < size), size]:
-            for name, column in _bootstrap_table(table, votes, k, seed).items():
-                columns[name].append(column)
-    return {name: np.concatenate(parts) for name, parts in columns.items()}
-
-
-def _bootstrap_table(table: np.ndarray, votes: np.ndarray | None, k: int, seed: int) -> dict[str, np.ndarray]:
-    """best@k, worst@k, maj@k (mean and std over resamples) of each prompt: table, votes [prompts, size] -> [prompts].
-
-    All prompts share the resamples, as they would with one seed each.
-    """
-    draws = _draws(table.shape[1], k, N_BOOTSTRAP, seed)  # [S, k]
-    step = max(1, _CHUNK // draws.size)
-    parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    for start in range(0, len(table), step):
-        chunk = table[start : start + step]
-        drawn = chunk[:, draws]  # [p, S, k]
-        statistics = {"best": drawn.max(-1), "worst": drawn.min(-1)}
-        if votes is not None:
-            statistics["maj"] = _majority_values(chunk, votes[start : start + step], draws)
+def _prompt_metrics(values: np.ndarray, votes: list[str] | None, seed: int) -> dict[str, float]:
+    """Each metric of a prompt's samples: values [n], and their votes. All prompts share the resamples."""
+    n = len(values)
+    metrics = {f"mean@{n}": values.mean()}
+    if n == 1:
+        return metrics
+    metrics[f"std@{n}"] = values.std()
+    powers = (2**exponent for exponent in range(1, n.bit_length()))
+    for k in [*(k for k in powers if k < n), n]:
+        draws = _draws(n, k, N_BOOTSTRAP, seed)  # [S, k]
+        drawn = values[draws]
+        statistics = {"best": drawn.max(1), "worst": drawn.min(1)}
+        if votes is not None:  # equal votes get equal numbers below n
+            numbers, resamples = np.array([votes.index(vote) for vote in votes]), np.arange(len(draws))
+            slots = numbers[draws] + n * resamples[:, None]
+            counts = np.bincount(slots.ravel(), minlength=n * len(draws))[slots]  # [S, k]: how often a vote was drawn
+            statistics["maj"] = drawn[resamples, counts.argmax(1)]
         for name, resampled in statistics.items():
-            parts[f"{name}@{k}/mean"].append(resampled.mean(1))
-            parts[f"{name}@{k}/std"].append(resampled.std(1))
-    return {name: np.concatenate(columns) for name, columns in parts.items()}
-
-
-def _majority_values(table: np.ndarray, votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Value of the most frequent vote in each resample: table, votes [p, size], draws [S, k] -> [p, S].
-
-    An entry weighs as often as its vote was drawn; the first entry of the largest weight is the winner's first one.
-    """
-    prompts, size = table.shape
-    resamples = len(draws)
-    slots = votes[:, draws] + size * np.arange(resamples)[:, None]  # [p, S, k], one block of slots a resample
-    slots += (size * resamples * np.arange(prompts))[:, None, None]
-    counts = np.bincount(slots.ravel(), minlength=prompts * resamples * size)
-    first = counts[slots].argmax(-1)  # [p, S]
-    winners = draws[np.arange(resamples), first]  # [p, S]
-    return np.take_along_axis(table, winners, axis=1)
+            metrics |= {f"{name}@{k}/mean": resampled.mean(), f"{name}@{k}/std": resampled.std()}
+    return metrics

@@ -20,7 +20,6 @@ from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, samples_per_forward, steps_of_epochs
 from verl.data.fingerprint import data_fingerprint
-from verl.data.sft_dataset import SFTDataset
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
@@ -118,8 +117,7 @@ class FSDPSFTTrainer:
         self.checkpoints = Checkpoints(
             run, {"": self.engine}, self.train_stream, fingerprint, run.max_ckpt_to_keep, restores_rng=False
         )
-        notes = train_dataset.version_notes() if isinstance(train_dataset, SFTDataset) else None
-        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0, notes=notes)
+        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0)
         logger.info(
             "{} training samples, {} batches an epoch, {} steps", len(train_dataset), len(self.train_stream.loader),
             self.total_training_steps,
