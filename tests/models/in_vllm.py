@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tests.helpers.ranks import run_ranks
 from tests.models.checks import LIMIT, STOPS, WORKS, plain_log_probs
 from tests.models.families import IN_VLLM, model_of
-from verl.trainer.ppo.rollout_check import RolloutCheck
+from verl.trainer.ppo.weight_sync import RolloutCheck
 
 SETTINGS = {"name": "vllm", "dtype": "float32", "engine_kwargs": {}, "quantization": None, "skip_rollout": False,
             "logprobs_mode": "processed_logprobs"}  # fmt: skip

@@ -24,7 +24,7 @@ from verl.report.asynchronous import async_panels, idle_cards
 from verl.report.health import RULES
 from verl.report.metric_names import Headlines, metrics_of_recipes
 from verl.report.plots import Curve, Panel, draw_panel
-from verl.utils.jsonl import read_objects
+from verl.utils.jsonl import read_objects, replace_text
 from verl.utils.visible_text import visible
 
 LARGEST = 1e200  # magnitude of a number that is drawn
@@ -202,9 +202,8 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
         versions=json.loads(versions_file.read_text()) if versions_file.exists() else {},
     )
     out = run_dir / "report.html"
-    partial = out.with_suffix(".html.tmp")
-    partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # texts may have half a surrogate pair
-    return partial.replace(out)
+    replace_text(out, page)
+    return out
 
 
 def _read(path: Path) -> list[dict]:

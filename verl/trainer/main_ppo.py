@@ -116,7 +116,7 @@ def task_runner(config: DictConfig) -> type["TaskRunner"]:
     """The class that runs a config."""
     if "async_training" not in config:
         return TaskRunner
-    from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
+    from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
 
     return FullyAsyncTaskRunner
 

@@ -1,6 +1,7 @@
-"""Reads files with one JSON object per line."""
+"""Files with one JSON object per line: read, or replaced as a whole."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,3 +28,10 @@ def read_objects(path: Path, growing: bool = False) -> Iterator[tuple[int, dict[
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: {line.strip()[:60]} is not an object with names and values.")
         yield number, row
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically. Half a surrogate pair is written as JSON's escape of it."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)

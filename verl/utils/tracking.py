@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from loguru import logger as log
 
+from verl.utils.jsonl import replace_text
 from verl.utils.registry import nearest
 
 
@@ -149,9 +150,7 @@ class FileLogger(Backend):
         kept = [line for line in lines if _is_earlier(line, step, keys)]
         if len(kept) < len(lines):
             log.info("{}: {} lines of step {} and later are replaced", self.path, len(lines) - len(kept), step)
-            fresh = self.path.with_suffix(self.path.suffix + ".tmp")
-            fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(fresh, self.path)
+            replace_text(self.path, "".join(line + "\n" for line in kept))
 
     def finish(self) -> None:
         if self._file is not None:

@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from tests.agents.agent_loop.test_killed_tools_run import PARTS, save_calling_llama
 from tests.helpers.rl_run import metrics_rows
 from tests.trainer.fully_async.test_runs import OFF_BY_ONE, check_journal, composed, recorded_samples, rows, train
-from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
+from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

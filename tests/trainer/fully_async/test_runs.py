@@ -10,8 +10,7 @@ from tests.helpers.rl_run import compose_run, metrics_rows
 from verl.config.asynchronous import with_derived_settings
 from verl.report.metric_names import unknown_metrics
 from verl.trainer.fully_async.phase import SAMPLE_ID
-from verl.trainer.fully_async.runner import FullyAsyncTaskRunner
-from verl.trainer.fully_async.trainer import FullyAsyncTrainer
+from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner, FullyAsyncTrainer
 from verl.trainer.main_ppo import TaskRunner
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

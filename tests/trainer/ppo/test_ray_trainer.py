@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
-from verl.trainer.run.nonfinite import NonFiniteRun
+from verl.trainer.run.failure import NonFiniteRun
 from verl.trainer.run.timing import StepFailed
 from verl.training.checkpoint.publish import published_steps
 

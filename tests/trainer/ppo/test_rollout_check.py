@@ -14,7 +14,7 @@ from tests.helpers.rl_run import compose_run
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.rollout_check import RolloutCheck
+from verl.trainer.ppo.weight_sync import RolloutCheck
 
 VLLM = {
     "actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__model__use_remove_padding": "true",

@@ -8,8 +8,7 @@ from tests.helpers.engines import make_actor, make_engine, weights_of
 from tests.helpers.rl_run import FakeGroup, fake_run, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import fill_groups
-from verl.trainer.ppo.rank_rows import RankRows
-from verl.trainer.ppo.turn_rows import TURNS, from_rows, to_rows
+from verl.trainer.ppo.turn_rows import TURNS, RankRows, from_rows, to_rows
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
 from verl.training.policy import prefix_tree
 

@@ -20,7 +20,7 @@ from tests.helpers.engines import weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.fsdp_sft_trainer import extract_step
-from verl.trainer.run.nonfinite import NonFiniteRun
+from verl.trainer.run.failure import NonFiniteRun
 from verl.training.checkpoint.publish import published_steps, verify_manifest
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,7 +1,6 @@
 """The states of samples, and the files that record them: async_journal.jsonl and async_timeline.jsonl of a run."""
 
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 from loguru import logger
 
 from verl.trainer.run.starts import set_aside
+from verl.utils.jsonl import replace_text
 
 JOURNAL_FILE, TIMELINE_FILE = "async_journal.jsonl", "async_timeline.jsonl"
 DRAWN, RUNNING, INTERRUPTED, FINISHED, GRADED, QUEUED = (
@@ -53,9 +53,7 @@ class RowsFile:
             if len(lines) < rows:
                 raise JournalError(f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}.")
             removed = len(lines) - rows
-            partial = path.with_suffix(".jsonl.tmp")
-            partial.write_text("".join(lines[:rows]), encoding="utf-8")
-            os.replace(partial, path)
+            replace_text(path, "".join(lines[:rows]))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return removed
 
@@ -169,9 +167,8 @@ class Timeline:
         """Seconds by (who, what) since the last call, spans that still run included."""
         now = time.time()
         with self._lock:
-            for who, (what, start, version) in list(self._since.items()):
-                self.seconds[who, what] += now - start
-                self.file.append({"who": who, "what": what, "start": start, "end": now, "version": version})
+            for who, (what, _, version) in list(self._since.items()):
+                self._end(who, now)
                 self._since[who] = (what, now, version)
             taken, self.seconds = self.seconds, Counter()
         return taken

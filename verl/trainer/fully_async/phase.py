@@ -18,7 +18,7 @@ from verl.config.compose import to_omegaconf, with_values
 from verl.protocol import DataProto
 from verl.protocol.serialization import object_array
 from verl.reward.rows import GRADED
-from verl.reward.stream import RewardStream, can_stream
+from verl.reward.stream import RewardStream
 from verl.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.rollout.sampling import GenerationRequest
 from verl.rollout.server_process import DIRECT
@@ -66,9 +66,6 @@ class SeparateRolloutPhase(RolloutPhase):
             worker, self.bound, total_prompts, self._draw, reward, concurrency, self.journal, self.timeline,
             self.check_servers,
         )  # fmt: skip
-        self.begin, self.restore = self.rollouter.begin, self.rollouter.restore
-        self.take_counts = self.rollouter.take_counts
-        self.hold, self.release = self.rollouter.hold, self.rollouter.release
 
     def _start_replicas(self) -> list[RolloutReplica]:
         """One server for each tensor_model_parallel_size ranks of the section rollout."""
@@ -203,12 +200,3 @@ class SeparateRolloutPhase(RolloutPhase):
         output = use_loop_scores(output)
         samples = self._samples(prompts, output, asked.meta_info["n"], step)
         return without_lost(samples)[0], reduce_metrics(metrics)
-
-
-def check_reward(config: AsyncPPOConfig, reward_fn: Any) -> None:
-    """ValueError for a reward manager that cannot grade samples as they finish."""
-    if reward_fn is not None and not can_stream(reward_fn):
-        raise ValueError(
-            f"reward_manager.name={config.reward_manager.name} scores batches, but asynchronous training grades each "
-            "sample as it finishes. Use a manager that scores samples one by one, such as naive or dapo."
-        )

@@ -221,14 +221,22 @@ class Rollouter:
             future.cancel()
             raise
 
+    def _in_loop(self, work: Callable[[], Any]) -> Any:
+        """The result of a function that runs in the loop."""
+
+        async def run() -> Any:
+            return work()
+
+        return self.call(run())
+
     def begin(self) -> None:
         """Start prompts from now on, and run those that `restore` took."""
 
-        async def started() -> None:
+        def start() -> None:
             for group in self.groups.values():
                 self._start(group)
 
-        self.call(started())
+        self._in_loop(start)
         self._feeder = asyncio.run_coroutine_threadsafe(self._feed(), self._loop)
 
     def sync(
@@ -239,10 +247,8 @@ class Rollouter:
         With `interrupt` running generations stop after a token and continue with the new weights; else all running
         samples are waited for. `servers` are the names in the timeline. RuntimeError after `limit` seconds.
         """
-        try:
-            self.call(self._sync(version, servers, interrupt, send), limit)
-        except TimeoutError:
-            raise self._late(f"the weight sync of version {version} did not end", limit) from None
+        work = self._sync(version, servers, interrupt, send)
+        self._call_in_time(work, f"the weight sync of version {version} did not end", limit)
 
     async def _sync(self, version: int, servers: list[str], interrupt: bool, send: Callable[[], None]) -> None:
         self._may_run = False
@@ -274,19 +280,19 @@ class Rollouter:
 
         RuntimeError after `limit` seconds.
         """
-        try:
-            return self.call(self._take(step), limit)
-        except TimeoutError:
-            raise self._late(f"step {step} had no complete batch", limit) from None
+        return self._call_in_time(self._take(step), f"step {step} had no complete batch", limit)
 
-    def _late(self, what: str, limit: float) -> RuntimeError:
-        """What did not happen within `limit` seconds, as an error. Raises if a server has ended."""
-        states = Counter(sample.state for group in list(self.groups.values()) for sample in group.samples)
-        self.check_servers()
-        return RuntimeError(
-            f"{what} within trainer.watchdog.generate={limit:g} s; states of the started samples: {dict(states)}. "
-            "Raise the limit if generation is only slow."
-        )
+    def _call_in_time(self, coroutine: Coroutine, what: str, limit: float | None) -> Any:
+        """As `call`; after `limit` seconds RuntimeError says `what` did not happen, or that a server has ended."""
+        try:
+            return self.call(coroutine, limit)
+        except TimeoutError:
+            states = Counter(sample.state for group in list(self.groups.values()) for sample in group.samples)
+            self.check_servers()
+            raise RuntimeError(
+                f"{what} within trainer.watchdog.generate={limit:g} s; states of the started samples: {dict(states)}. "
+                "Raise the limit if generation is only slow."
+            ) from None
 
     async def _take(self, step: int) -> list[Group]:
         def chosen() -> list[Group] | None:
@@ -306,12 +312,12 @@ class Rollouter:
         Also the seconds of each sample, from its start to its grade.
         """
 
-        async def taken() -> tuple[Counter[str], list[float]]:
+        def take() -> tuple[Counter[str], list[float]]:
             counts, self.span_counts = self.span_counts, Counter()
             seconds, self.seconds = self.seconds, []
             return counts, seconds
 
-        return self.call(taken())
+        return self._in_loop(take)
 
     def hold(self) -> dict[str, Any]:
         """Draw no prompts until `release`; the groups that are neither trained nor dropped, and the journal's state."""
@@ -328,17 +334,13 @@ class Rollouter:
 
     def release(self) -> None:
         """Draw prompts again."""
-
-        async def released() -> None:
-            self._held = False
-            await self._notify()
-
-        self.call(released())
+        self._held = False
+        self.call(self._notify())
 
     def restore(self, groups: list[Group], dropped: int, step: int) -> None:
         """Take the groups of a checkpoint of `step`; those that were started go on with `begin`."""
 
-        async def restored() -> None:
+        def restored() -> None:
             self.version = step
             for group in groups:
                 if all(sample.state == journal.DRAWN for sample in group.samples):
@@ -357,7 +359,7 @@ class Rollouter:
             self.dropped = dropped
             self.started = step * self.bound.batch + len(self.groups) + dropped
 
-        self.call(restored())
+        self._in_loop(restored)
 
     def close(self) -> None:
         """End all conversations and the thread."""

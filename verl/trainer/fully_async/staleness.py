@@ -6,21 +6,10 @@ of the last weight sync.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from verl.config.asynchronous import versions_allowed
-
-
-class Candidate(Protocol):
-    """A prompt that was started: its number in the run, the version of its oldest token, whether it can be trained."""
-
-    number: int
-
-    @property
-    def oldest_version(self) -> int: ...
-
-    @property
-    def is_ready(self) -> bool: ...
+from verl.trainer.fully_async.samples import Group
 
 
 class StalenessError(RuntimeError):
@@ -64,11 +53,11 @@ class StalenessBound:
         """The last step that may train a sample whose oldest token is of `version`."""
         return version + self.versions + 1
 
-    def expired(self, step: int, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def expired(self, step: int, candidates: Sequence[Group]) -> list[Group]:
         """Those that step `step` may not train any more."""
         return [c for c in candidates if self.last_step(c.oldest_version) < step]
 
-    def choose(self, step: int, candidates: Sequence[Candidate]) -> list[Candidate] | None:
+    def choose(self, step: int, candidates: Sequence[Group]) -> list[Group] | None:
         """The prompts of step `step`, in the order of their numbers; None where the step has to wait.
 
         `candidates` are all prompts that were started and neither trained nor dropped.

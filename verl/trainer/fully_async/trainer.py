@@ -1,22 +1,28 @@
 """FullyAsyncTrainer: trains batches of samples that servers on other ranks generate meanwhile."""
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import ray
 from loguru import logger
 
 from verl.config.asynchronous import AsyncPPOConfig
 from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
 from verl.data.rl_dataset import collate_fn
 from verl.protocol import DataProto
+from verl.reward.stream import can_stream
 from verl.trainer.fully_async import journal
-from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase, check_reward
+from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group
+from verl.trainer.main_ppo import POOL, TaskRunner
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
 from verl.trainer.run.run_log import JsonlLog, update_best
 from verl.trainer.run.starts import set_aside
@@ -36,7 +42,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config = to_settings(config, AsyncPPOConfig)
         super().__init__(config, *args, **kwargs)
-        check_reward(config, self.reward_fn)
+        if self.reward_fn is not None and not can_stream(self.reward_fn):
+            raise ValueError(
+                f"reward_manager.name={config.reward_manager.name} scores batches, but asynchronous training grades "
+                "each sample as it finishes. Use a manager that scores samples one by one, such as naive or dapo."
+            )
         if self.total_training_steps < 1:
             raise ValueError(
                 f"rollout.total_rollout_steps={config.rollout.total_rollout_steps} prompts do not fill an update of "
@@ -72,21 +82,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 for sample in group["samples"]:
                     if sample["state"] not in journal.ENDS:
                         self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
-            self.rollout.restore(self._restored(known["groups"]), known["dropped"], self.global_steps)
+            groups = []
+            for group in known["groups"]:
+                row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
+                row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
+                groups.append(Group.load(group, row))
+            self.rollout.rollouter.restore(groups, known["dropped"], self.global_steps)
             self.totals = Counter(known["totals"])
         if self.record is not None and self.global_steps:
             self.record.cut_after(self.global_steps)
         elif self.record is not None:
             set_aside(self.record.path)
-
-    def _restored(self, saved: list[dict[str, Any]]) -> list[Group]:
-        """The groups of a checkpoint, with the columns of their prompts."""
-        groups = []
-        for group in saved:
-            row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
-            row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
-            groups.append(Group.load(group, row))
-        return groups
 
     def _check_rollout(self) -> None:
         """Send the first weights, and let the servers begin."""
@@ -94,7 +100,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             self._send_weights()
         self.weight_sync.early = 1
         if not self.config.trainer.val_only:
-            self.rollout.begin()
+            self.rollout.rollouter.begin()
 
     @property
     def _updates(self) -> int:
@@ -119,7 +125,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
         if sent:
             with self._timed("update_weights"):
                 self._send_weights()
-            self._begin_validation_if_due()
+            every = self.config.rollout.test_freq
+            if self.val_reward_fn is not None and every > 0 and (self.syncs - 1) % every == 0:
+                self._begin_validation()
         yield {WEIGHT_SYNCS: int(sent) + self.weight_sync.early}
         self.weight_sync.early = 0
 
@@ -137,7 +145,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
         versions = samples.non_tensor_batch["weights_version"]
         metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}
-        metrics |= self._async_metrics(samples, groups)
+        metrics |= self._async_metrics(samples)
         return samples, metrics
 
     def _draw_prompts(self) -> tuple[None, Metrics]:
@@ -165,7 +173,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         records.check()
         super()._log(batch, metrics)
 
-    def _async_metrics(self, samples: DataProto, groups: list[Group]) -> Metrics:
+    def _async_metrics(self, samples: DataProto) -> Metrics:
         """Counts of samples, partial generations, seconds of samples, and shares of idle time since the last step."""
         prefix = "fully_async"
         current = self.rollout.synced
@@ -174,7 +182,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         uids = samples.non_tensor_batch["uid"]
         self.totals["stale_trajectories"] += int(old.sum())
         self.totals["stale_samples"] += len(set(uids[old]))
-        counts, seconds = self.rollout.take_counts()
+        counts, seconds = self.rollout.rollouter.take_counts()
         generated = sum(self.rollout.journal.counts[s] for s in (journal.QUEUED, journal.TRAINED))
         metrics: Metrics = {
             f"{prefix}/count/stale_samples_processed": self.totals["stale_samples"],
@@ -200,11 +208,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 metrics[f"{name}/idle_ratio"] = sum(spent[who, "idle"] for who in members) / total
         return metrics
 
-    def _begin_validation_if_due(self) -> None:
-        every = self.config.rollout.test_freq
-        if self.val_reward_fn is not None and every > 0 and (self.syncs - 1) % every == 0:
-            version = self._updates
-            self._validation = version, self._executor.submit(self.validator.run, version)
+    def _begin_validation(self) -> None:
+        self._validation = self._updates, self._executor.submit(self.validator.run, self._updates)
 
     def _collect_validation(self, wait: bool = False) -> Metrics:
         """The metrics of the validation that runs, if it has ended; {} otherwise. With `wait` they are logged."""
@@ -233,17 +238,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
             with self._timed("update_weights"):
                 self._send_weights()
             metrics[WEIGHT_SYNCS] += 1
-        self._validation = self._updates, self._executor.submit(self.validator.run, self._updates)
+        self._begin_validation()
         self._validation[1].exception()  # waits
         metrics |= self._collect_validation()
 
     def _save_checkpoint(self) -> None:
         self._collect_validation(wait=True)
-        self._saved = self.rollout.hold()
+        self._saved = self.rollout.rollouter.hold()
         try:
             super()._save_checkpoint()
         finally:
-            self.rollout.release()
+            self.rollout.rollouter.release()
 
     def variant_state(self) -> dict[str, Any]:
         return {**self._saved, "timeline_rows": self.rollout.timeline.file.rows, "totals": dict(self.totals)}
@@ -268,3 +273,22 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def shutdown(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
         super().shutdown()
+
+
+class FullyAsyncTaskRunner(TaskRunner):
+    """TaskRunner with FullyAsyncTrainer, whose ranks train only."""
+
+    def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
+        from verl.roles.separate_actor import SeparateActorWorker
+        from verl.single_controller.ray import RayWorkerGroup
+
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(SeparateActorWorker)
+        self.mapping[Role.ActorRollout] = POOL
+        return SeparateActorWorker, RayWorkerGroup
+
+    def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
+        settings = to_settings(config, AsyncPPOConfig)
+        if settings.trainer.device == "cpu":  # ranks of both kinds compute at the same time
+            ranks = settings.trainer.n_gpus_per_node + settings.rollout.n_gpus_per_node
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        return self.build(FullyAsyncTrainer, settings, stop_flag)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +67,8 @@ class DropCounts:
 
     def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
         """These counts plus those of samples dropped after the rewards: `failed` rewards, then `later` ones."""
-        return DropCounts(
-            self.requested, later.scored, self.lost, self.small_group + later.small_group, self.uneven + later.uneven,
-            failed, self.masked, self.no_baseline,
-        )
+        small, uneven = self.small_group + later.small_group, self.uneven + later.uneven
+        return replace(self, scored=later.scored, small_group=small, uneven=uneven, no_reward=failed)
 
     def check_any_scored(self) -> None:
         """Raise ValueError if no sample can be trained on."""

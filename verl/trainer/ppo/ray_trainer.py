@@ -27,16 +27,14 @@ from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.health import RunHealth
-from verl.trainer.ppo.late_scores import LateScores
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics
-from verl.trainer.ppo.rank_rows import RankRows
-from verl.trainer.ppo.rollout_check import RolloutCheck
-from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
+from verl.trainer.ppo.rollout_phase import LateScores, RolloutPhase, without_lost
+from verl.trainer.ppo.turn_rows import RankRows
 from verl.trainer.ppo.utils import Role, WorkerType
-from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS, WeightSync
+from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS, RolloutCheck, WeightSync
 from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
 from verl.trainer.run.checkpoints import Checkpoints
-from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.failure import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step, timed_step
 from verl.trainer.run.validator import Validator

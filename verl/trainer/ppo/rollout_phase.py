@@ -1,5 +1,10 @@
-"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
+"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation.
 
+With reward_model.launch_reward_fn_async a step's scores are computed later (LateScores).
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +16,16 @@ from verl.config.compose import to_omegaconf
 from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.reward.rows import GRADED, LOST, drop_failed, place_scores
+from verl.reward.rows import EXTRAS, GRADED, LOST, drop_failed, place_scores
 from verl.reward.stream import RewardStream, can_stream
 from verl.rollout.replica import RolloutReplicaRegistry
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.batching import compute_response_mask
+from verl.trainer.ppo.batching import DropCounts, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.utils.tokenizer import stop_ids
+
+ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed in the background
 
 
 class RolloutPhase:
@@ -188,3 +195,35 @@ def without_lost(samples: DataProto) -> tuple[DataProto, int]:
         return samples, 0
     lost = samples.non_tensor_batch.pop(LOST).astype(bool)
     return samples.select_idxs(np.flatnonzero(~lost)), int(lost.sum())
+
+
+Scored = tuple[DataProto, DropCounts, dict[str, Any]]
+
+
+class LateScores:
+    """Runs `score(samples, counts)` in a thread while the ranks compute log-probs and values."""
+
+    def __init__(self, score: Callable[[DataProto, DropCounts], Scored]) -> None:
+        self.score, self.thread = score, ThreadPoolExecutor(1)
+        self.pending: Future[Scored] | None = None
+
+    def begin(self, samples: DataProto, counts: DropCounts) -> None:
+        """Begin to score the samples [B], which get the column ROW; they may be reordered meanwhile."""
+        samples.batch[ROW] = torch.arange(len(samples))
+        own = DataProto(samples.batch.clone(recurse=False), dict(samples.non_tensor_batch), {})
+        self.pending = self.thread.submit(self.score, own, counts)
+
+    def take(self, batch: DataProto) -> tuple[DataProto, dict[str, Any]]:
+        """The rows of `batch` that got a score, in their order, with token_level_scores [B', R] and the reward's
+        extras, and the metrics of scoring. ValueError if no sample has a score.
+        """
+        scored, counts, metrics = self.pending.result()
+        self.pending = None
+        counts.check_any_scored()
+        place = {row: i for i, row in enumerate(scored.batch[ROW].tolist())}
+        rows = batch.batch.pop(ROW).tolist()
+        kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place])
+        own = [place[row] for row in rows if row in place]
+        kept.batch["token_level_scores"] = scored.batch["token_level_scores"][own]
+        kept.non_tensor_batch[EXTRAS] = scored.non_tensor_batch[EXTRAS][own]
+        return kept, metrics | counts.metrics()

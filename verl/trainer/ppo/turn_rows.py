@@ -1,18 +1,22 @@
-"""Conversion of conversations to one row per turn for forward passes (rollout.multi_turn.row_per_turn).
+"""The trainer's batch as rows that the ranks share evenly, one per turn with rollout.multi_turn.row_per_turn.
 
 In the trainer's batch, a conversation is one row: rewards, groups, advantages and metrics belong to the conversation,
 and columns [B, R] cover all of its response tokens. For a forward pass, each turn becomes a row that consists of the
 prompt from which the turn was generated and the turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.sampling_mask import SAMPLING_MASK, kept_ids, mask_column, mask_tensor
+from verl.trainer.ppo.batching import fill_groups
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE
+from verl.utils.metric import reduce_metrics
 
 #: Column with the turns of each sample, a list of (start, end, prompt ids), where start and end are positions in the
 #: response. None stands for a single turn: the whole response after the sample's prompt.
@@ -95,3 +99,38 @@ def turns_of(samples: DataProto) -> list[list[Turn]]:
             turns = [(0, int(mask[-length:].sum()), prompt)]
         result.append([(start, min(end, length), prompt) for start, end, prompt in turns if start < min(end, length)])
     return result
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Sends batches of groups of `n` samples to the methods of worker groups with so many ranks.
+
+    With `whole_groups` the rows of a group stay on one rank.
+    """
+
+    n: int
+    ranks: int
+    whole_groups: bool
+
+    def forward(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
+        """The method's columns [B, R] for the samples [B]; they need not divide by the ranks."""
+        even = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
+        if self._are_rows(batch) and len(batch) % even == 0:
+            return method(batch.select(non_tensor_batch_keys=[]))
+        filled, own = fill_groups(batch, self.n)
+        padded, pad = pad_dataproto_to_divisor(filled, even)
+        return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
+
+    def update(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> dict[str, Any]:
+        """The metrics of an update on the samples [B], whose groups the ranks share evenly."""
+        if self._are_rows(batch):
+            rows = batch.select(non_tensor_batch_keys=[])
+        else:
+            rows = to_rows(fill_groups(batch, self.n)[0])
+        return reduce_metrics(method(rows).meta_info["metrics"])
+
+    def _are_rows(self, batch: DataProto) -> bool:
+        """Whether each sample is a row as it is: in a full group, of one turn, without a list of kept tokens."""
+        columns = batch.non_tensor_batch
+        full = len(batch) == self.n * len(set(columns["uid"].tolist()))
+        return full and TURNS not in columns and SAMPLING_MASK not in columns

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -198,12 +197,11 @@ class Checkpoints:
         return state, same_data
 
 
-def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loader_state: dict[str, Any]) -> None:
+def write_trainer_state(directory: Path, state: TrainerState, loader_state: dict[str, Any]) -> None:
     """Write state, data position and the driver's random states into a checkpoint that is being built.
 
     The tensors go through memory: on a full disk torch's archive writer raises a RuntimeError about positions.
     """
-    directory = Path(directory)
     for value, name in ((loader_state, DATA_FILE), (rng.get_rng_state(), RNG_FILE)):
         archive = io.BytesIO()
         torch.save(value, archive)
@@ -211,11 +209,8 @@ def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loade
     (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
 
 
-def read_trainer_state(
-    directory: str | os.PathLike, with_rng: bool = True
-) -> tuple[TrainerState, dict[str, Any]]:
+def read_trainer_state(directory: Path, with_rng: bool = True) -> tuple[TrainerState, dict[str, Any]]:
     """State and loader state of a checkpoint; the driver's random states are set as a side effect (`with_rng`)."""
-    directory = Path(directory)
     raw = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
     if raw["format"] != STATE_FORMAT:
         raise ValueError(
@@ -238,21 +233,11 @@ def _load_plain(file: Path) -> Any:
 
 def checkpoint_to_resume(trainer_config: RunConfig) -> Path | None:
     """The folder that `trainer.resume_mode` points to, its manifest checked; None: start from step 0."""
-    mode = trainer_config.resume_mode
-    if mode == "disable":
+    if trainer_config.resume_mode == "disable":
         return None
-    if mode == "auto":
-        valid = find_valid_checkpoint(trainer_config.default_local_dir)
-        return None if valid is None else Path(valid)
-    if mode != "resume_path":
-        raise ValueError(f"trainer.resume_mode={mode!r} is unknown. Known: auto, disable, resume_path.")
-    if not trainer_config.resume_from_path:
-        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path: .../global_step_<N>.")
+    if trainer_config.resume_mode == "auto":
+        return find_valid_checkpoint(trainer_config.default_local_dir)
     path = Path(trainer_config.resume_from_path).expanduser().absolute()
-    if not re.fullmatch(r"global_step_\d+", path.name):
-        raise ValueError(
-            f"trainer.resume_from_path={str(path)!r} is not a checkpoint; expected a folder 'global_step_<N>'."
-        )
     if not path.is_dir():
         raise FileNotFoundError(f"trainer.resume_from_path={str(path)!r} does not exist.")
     verify_manifest(path)

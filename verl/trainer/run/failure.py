@@ -1,4 +1,4 @@
-"""What a failed run prints: one message, the user's own frame, and the file with the full traceback."""
+"""How a run fails: by updates that are skipped repeatedly, and with which message."""
 
 import os
 from pathlib import Path
@@ -32,3 +32,17 @@ def failure_message(error: Exception, config: Any) -> str:
         end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
     frame = user_frame(trace)
     return "\n".join(["", f"Training failed: {visible(redact_text(text))}", *([f"  at {frame}"] if frame else []), end])
+
+
+class NonFiniteRun(RuntimeError):
+    """Too many steps in a row were skipped for a non-finite loss or gradient."""
+
+
+def count_skipped(counters: dict[str, int], skipped: bool, limit: int, why: str, remedy: str) -> None:
+    """Count steps with a skipped update in a row; NonFiniteRun at `limit` (trainer.nonfinite_steps_max).
+
+    `why` ends in "in", the number of steps follows; `remedy` says what happened to the weights and what to do.
+    """
+    counters["nonfinite_in_row"] = counters["nonfinite_in_row"] + 1 if skipped else 0
+    if counters["nonfinite_in_row"] >= limit:
+        raise NonFiniteRun(f"{why} {limit} steps in a row (trainer.nonfinite_steps_max); {remedy}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from collections import defaultdict
@@ -20,6 +19,7 @@ from verl.protocol import DataProto
 from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
 from verl.trainer.run.starts import Starts, leaves, set_aside
+from verl.utils.jsonl import read_objects, replace_text
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
 
@@ -48,21 +48,8 @@ class JsonlLog:
         """Keep the rows up to `step`; later rows and an incomplete last line belong to steps that will run again."""
         if not self.path.exists():
             return
-        kept = []
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as e:
-                if number == len(lines):
-                    logger.warning(f"{self.path}: removing the last line, which is incomplete (the run was killed)")
-                    break
-                raise ValueError(f"{self.path}, line {number}: not JSON ({e.msg}); repair or remove the line.") from e
-            if row["step"] <= step:
-                kept.append(line + "\n")
-        partial = self.path.with_suffix(".jsonl.tmp")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        rows = (row for _, row in read_objects(self.path, growing=True))
+        replace_text(self.path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
 
 
 class RunLog:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.reward.rows import EXTRAS
+from verl.utils.jsonl import replace_text
 
 SAMPLES_OF_A_KIND = 2
 
@@ -93,12 +93,9 @@ def pick_samples(rows: Sequence[dict[str, Any]], seed: int) -> list[dict[str, An
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file by these rows, atomically. Half a surrogate pair is written as JSON's escape of it."""
+    """Replace the file by these rows, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(path.suffix + ".tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows)
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # half surrogates, as JSON has them
-    os.replace(partial, path)
+    replace_text(path, "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows))
 
 
 def json_value(value: Any) -> Any:

@@ -23,7 +23,7 @@ from verl.data.fingerprint import data_fingerprint
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
-from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.failure import count_skipped
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import all_reduce_max, all_reduce_values, any_rank
 from verl.trainer.run.run_log import RunLog, update_best
