@@ -246,7 +246,7 @@ def test_rows_of_a_tree_keep_the_sets_of_their_tokens():
 ])  # fmt: skip
 def test_a_dry_run_says_which_ratios_are_biased(settings, said):
     config = compose_ppo("trainer.device=cpu", *(f"actor_rollout_ref.rollout.{part}" for part in settings))
-    problems = sampling_problems(to_settings(config.actor_rollout_ref.rollout, RolloutConfig))
+    problems = list(sampling_problems(to_settings(config.actor_rollout_ref.rollout, RolloutConfig)))
     assert [said in problem.message and "biases every ratio" in problem.message for problem in problems] == (
         [True] if said else []
     )

@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -105,7 +107,7 @@ def tree_problems(
         return issues, None
     reported = {p.key for p in issues}
     values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
-    issues += drop_followers(values + grading_problems(plain), raw)
+    issues += drop_followers([*values, *grading_problems(plain)], raw)
     sections = [name for name, hint in field_types(config_type).items() if section_type(hint) is not None]
     if not all(isinstance(plain.get(name), Mapping) for name in sections):
         return issues, None
@@ -236,25 +238,25 @@ def registered_names(settings: PPOConfig) -> list[Problem]:
     return issues
 
 
-def cross_problems(settings: PPOConfig) -> list[Problem]:
+def cross_problems(settings: PPOConfig) -> Iterator[Problem]:
     """Rules between keys of different sections."""
     actor, rollout, trainer = settings.actor_rollout_ref.actor, settings.actor_rollout_ref.rollout, settings.trainer
     sampling, key = rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
-    issues = algorithm_problems(settings)
+    yield from algorithm_problems(settings)
     ranks = rank_count(settings)
     if trainer.local and ranks > 1:
         rule = f"trainer.local=true runs one rank in this process, but {ranks} ranks are requested."
-        issues.append(wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1."))
+        yield wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1.")
     if rollout.temperature == 0:
         reported = "actor_rollout_ref.rollout.temperature"
         rule = f"{reported}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
-        issues.append(wrong(reported, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
+        yield wrong(reported, f"{rule} Set it to 1, say; validation is greedy by val_kwargs.")
     if sampling.do_sample and sampling.temperature == 0:
         rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
-        issues.append(wrong(f"{key}.temperature", rule))
+        yield wrong(f"{key}.temperature", rule)
     if not sampling.do_sample and sampling.n > 1:
         rule = f"{key}.n={sampling.n} greedy samples would be all the same. Set {key}.do_sample=true"
-        issues.append(wrong(f"{key}.n", f"{rule} and a temperature."))
+        yield wrong(f"{key}.n", f"{rule} and a temperature.")
     correction = settings.algorithm.rollout_correction
     parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
     used = {f"algorithm.rollout_correction.{name}": correction[name] for name in parts if correction}
@@ -262,15 +264,15 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
     if not rollout.calculate_log_probs and (set_ones := {key: value for key, value in used.items() if value}):
         key, value = next(iter(set_ones.items()))
         rule = f"{key}={text(value)} needs the rollout's log-probs, which are not requested."
-        issues.append(wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true."))
+        yield wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true.")
     split = actor.fsdp_config.tensor_parallel_size
     if split > 1 and rollout.name in ROLLOUTS_OF_THE_ACTOR:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
         rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it"
-        issues.append(wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm."))
+        yield wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm.")
     if settings.algorithm.use_pf_ppo and actor.share_prompt_forward:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
-        issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
+        yield wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false.")
     reward = settings.reward_model
     if serves_reward_model(settings) and not reward.enable_resource_pool:
         key, other = ("reward_model.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization")
@@ -279,15 +281,16 @@ def cross_problems(settings: PPOConfig) -> list[Problem]:
         if engines and round(sum(shares), 6) > 0.9:
             rule = f"{key}={shares[0]} and {other}={shares[1]} are shares of the same GPU, which also holds the actor."
             fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
-            issues.append(wrong(key, f"{rule} {fix}"))
-    return issues + profiler_problems(settings) + resume_problems(trainer)
+            yield wrong(key, f"{rule} {fix}")
+    yield from sampling_problems(rollout)
+    yield from profiler_problems(settings)
+    yield from resume_problems(trainer)
 
 
-def algorithm_problems(settings: PPOConfig) -> list[Problem]:
+def algorithm_problems(settings: PPOConfig) -> Iterator[Problem]:
     """What an estimator, a KL term or n samples of a prompt need and the config does not give."""
     algorithm, roles = settings.algorithm, settings.actor_rollout_ref
     actor, sampling, rollout = roles.actor, roles.rollout, "actor_rollout_ref.rollout"
-    issues = []
     kl_terms = {
         "algorithm.kl_penalty": algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
         "actor_rollout_ref.actor.kl_loss_type": actor.kl_loss_type if actor.use_kl_loss else None,
@@ -295,33 +298,32 @@ def algorithm_problems(settings: PPOConfig) -> list[Problem]:
     for key, estimator in kl_terms.items():
         if estimator in ("full", "full+"):
             rule = f"{key}={estimator} needs the log-probs of the full vocabulary, which are never held here."
-            issues.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
+            yield wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens.")
     if (estimator := algorithm.adv_estimator) in LEARNS_VALUES and not need_critic(settings):
         rule = f"critic.enable=false with algorithm.adv_estimator={estimator}, which rests on the critic's values."
-        issues.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
+        yield wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo.")
     n, key = sampling.n, f"{rollout}.n"
     if estimator in READS_SQUARES and not actor.calculate_sum_pi_squared:
         name = "actor_rollout_ref.actor.calculate_sum_pi_squared"
         rule = f"algorithm.adv_estimator={estimator} needs the sums of squared probabilities"
-        issues.append(wrong(name, f"{rule}, which are not requested. Set {name}=true."))
+        yield wrong(name, f"{rule}, which are not requested. Set {name}=true.")
     if estimator == "grpo_passk" and n < 2:
         rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
-        issues.append(wrong(key, f"{rule} Set {key} to 2 or more."))
+        yield wrong(key, f"{rule} Set {key} to 2 or more.")
     if n > 1 and not sampling.do_sample:
         rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
-        issues.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
-    return issues + sampling_problems(sampling)
+        yield wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1.")
 
 
-def sampling_problems(rollout: RolloutConfig) -> list[Problem]:
+def sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     """A warning where training samples are drawn with filters, and the trainer's log-probs will be those without."""
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0}
     name, engine = next((name for name, used in filters.items() if used), None), rollout.name
     if name is None or not rollout.do_sample or engine not in ("hf", "refine", "vllm", "sglang"):
-        return []
+        return
     if engine == "hf" or rollout.engine_returns_kept_tokens and not rollout.prompt_queue:
         if rollout.record_sampling_mask:
-            return []
+            return
         remedy = "Set actor_rollout_ref.rollout.record_sampling_mask=true."
     else:
         remedy = "Set rollout.top_p=1 and rollout.top_k=-1, or rollout.name=hf."
@@ -330,49 +332,45 @@ def sampling_problems(rollout: RolloutConfig) -> list[Problem]:
         remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
     key = f"actor_rollout_ref.rollout.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"
-    return [Problem(UNUSED, key, f"{what} log-probs from all. {remedy}")]
+    yield Problem(UNUSED, key, f"{what} log-probs from all. {remedy}")
 
 
-def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
+def grading_problems(plain: Mapping[str, Any]) -> Iterator[Problem]:
     """Whether a program that hangs is stopped before the process that grades it; nothing in a tree without rewards."""
     key, above = "reward_model.sandbox.seconds", "reward_model.item_timeout"
     seconds, limit = select(plain, key, None), select(plain, above, None)
-    issues = []
     if isinstance(seconds, int | float) and isinstance(limit, int | float) and seconds >= limit:
         rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
-        issues.append(wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other."))
+        yield wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other.")
     if select(plain, key := "reward_model.launch_reward_fn_async", False):
         needed = {"algorithm.filter_groups.enable": "groups are filtered by their scores before old log-probs",
                   "reward_model.enable": "the reward model runs on the ranks that compute the log-probs"}  # fmt: skip
         for other, why in needed.items():
             if select(plain, other, False):
-                issues.append(wrong(key, f"{key}=true does not work with {other}=true: {why}. Set {key}=false."))
-    return issues
+                yield wrong(key, f"{key}=true does not work with {other}=true: {why}. Set {key}=false.")
 
 
-def profiler_problems(settings: PPOConfig) -> list[Problem]:
+def profiler_problems(settings: PPOConfig) -> Iterator[Problem]:
     """Whether global_profiler.steps records anything: a tool for this device, and a role with profiler.enable=true."""
     if not settings.global_profiler.steps:
-        return []
-    issues, tool = [], settings.global_profiler.tool
+        return
+    tool = settings.global_profiler.tool
     if tool is None:
-        issues.append(wrong("global_profiler.tool", "global_profiler.steps is set without a tool. Set it to torch."))
+        yield wrong("global_profiler.tool", "global_profiler.steps is set without a tool. Set it to torch.")
     elif tool != "torch" and settings.trainer.device == "cpu":
         rule = f"global_profiler.tool={tool} records CUDA only, and trainer.device=cpu. Set global_profiler.tool=torch."
-        issues.append(wrong("global_profiler.tool", rule))
+        yield wrong("global_profiler.tool", rule)
     roles = [f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")] + ["critic", "reward_model"]
     if not any(select(settings, f"{role}.profiler.enable", False) for role in roles):
         rule = "global_profiler.steps names steps, but no role is profiled. Set actor_rollout_ref.actor.profiler.enable"
-        issues.append(wrong("global_profiler.steps", f"{rule}=true, with .all_ranks=true or .ranks=[0]."))
-    return issues
+        yield wrong("global_profiler.steps", f"{rule}=true, with .all_ranks=true or .ranks=[0].")
 
 
-def resume_problems(run: RunConfig) -> list[Problem]:
+def resume_problems(run: RunConfig) -> Iterator[Problem]:
     """Whether trainer.resume_mode=resume_path has a path."""
     key, path = "trainer.resume_from_path", run.resume_from_path
-    if run.resume_mode != "resume_path" or (path is not None and "global_step_" in path):
-        return []
-    return [wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")]
+    if run.resume_mode == "resume_path" and not re.fullmatch(r"global_step_\d+", Path(path or "").name):
+        yield wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")
 
 
 def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

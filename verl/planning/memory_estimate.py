@@ -117,7 +117,7 @@ def estimate_memory(
     (None: ranks on CPUs, where nothing is offloaded) give a vLLM or SGLang engine its share.
     """
     roles, data = config["actor_rollout_ref"], config["data"]
-    engine, rollout, reference = roles["actor"]["fsdp_config"], roles["rollout"], roles["ref"]["fsdp_config"]
+    engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
     on_gpu, shards = gpu_bytes is not None, sharding_ranks(engine, ranks)
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
@@ -135,24 +135,27 @@ def estimate_memory(
     if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
         phases["generation"]["optimizer (two moments)"] = update["optimizer (two moments)"]
     around = {} if on_gpu else {PROCESS: PROCESS_BYTES}
+
+    def kept(held: Mapping[str, Any], moments: int = 0) -> int:
+        """Bytes that a further model, of the actor's size, keeps on the rank's device while others compute."""
+        if on_gpu and held["offload_policy"]:
+            return 0
+        copies = (not (on_gpu and held["param_offload"])) + moments * (not (on_gpu and held["optimizer_offload"]))
+        return copies * size.parameters * BYTES[held["model_dtype"]] // shards
+
     if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
-        if not (on_gpu and (reference["param_offload"] or reference["offload_policy"])):
-            around["reference weights"] = size.parameters * BYTES[reference["model_dtype"]] // shards
+        around["reference weights"] = kept(roles["ref"]["fsdp_config"])
     if need_critic(config):
-        held = config["critic"]["model"]["fsdp_config"]
-        copies = 1 if not (on_gpu and held["param_offload"]) else 0
-        copies += 2 if not (on_gpu and held["optimizer_offload"]) else 0
-        if copies and not (on_gpu and held["offload_policy"]):
-            around["critic: weights and moments"] = copies * size.parameters * BYTES[held["model_dtype"]] // shards
+        around["critic: weights and moments"] = kept(config["critic"]["model"]["fsdp_config"], moments=2)
     reward = config["reward_model"]
     if reward["enable"] and not reward["enable_resource_pool"]:
-        served, held = reward["rollout"], reward["model"]["fsdp_config"]
+        served = reward["rollout"]
         if serves_reward_model(config):
             weights = size.parameters * BYTES[served["dtype"]] // served["tensor_model_parallel_size"]
             share = int(served["gpu_memory_utilization"] * (gpu_bytes or 0))
             around["reward model's server"] = share if on_gpu else weights
-        elif not (on_gpu and (held["param_offload"] or held["offload_policy"])):
-            around["reward model"] = size.parameters * BYTES[held["model_dtype"]] // shards
+        else:
+            around["reward model"] = kept(reward["model"]["fsdp_config"])
     sequence = 2 * size.layers * size.kv_heads * size.head_dim * length * min(samples, rollout["max_num_seqs"])
     engine_parts: dict[str, int] = {}
     if shares:

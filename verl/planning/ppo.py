@@ -201,36 +201,28 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
     console.rule("Plan")
     per_epoch, steps = _count_steps(config, findings.train_prompts)
     plan = None if wrong_sizes else plan_batches(config)
-    print_rows(
-        console,
-        {
-            "prompts for training": count_text(findings.train_prompts),
-            "prompts for validation": count_text(findings.val_prompts),
-            **_longest_prompt(findings),
-            **(plan.rows() if plan else {}),
-            "steps per epoch": count_text(per_epoch),
-            "steps in all": count_text(steps),
-            **_asynchronous_rows(config),
-        },
-    )
+    rows = {
+        "prompts for training": count_text(findings.train_prompts),
+        "prompts for validation": count_text(findings.val_prompts),
+        **_longest_prompt(findings),
+        **(plan.rows() if plan else {}),
+        "steps per epoch": count_text(per_epoch),
+        "steps in all": count_text(steps),
+    }
+    if isinstance(config, AsyncPPOConfig):
+        oldest = versions_allowed(config.async_training)
+        rows |= {
+            "ranks that train": str(config.trainer.nnodes * config.trainer.n_gpus_per_node),
+            "ranks that generate": str(config.rollout.nnodes * config.rollout.n_gpus_per_node),
+            "oldest token of a trained sample": f"{oldest} update{'s' * (oldest != 1)} behind the trained weights",
+        }
+    print_rows(console, rows)
     if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
         from verl.planning.ppo_memory import print_memory  # imports what a run's driver does not need
 
         findings.problems += print_memory(console, config, findings.hf_config, steps)
     else:
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
-
-
-def _asynchronous_rows(config: PPOConfig) -> dict[str, str]:
-    """Rows about the two kinds of ranks and the age of samples; none for a synchronous run."""
-    if not isinstance(config, AsyncPPOConfig):
-        return {}
-    oldest = versions_allowed(config.async_training)
-    return {
-        "ranks that train": str(config.trainer.nnodes * config.trainer.n_gpus_per_node),
-        "ranks that generate": str(config.rollout.nnodes * config.rollout.n_gpus_per_node),
-        "oldest token of a trained sample": f"{oldest} update{'s' * (oldest != 1)} behind the trained weights",
-    }
 
 
 def _longest_prompt(findings: Findings) -> dict[str, str]:

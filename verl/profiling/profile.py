@@ -70,21 +70,18 @@ class Profiler:
 
     def save(self) -> None:
         """Write the trace."""
-        folder = Path(self.config.save_path or "outputs/profile").expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{self.prefix}_step{self.step_number}_rank{self.rank}.json.gz"
+        file = _file(self.config, f"{self.prefix}_step{self.step_number}_rank{self.rank}.json.gz")
         self.prof.export_chrome_trace(str(file))
         logger.info("profile of rank {}: {}", self.rank, file)
 
 
-class OneRecording:
-    """A profiler whose recording covers all updates from its start to its stop."""
+def _file(config: ProfilerConfig, name: str) -> Path:
+    folder = Path(config.save_path or "outputs/profile").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
 
-    def step(self) -> None:
-        """Ignored: a finished update ends nothing."""
 
-
-class TorchMemoryProfiler(OneRecording):
+class TorchMemoryProfiler:
     """CUDA memory history between start and stop, as a snapshot for pytorch.org/memory_viz. Nothing without CUDA."""
 
     def __init__(
@@ -110,12 +107,10 @@ class TorchMemoryProfiler(OneRecording):
     def stop(self) -> None:
         """Write the snapshot and end the recording."""
         if torch.cuda.is_available():
-            folder = Path(self.config.save_path or "outputs/profile").expanduser()
-            folder.mkdir(parents=True, exist_ok=True)
             snapshot = torch.cuda.memory._snapshot()
             cut_stacks(snapshot, self.tool_config.stack_depth)
-            with open(folder / f"memory_step{self.step_number}_rank{self.rank}.pickle", "wb") as file:
-                pickle.dump(snapshot, file)
+            file = _file(self.config, f"memory_step{self.step_number}_rank{self.rank}.pickle")
+            file.write_bytes(pickle.dumps(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -133,7 +128,7 @@ def cut_stacks(snapshot: dict[str, Any], depth: int) -> None:
             entry["frames"] = frames[: python[depth]]
 
 
-class NsightProfiler(OneRecording):
+class NsightProfiler:
     """Capture ranges for `nsys profile --capture-range=cudaProfilerApi` around the worker. Nothing without CUDA.
 
     One range from start to stop, or with `discrete` one for each call of a method with `DistProfiler.annotate`.
@@ -226,7 +221,7 @@ class DistProfiler:
 
 def finished_update() -> None:
     """Report a finished update (mini-batch) to the profiler that records in this process."""
-    if _active is not None:
+    if isinstance(_active, Profiler):  # other recordings cover all updates
         _active.step()
 
 
@@ -265,8 +260,4 @@ def mark_annotate(
     message: str | None = None, color: str | None = None, domain: str | None = None, category: str | None = None
 ) -> Callable:
     """Decorator: a range for each call, named `message` or after the function."""
-
-    def decorate(func: Callable) -> Callable:
-        return marked_range(message or func.__name__)(func)
-
-    return decorate
+    return lambda func: marked_range(message or func.__name__)(func)
