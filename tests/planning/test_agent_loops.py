@@ -10,7 +10,7 @@ from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
-from verl.planning.agent_loops import check_agent_loops
+from verl.planning.rollouts import check_agent_loops
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVED = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent")

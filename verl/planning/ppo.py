@@ -11,7 +11,6 @@ from verl.config.asynchronous import AsyncPPOConfig, versions_allowed
 from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
-from verl.planning.agent_loops import check_agent_loops
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -29,7 +28,7 @@ from verl.planning.checks import (
 from verl.planning.config_check import ARITHMETIC, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.environments import check_environment, show_environment
-from verl.planning.rollouts import check_cpu_heads, check_drafter, check_sglang
+from verl.planning.rollouts import check_agent_loops, check_cpu_heads, check_drafter, check_sglang
 from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"

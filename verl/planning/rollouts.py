@@ -1,15 +1,126 @@
-"""Checks of what vLLM and SGLang need: kernels for the model, a readable draft model, installed packages."""
+"""Checks of the rollout: tools, interactions, parser and template of agent loops; kernels, draft model, packages."""
 
+import asyncio
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.agents.agent_loop.tool_parser import ToolParser
+from verl.agents.gateway.program import missing_file
+from verl.agents.interactions.interaction_registry import initialize_interactions_from_config
+from verl.agents.message_encoder import USER, MessageEncoder
+from verl.agents.tools.runner import ToolRunner
+from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.config.compose import select
 from verl.config.ppo import PPOConfig
-from verl.utils.problems import Problem, absent, one_line, wrong
+from verl.config.rollout import MultiTurnConfig
+from verl.rollout.replica import RolloutReplicaRegistry
+from verl.utils.problems import UNUSED, Problem, absent, one_line, wrong
+from verl.utils.tokenizer import stop_ids
 
 ROLLOUT = "actor_rollout_ref.rollout"
+MULTI_TURN = f"{ROLLOUT}.multi_turn"
 # Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
+    """Files load, names are known, tools answer their example call, the template allows for added messages."""
+    rollout = config.actor_rollout_ref.rollout
+    settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
+    rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
+    environment = config.data.environment
+    turns = environment.max_turns if environment.name is not None and environment.max_turns > 1 else None
+    needs = {
+        "data.environment.max_turns": turns,
+        f"{MULTI_TURN}.enable": settings.enable,
+        f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
+        f"{MULTI_TURN}.function_tool_path": settings.function_tool_path,
+        f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
+        f"{ROLLOUT}.agent.command": rollout.agent.command,
+    }
+    if not serves:
+        for key, value in needs.items():
+            if value:
+                how = f"{ROLLOUT}.mode=async and {ROLLOUT}.name=vllm, or sglang"
+                yield wrong(key, f"{key}={value} needs conversations with a server: set {how}.")
+        return
+    problems: list[Problem] = []
+
+    def try_call(key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # the user's own classes may raise anything
+            value = one_line(select(config, key))
+            problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
+
+    try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
+    names = set(_agent_loop_registry)
+    if path := rollout.agent.agent_loop_config_path:
+        key = f"{ROLLOUT}.agent.agent_loop_config_path"
+        entries = try_call(key, lambda: [entry.name for entry in OmegaConf.load(resolve_config_path(path))])
+        names |= set(entries or ())
+    if rollout.agent.default_agent_loop not in names:
+        key = f"{ROLLOUT}.agent.default_agent_loop"
+        yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
+    if rollout.agent.command and (missing := missing_file(rollout.agent.command)):
+        key = f"{ROLLOUT}.agent.command"
+        yield wrong(key, f"{key}={rollout.agent.command}: {missing} does not exist. Give a program in PATH, or a path.")
+    tools = []
+    for name in ("tool_config_path", "function_tool_path"):
+        tools += try_call(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
+    key = f"{MULTI_TURN}.interaction_config_path"
+    path = settings.interaction_config_path
+    interactions = try_call(key, initialize_interactions_from_config, path) if path else None
+    parser = try_call(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
+    if findings.tokenizer is not None and (tools or interactions or turns):
+        stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
+        stops += parser.stop_token_ids if parser else []
+        encoder = MessageEncoder(findings.tokenizer, stops, **config.data.apply_chat_template_kwargs)
+        roles = [role for role, used in (("tool", tools), ("user", interactions or turns)) if used]
+        schemas = tool_schemas(tools)
+        try_call("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
+        if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):
+            key = f"{MULTI_TURN}.{'tool_config_path' if settings.tool_config_path else 'function_tool_path'}"
+            what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
+            how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
+            yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
+    unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
+    if (tools or interactions) and unused:
+        key = f"{ROLLOUT}.agent.default_agent_loop"
+        what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a column agent_name"
+        yield wrong(key, f"{what}. Set {key}=tool_agent.")
+    yield from problems
+
+
+def _tools(
+    settings: MultiTurnConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
+) -> list[Any]:
+    """The tools of a file, each of which answers the call of its config.example_arguments, if it has them.
+
+    config.example_kwargs are the call's extra_info.tools_kwargs; `settings` (multi_turn) has the limits.
+    """
+    tools = initialize_tools_from_config(tool_config_path, function_tool_path)
+    runner = ToolRunner(
+        tools, max_tool_response_length=settings.max_tool_response_length, timeout=settings.tool_timeout,
+        tool_response_truncate_side=settings.tool_response_truncate_side,
+    )  # fmt: skip
+    configs = {tool.name: dict(tool.config or {}) for tool in tools}
+    kwargs = {name: config.get("example_kwargs") for name, config in configs.items()}
+
+    async def call_examples() -> None:
+        async with runner.conversation(kwargs) as conversation:
+            for tool in tools:
+                if (example := configs[tool.name].get("example_arguments")) is not None:
+                    result = await conversation.call(tool.name, dict(example))
+                    if result.failure is not None:
+                        raise ValueError(f"the call of example_arguments failed: {result.response.text}")
+
+    asyncio.run(call_examples())
+    return tools
 
 
 def check_cpu_heads(config: PPOConfig, findings: Any) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -103,15 +102,6 @@ class SeparateRolloutPhase(RolloutPhase):
         asyncio.run(close_all(self.replicas))
         self.timeline.close()
         self.journal.close()
-
-    def open_files(self, folder: Path, saved: dict[str, Any] | None, step: int) -> None:
-        """Begin or continue the files of journal and timeline."""
-        self.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], step)
-        self.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
-
-    def take(self, step: int) -> list[Group]:
-        """The groups of step `step`, in the order of their numbers, once they are complete."""
-        return self.rollouter.take(step, self.config.trainer.watchdog.generate)
 
     def check_servers(self) -> None:
         """RuntimeError if the rank of a server has ended, its engine has failed, or its server does not answer."""

@@ -75,7 +75,9 @@ class FullyAsyncTrainer(RayPPOTrainer):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         saved = self._saved
-        self.rollout.open_files(self.run_log.run_dir, saved, self.global_steps)
+        folder = self.run_log.run_dir
+        self.rollout.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], self.global_steps)
+        self.rollout.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
         if self.global_steps:
             known = {"groups": [], "lost": [], "dropped": 0, "totals": {}} | (saved or {})
             for group in known["lost"]:
@@ -136,7 +138,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """The samples of the step, once enough groups have finished: [prompts * n, T]."""
         timeline = self.rollout.timeline
         timeline.enter(TRAINER, "idle", self._updates)
-        groups = self.rollout.take(self.global_steps)
+        groups = self.rollout.rollouter.take(self.global_steps, self.config.trainer.watchdog.generate)
         timeline.enter(TRAINER, "train", self._updates)
         if self.record is not None:
             saved = [group.saved() for group in groups]

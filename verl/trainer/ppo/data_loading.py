@@ -48,10 +48,7 @@ class RLData:
                 f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {batch_size} "
                 "(data.train_batch_size); lower the batch size or add prompts."
             )
-        options = {
-            "num_workers": data.dataloader_num_workers,
-            "collate_fn": rl_dataset.collate_fn if collate_fn is None else collate_fn,
-        }
+        options = {"num_workers": data.dataloader_num_workers, "collate_fn": collate_fn or rl_dataset.collate_fn}
         self.train_loader = PromptLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options
         )

@@ -111,7 +111,9 @@ class RunHealth:
             if len(self.first) < WINDOW:
                 self.first.append(self.last[-1])
             else:
-                values["length_without_reward"] = growth_without_gain(self.first, list(self.last))
+                (before, old), (after, new) = (zip(*rows, strict=True) for rows in (self.first, self.last))
+                gained = change_beyond_noise(old, new) > 0  # then longer answers are no problem
+                values["length_without_reward"] = 1.0 if gained else fmean(after) / max(1e-9, fmean(before))
         return values
 
     def _warn(self, step: int, values: Mapping[str, float]) -> None:
@@ -131,15 +133,6 @@ class RunHealth:
                 self.warned[rule.metric] = step
                 rules.append(rule)
         return rules
-
-
-def growth_without_gain(first: list[tuple[float, float]], last: list[tuple[float, float]]) -> float:
-    """Mean length of the last steps over that of the first ones, or 1 if their score rose by more than its noise.
-
-    Both are (length, score) of steps.
-    """
-    (before, old), (after, new) = (zip(*rows, strict=True) for rows in (first, last))
-    return 1.0 if change_beyond_noise(old, new) > 0 else fmean(after) / max(1e-9, fmean(before))
 
 
 def change_beyond_noise(first: Sequence[float], last: Sequence[float]) -> float:
