@@ -27,6 +27,7 @@ from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.engine import FSDPEngineConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
+from verl.config.inert import unread  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.optimizer import FSDPOptimizerConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
@@ -116,6 +117,16 @@ class File:
             elif base is not None and hasattr(base, field.name) and value == getattr(base, field.name):
                 continue
             yield from (f"{indent}# {described}", f"{indent}{field.name}: {yaml_text(value)}", "")
+        yield from self._unread(node, prefix, base)
+
+    def _unread(self, node: Any, prefix: str, base: Any) -> Iterator[str]:
+        """Lines of the keys that a section has for old scripts alone, unless the base has them with the same value."""
+        indent, of_base = "  " * prefix.count("."), {} if base is None else unread(type(base))
+        for name, row in unread(type(node)).items():
+            value = self.values.get(f"{prefix}{name}", row["default"])
+            if "why" in row and not (name in of_base and value == of_base[name]["default"]):
+                meaning = f"Old name of {row['new']}" if "new" in row else f"No effect: {row['why']}"
+                yield from (f"{indent}# {meaning}.", f"{indent}{name}: {yaml_text(value)}", "")
 
 
 def describe(owner: type, name: str, unused: str = "") -> str | None:
@@ -124,8 +135,6 @@ def describe(owner: type, name: str, unused: str = "") -> str | None:
     reason = unused or unused_always(owner, name)
     if known["help"] and reason:
         return f"{known['help'].removesuffix('.')} (no effect: {reason})."
-    if known["help"] and known["always"]:
-        return f"{known['help'].removesuffix('.')} (always: {known['always']})."
     return known["help"] or None
 
 
@@ -161,7 +170,6 @@ def files() -> dict[str, File]:
     seed = "${oc.select:trainer.seed,42}"
     service, sandbox, local_dir = SandboxFusionConfig(), SandboxConfig(), "default_local_dir"
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
-    entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
     profiled = {f"profiler.{name}": f"${{oc.select:global_profiler.{name},null}}" for name in ("tool", "save_path")}
     discrete = "profiler.tool_config.nsys.discrete"
     profiled[discrete] = "${oc.select:global_profiler.global_tool_config.nsys.discrete,false}"
@@ -172,7 +180,7 @@ def files() -> dict[str, File]:
         for field in dataclasses.fields(memory) if field.name not in ("name", "_target_")
     }  # fmt: skip
     checkpointed = {"enable_gradient_checkpointing": "${verl.default:gradient_checkpointing}"}
-    follows = inside | {name: f"${{..{name}}}" for name in entropy}
+    follows = inside | {"use_torch_compile": "${..use_torch_compile}"}
     dapo = dataclasses.replace(
         ppo,
         algorithm=AlgoConfig(filter_groups=FilterGroupsConfig()),
@@ -217,7 +225,7 @@ def files() -> dict[str, File]:
             {
                 **_follow(ACTOR, "strategy", "ppo_mini_batch_size", "ppo_micro_batch_size", "use_dynamic_bsz"),
                 **_follow(ACTOR, "ppo_micro_batch_size_per_gpu", "ppo_epochs", "loss_agg_mode", "shuffle"),
-                "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
+                "rollout_n": f"${{{ROLLOUT}.n}}", "checkpoint.load_contents": "${.save_contents}",
                 "loss_scale_factor": f"${{oc.select:{ACTOR}.loss_scale_factor,null}}",
                 "forward_micro_batch_size": "${.ppo_micro_batch_size}",
                 "forward_micro_batch_size_per_gpu": "${.ppo_micro_batch_size_per_gpu}",

@@ -1,6 +1,5 @@
 """Yaml and dataclasses say the same; public keys stay."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from omegaconf import OmegaConf
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.config.base import BaseConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.fields import known_names
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
 from verl.utils.accelerator import default_dtype
@@ -31,6 +31,8 @@ DIFFERENT = {
     "data.seed": 42,
     "actor_rollout_ref.model.path": "???",
     "actor_rollout_ref.actor.rollout_n": 1,
+    "actor_rollout_ref.ref.rollout_n": 1,
+    "critic.rollout_n": 1,
     "actor_rollout_ref.actor.use_remove_padding": True,
     "critic.model.tokenizer_path": "some/model",
     "actor_rollout_ref.actor.optim.min_lr_ratio": 0.0,
@@ -103,7 +105,7 @@ def leaves(node, prefix=""):
 
 def plain(value):
     if isinstance(value, BaseConfig):
-        return {f.name: plain(value[f.name]) for f in dataclasses.fields(value) if f.name != "_target_"}
+        return {name: plain(value[name]) for name in known_names(type(value)) if name != "_target_" and name in value}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -10,10 +10,10 @@ from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
 from verl.config.base import BaseConfig
 from verl.config.compose import to_omegaconf, to_plain, to_settings, with_values
 from verl.config.data import DataConfig
-from verl.config.inert import ALWAYS, UNUSED
+from verl.config.inert import OLD_KEYS, UNUSED
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
 
 def composed(**more):
@@ -78,11 +78,25 @@ def test_a_tree_is_frozen_and_a_copy_has_other_values():
         with_values(settings, {"trainer.seed": -1})
 
 
-def test_every_row_of_the_inert_keys_names_a_field():
+def test_rows_of_keys_without_effect_name_fields_or_what_old_scripts_give():
     classes = {kind.__name__: kind for kind in subclasses(BaseConfig)}
-    for row in (*UNUSED, *ALWAYS):
+    for row in (*UNUSED, *OLD_KEYS["UNREAD"]):
         owner, name = row.split(".")
-        assert name in classes[owner].__dataclass_fields__, row
+        assert (name in classes[owner].__dataclass_fields__) == (row in UNUSED), row
+
+
+def test_a_class_takes_the_arguments_of_old_scripts():
+    engine = FSDPEngineConfig(use_orig_params=True)
+    assert engine.use_orig_params and not FSDPEngineConfig().use_orig_params and "use_orig_params" not in list(engine)
+    assert pickle.loads(pickle.dumps(engine)).use_orig_params and to_settings(engine, FSDPEngineConfig) is engine
+    assert FSDPOptimizerConfig(warmup_style="cosine").lr_scheduler_type == "cosine"
+    assert FSDPOptimizerConfig(grad_clip=0.5).clip_grad == 0.5
+    with pytest.raises(ValueError, match="fsdp_config.strategy='megatron' is unknown.*Megatron is not supported"):
+        FSDPEngineConfig(strategy="megatron")
+    with pytest.raises(AttributeError, match="rollout_n"):
+        FSDPActorConfig().rollout_n  # noqa: B018
+    with pytest.raises(TypeError, match="nothing"):
+        FSDPEngineConfig(nothing=1)
 
 
 def subclasses(kind):

@@ -2,18 +2,15 @@
 
 import pytest
 
-from scripts.config_files import describe
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.logs import logged
-from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import PPOConfig
-from verl.planning.config_check import find_problems
-from verl.planning.config_effect import unused_settings
+from verl.planning.config_check import find_problems, tree_problems
 from verl.utils.config import validate_config
 
 
 def messages(*overrides):
-    return [p.message for p in unused_settings(compose_ppo(*SOUND, *overrides), PPOConfig)]
+    return [p.message for p in tree_problems(compose_ppo(*SOUND, *overrides), PPOConfig)[2]]
 
 
 ROLLOUT, IMPLEMENTATION = "actor_rollout_ref.rollout", "actor_rollout_ref.model.fused_kernel_options.impl_backend"
@@ -22,20 +19,21 @@ ROLLOUT, IMPLEMENTATION = "actor_rollout_ref.rollout", "actor_rollout_ref.model.
 @pytest.mark.parametrize(
     "settings",
     [
-        "", f"{ROLLOUT}.max_model_len=${{data.max_prompt_length}}", "trainer.use_legacy_worker_impl=enable",
-        f"trainer.use_legacy_worker_impl=disable {IMPLEMENTATION}=torch",  # the only meaning that it has
+        "", f"{ROLLOUT}.max_model_len=${{data.max_prompt_length}}", "actor_rollout_ref.actor.strategy=fsdp2",
+        f"trainer.use_legacy_worker_impl=auto {IMPLEMENTATION}=torch",
         f"{ROLLOUT}.gpu_memory_utilization=0.8 {ROLLOUT}.name=own",
-        f"{ROLLOUT}.gpu_memory_utilization=0.8 {ROLLOUT}.layered_summon=true {ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.gpu_memory_utilization=0.8 {ROLLOUT}.name=vllm",
     ],
 )  # fmt: skip
 def test_settings_that_are_read_are_not_reported(settings):
     assert messages(*settings.split()) == []
 
 
-def test_what_always_holds_is_reported_only_where_it_is_turned_off():
+def test_a_setting_of_old_scripts_is_reported_once_where_it_has_another_value():
     held = ("actor_rollout_ref.actor.entropy_checkpointing", "actor_rollout_ref.model.use_fused_kernels")
-    assert messages(*(f"{key}=true" for key in held)) == messages(*(f"{key}=false" for key in held)) == []
-    assert describe(FSDPEngineConfig, "use_orig_params") == "Keep the original parameters (always: FSDP2 keeps them)."
+    assert messages(*(f"{key}=false" for key in held)) == []
+    found = messages(*(f"{key}=true" for key in held))
+    assert len(found) == 2 and all(any(line.startswith(f"{key}=true has no effect") for line in found) for key in held)
 
 
 @pytest.mark.parametrize(

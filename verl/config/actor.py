@@ -5,19 +5,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from omegaconf import MISSING
-
 from verl.config.algorithm import KL_CHOICES
 from verl.config.base import BaseConfig
 from verl.config.common import (
     CheckpointConfig,
-    entropy_in_chunks,
-    entropy_recomputed,
-    fused_kernels,
     sequence_parallel_size,
     torch_compile,
 )
-from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
@@ -57,14 +52,11 @@ class ActorConfig(BaseConfig, section="actor"):
 
     #: for losses written for verl; the config that the actor gives them has the counts of the mini-batch here
     global_batch_info: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
     ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
-    ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ppo_infer_max_token_len_per_gpu: int = setting(16384, low=1)
     clip_ratio: float = setting(0.2, "Clip range of the probability ratio.", low=0)
     clip_ratio_low: float | None = setting(None, "Clip range below 1; null takes clip_ratio.", low=0)
     clip_ratio_high: float | None = setting(None, "Clip range above 1; null takes clip_ratio.", low=0)
@@ -90,10 +82,7 @@ class ActorConfig(BaseConfig, section="actor"):
     data_loader_seed: int = setting(42, "Seed of the order with shuffle=true.", low=0)
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-6), "Optimizer of the actor.")
-    use_fused_kernels: bool = fused_kernels()
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
-    engine: Any = setting(BaseConfig)
-    rollout_n: int = setting(MISSING, "Samples of each prompt, as rollout.n.", low=1)
     model_config: HFModelConfig | None = None
     auxiliary_losses: dict[str, Any] = setting(
         dict, "Settings of auxiliary losses by registered name; coef, the weight of a loss, turns it off at 0."
@@ -115,11 +104,8 @@ class ActorConfig(BaseConfig, section="actor"):
 class FSDPActorConfig(ActorConfig):
     """ActorConfig on FSDP2."""
 
-    strategy: str = "fsdp"
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
-    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
-    entropy_checkpointing: bool = entropy_recomputed()
     fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The actor's engine.")
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-6))
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
@@ -145,15 +131,11 @@ class FSDPRefConfig(BaseConfig, section="ref"):
     model_path: str | None = setting(
         None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
     )
-    rollout_n: int = setting(1, "Samples of each prompt, as rollout.n.", low=1)
-    strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = torch_compile()
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
-    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
-    entropy_checkpointing: bool = entropy_recomputed()
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reference's engine.")
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")

@@ -1,4 +1,4 @@
-"""Names of settings in later versions of verl, and those of this project: one table for each tree, read at composition.
+"""Names of settings in later versions of verl become those of this project when a config is composed: old_keys.yaml.
 
 So a resolved config has one name for one thing, and everything behind it reads that name.
 """
@@ -6,247 +6,69 @@ So a resolved config has one name for one thing, and everything behind it reads 
 import copy
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
-from verl.config.compose import CHOICE, MEGATRON_HINT, to_plain
+from verl.config.compose import CHOICE as CHOICE
+from verl.config.compose import to_plain
+from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, wrong
 
 ABSENT = object()
 MODE = "trainer.v1.trainer_mode"
-NO_EFFECT = "accepted without effect"
-
-#: From a value to what is set: {key: value}. Raises ValueError for a value that has no counterpart.
-Rule = Callable[[Any], Mapping[str, Any]]
+_MODEL, _ACTOR, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 
 
 @dataclass(frozen=True)
 class Alias:
-    """`old`, a key or section of verl since `since`, is `new` here, with the same value unless `rule` says otherwise.
-
-    `text` describes the rule in docs/migrating.md; `new` is empty where no setting here corresponds.
-    """
+    """A row of old_keys.yaml, which describes them: `old`, a key or section of verl since `since`, is `new` here."""
 
     old: str
-    new: str
     since: str
-    text: str = "the same value"
-    rule: Rule | None = None
+    new: str = ""
+    note: str = ""
+    no_effect: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    accepts: Sequence[Any] | None = None
+    otherwise: str = ""
+
+    @property
+    def text(self) -> str:
+        """The mapping in the words of docs/migrating.md."""
+        if self.no_effect:
+            return f"accepted without effect: {self.no_effect}"
+        if self.accepts is None or self.note:
+            return self.note or "the same value"
+        shown = " or ".join("null" if value is None else str(value).lower() for value in self.accepts)
+        return f"{shown or 'nothing'} is accepted; otherwise: {self.otherwise}"
 
     def settings(self, value: Any) -> Mapping[str, Any]:
-        """The settings here of a value that is no section."""
-        return {self.new: value} if self.rule is None else self.rule(value)
+        """{key: value} of a value that is no section. Raises ValueError for a value that has no counterpart."""
+        if self.accepts is not None and value not in self.accepts:
+            raise ValueError(self.otherwise)
+        if not self.new:
+            return {}
+        if self.old.endswith(".torch.schedule"):
+            return _recorded(self.new.rpartition(".")[0], value)
+        return {self.new: self.values.get(value, self.values.get("*", value)) if self.values else value}
 
 
-def _only(*accepted: Any, hint: str) -> Rule:
-    """Nothing is set for one of these values; any other is refused with the hint."""
-
-    def rule(value: Any) -> dict[str, Any]:
-        if value not in accepted:
-            raise ValueError(hint)
-        return {}
-
-    return rule
+def _recorded(torch: str, schedule: Mapping[str, int]) -> dict[str, Any]:
+    """The range of updates that a schedule of torch.profiler records, as keys of the section `torch`."""
+    counts = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 0, "repeat": 0, **schedule}
+    if counts["repeat"] > 1:
+        raise ValueError("one range of updates is recorded in each profiled step. Set repeat to 0 or 1.")
+    start = counts["skip_first"] + counts["wait"] + counts["warmup"]
+    return {f"{torch}.step_start": start, f"{torch}.step_end": start + counts["active"] if counts["active"] else None}
 
 
-def _no_effect(old: str, since: str, why: str) -> Alias:
-    return Alias(old, "", since, f"{NO_EFFECT}: {why}", lambda value: {})
-
-
-def _refused(old: str, since: str, accepted: Sequence[Any], hint: str) -> Alias:
-    shown = " or ".join("null" if value is None else str(value).lower() for value in accepted)
-    return Alias(old, "", since, f"{shown or 'nothing'} is accepted; otherwise: {hint}", _only(*accepted, hint=hint))
-
-
-_MODEL, _ACTOR, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
-_SYNC = "the modes here are sync and separate_async. Leave trainer.v1 out; rollout.mode=async serves agent loops."
-_OPD = (
-    "distillation of the policy's own samples from a teacher is algorithm.adv_estimator=opd with "
-    "actor_rollout_ref.ref.model_path=<teacher> here, on the trainer's ranks. Leave distillation out."
-)
-_SHARED = (
-    "the rollout shares the trainer's ranks (trainer.nnodes x trainer.n_gpus_per_node), except in "
-    "trainer.v1.trainer_mode=separate_async. Leave the key out."
-)
-_LOADED = "weights go to the engines of the same processes. Leave checkpoint_engine.backend out."
-_STORED = "the first generation is stored and used in every later step (action=repeat). Leave steps out."
-_PACKED = "batches are packed without padding. Leave the key out."
-_LORA = "only rank, alpha, merge, target_modules, exclude_modules and adapter_path are known."
-
-
-def _engine(value: Any) -> dict[str, Any]:
-    if value != "dp":
-        raise ValueError(f"FSDP2 (dp) is the only engine. {MEGATRON_HINT}")
-    return {}
-
-
-def _merged(value: Any) -> dict[str, Any]:
-    return {f"{_ROLLOUT}.lora_as_adapter": not value}
-
-
-def _manager(value: Any) -> dict[str, Any]:
-    return {"reward_manager.name": "naive" if value == "gdpo" else value}
-
-
-def _filter_metric(value: Any) -> dict[str, Any]:
-    return {"algorithm.filter_groups.metric": "seq_reward" if value == "reward" else value}
-
-
-def _profiles() -> Iterator[Alias]:
-    """torch.profiler's schedule of each role."""
-    for role in (f"{_ACTOR}.profiler", f"{_ROLLOUT}.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"):
-        torch = f"{role}.tool_config.torch"
-
-        def rule(schedule: Any, torch: str = torch) -> dict[str, Any]:
-            counts = {"skip_first": 0, "wait": 0, "warmup": 0, "active": 0, "repeat": 0, **schedule}
-            if counts["repeat"] > 1:
-                raise ValueError("one range of updates is recorded in each profiled step. Set repeat to 0 or 1.")
-            start = counts["skip_first"] + counts["wait"] + counts["warmup"]
-            end = start + counts["active"] if counts["active"] else None
-            return {f"{torch}.step_start": start, f"{torch}.step_end": end}
-
-        span = "step_start = skip_first + wait + warmup, step_end = step_start + active; repeat at most 1"
-        yield Alias(f"{torch}.schedule", f"{torch}.step_start", "0.8", span, rule)
-        yield _no_effect(f"{torch}.contents", "0.8", "calls, shapes and memory are always recorded")
-        yield _refused(f"{torch}.discrete", "0.8", (False, None), "a trace covers one step. Set it to false.")
-
-
-#: Of the trees with a section actor_rollout_ref; a row for a key stands before the row of its section.
-RL: tuple[Alias, ...] = (
-    Alias("reward.reward_model.model_path", "reward_model.model.path", "0.7.1"),
-    Alias("reward.reward_model.rollout", "reward_model.rollout", "0.7.1"),
-    Alias("reward.reward_model", "reward_model", "0.7.1"),
-    Alias("reward.custom_reward_function", "custom_reward_function", "0.7.1"),
-    Alias("reward.reward_manager.name", "reward_manager.name", "0.7.1", "gdpo means naive, which keeps every value",
-          _manager),
-    Alias("reward.reward_manager", "reward_manager", "0.7.1"),
-    Alias("reward.num_workers", "reward_model.num_workers", "0.7.1"),
-    Alias("reward.reward_kwargs", "reward_model.reward_kwargs", "0.7.1"),
-    Alias("reward.sandbox_fusion", "reward_model.sandbox_fusion", "0.7.1"),
-    Alias("sandbox_fusion", "reward_model.sandbox_fusion", "0.7.1"),
-    _no_effect("trainer.use_v1", "0.9", "there is one trainer"),
-    Alias(MODE, "", "0.9", f"sync, or separate_async (the settings of fully_async_ppo_trainer); otherwise: {_SYNC}",
-          _only("sync", hint=_SYNC)),
-    _no_effect("trainer.v1.sync", "0.9", "it has no settings"),
-    _no_effect("trainer.v1.colocate_async", "0.9", "read by that mode, which is refused"),
-    _no_effect("trainer.v1.separate_async", "0.9", "mode separate_async reads parameter_sync_step only"),
-    _no_effect("trainer.v1.sampler", "0.9", "mode separate_async reads max_off_policy_threshold and _strategy only"),
-    Alias(
-        f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", f"{_ROLLOUT}.update_weights_bucket_megabytes",
-        "0.8",
-    ),
-    _refused(f"{_ROLLOUT}.checkpoint_engine.backend", "0.8", ("naive",), _LOADED),
-    _refused(f"{_ROLLOUT}.checkpoint_engine.custom_backend_module", "0.9", (None,), _LOADED),
-    _no_effect(f"{_ROLLOUT}.checkpoint_engine.engine_kwargs", "0.8", "settings of backends, which are refused"),
-    Alias("algorithm.filter_groups.metric", "algorithm.filter_groups.metric", "0.9", "reward means seq_reward",
-          _filter_metric),
-    _refused("algorithm.filter_groups.max_inflight_gen_batches", "0.9", (1,),
-             "one generation batch is drawn at a time. Leave the key out."),
-    Alias("critic.fsdp", "critic.model.fsdp_config", "0.8"),
-    Alias(f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.tau_pos", "0.9"),
-    Alias(f"{_ACTOR}.policy_loss.tau_neg", f"{_ACTOR}.tau_neg", "0.9"),
-    *(
-        _refused(f"{role}.megatron", "0.7", (), MEGATRON_HINT)
-        for role in (_ACTOR, "actor_rollout_ref.ref", "critic", "reward_model")
-    ),
-    _refused("distillation.enabled", "0.8", (False,), _OPD),
-    _no_effect("distillation", "0.8", "read with distillation.enabled=true, which is refused"),
-    Alias(f"model_engine.{CHOICE}", "", "0.8", "dp is FSDP2, the only engine; others are refused", _engine),
-    Alias("skip.rollout.enable", f"{_ROLLOUT}.skip_rollout", "0.9"),
-    Alias("skip.rollout.dump_dir", f"{_ROLLOUT}.skip_dump_dir", "0.9"),
-    _refused("skip.rollout.action", "0.9", ("repeat",), _STORED),
-    Alias("skip.rollout.steps", "", "0.9", f"an empty list is accepted; otherwise: {_STORED}",
-          _only([], None, hint=_STORED)),
-    Alias(f"{_MODEL}.lora.rank", f"{_MODEL}.lora_rank", "0.8"),
-    Alias(f"{_MODEL}.lora.alpha", f"{_MODEL}.lora_alpha", "0.8"),
-    Alias(f"{_MODEL}.lora.merge", f"{_ROLLOUT}.lora_as_adapter", "0.8", "the opposite value", _merged),
-    Alias(f"{_MODEL}.lora.adapter_path", f"{_MODEL}.lora_adapter_path", "0.8"),
-    Alias(f"{_MODEL}.lora.target_modules", f"{_MODEL}.target_modules", "0.8"),
-    Alias(f"{_MODEL}.lora.exclude_modules", f"{_MODEL}.exclude_modules", "0.8"),
-    _refused(f"{_MODEL}.lora.type", "0.8", ("lora",), _LORA),
-    _refused(f"{_MODEL}.lora.dropout", "0.8", (0,), _LORA),
-    _refused(f"{_MODEL}.lora.dtype", "0.8", (None,), _LORA),
-    Alias("critic.model.lora.rank", "critic.model.lora_rank", "0.8"),
-    Alias("critic.model.lora.alpha", "critic.model.lora_alpha", "0.8"),
-    Alias("critic.model.lora.target_modules", "critic.model.target_modules", "0.8"),
-    _refused(f"{_ROLLOUT}.full_determinism", "0.9", (False,),
-             "samples have seeds of their own (rollout.seed), and actor.fsdp_config.full_determinism makes training "
-             "repeatable. Leave the key out."),
-    _no_effect(f"{_ROLLOUT}.scheduling_policy", "0.8", "servers take requests in the order of their arrival"),
-    _refused(f"{_ROLLOUT}.nnodes", "0.8", (0, None), _SHARED),
-    _no_effect(f"{_ROLLOUT}.n_gpus_per_node", "0.8", "read with rollout.nnodes above 0, which is refused"),
-    Alias(f"{_ACTOR}.entropy_from_logits_chunk_size", f"{_MODEL}.policy.kwargs.chunk_tokens", "0.8"),
-    _no_effect("actor_rollout_ref.ref.entropy_from_logits_chunk_size", "0.8", "the actor's value counts"),
-    _refused(f"{_ACTOR}.pad_to_length", "0.8", (False, None), _PACKED),
-    _refused("actor_rollout_ref.ref.pad_to_length", "0.8", (False, None), _PACKED),
-    *(
-        _refused(f"{role}.optim.zero_indexed_step", "0.8", (True,), "schedules begin at step 0. Leave the key out.")
-        for role in (_ACTOR, "critic")
-    ),
-    *_profiles(),
-)  # fmt: skip
-
-_FSDP = "model.fsdp_config"
-_FREE = "the engine decides"
-
-
-def _packing(pad_mode: Any) -> dict[str, Any]:
-    return {"data.packing": pad_mode == "no_padding"}
-
-
-def _of_sft_engine(value: Any) -> dict[str, Any]:
-    if value != "fsdp":
-        raise ValueError("FSDP2 is the only engine. Set it to fsdp, or leave it out.")
-    return {}
-
-
-#: Of the trees of supervised fine-tuning.
-SFT: tuple[Alias, ...] = (
-    Alias("model.path", "model.partial_pretrain", "0.7"),
-    Alias("model.use_remove_padding", "use_remove_padding", "0.7"),
-    _refused("model.tokenizer_path", "0.7", (None,), "the tokenizer is that of model.path. Leave the key out."),
-    _no_effect("model.use_fused_kernels", "0.7", "logits are never held"),
-    Alias("engine.strategy", "model.strategy", "0.7"),
-    Alias("engine.fsdp_size", f"{_FSDP}.fsdp_size", "0.7"),
-    Alias("engine.model_dtype", f"{_FSDP}.model_dtype", "0.7"),
-    Alias("engine.dtype", f"{_FSDP}.dtype", "0.7"),
-    Alias("engine.wrap_policy", f"{_FSDP}.wrap_policy", "0.7"),
-    Alias("engine.offload_policy", f"{_FSDP}.cpu_offload", "0.7"),
-    Alias("engine.param_offload", f"{_FSDP}.offload_params", "0.7", "with the optimizer's state"),
-    Alias("engine.optimizer_offload", f"{_FSDP}.offload_params", "0.7", "with the weights"),
-    Alias("engine.full_determinism", f"{_FSDP}.full_determinism", "0.7"),
-    Alias("engine.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size", "0.7"),
-    Alias("engine.seed", "trainer.seed", "0.7"),
-    *(
-        _no_effect(f"engine.{name}", "0.7", _FREE)
-        for name in ("reshard_after_forward", "forward_prefetch", "use_orig_params", "use_torch_compile",
-                     "entropy_from_logits_with_chunking", "entropy_checkpointing", "forward_only")
-    ),
-    Alias(f"engine.{CHOICE}", "", "0.7", "fsdp is the only engine", _of_sft_engine),
-    Alias(f"optim.{CHOICE}", "", "0.7", "fsdp is the only engine", _of_sft_engine),
-    _no_effect(f"profiler.{CHOICE}", "0.7", "SFT runs are not profiled"),
-    Alias("optim.lr_scheduler_type", "optim.lr_scheduler", "0.7"),
-    Alias("optim.warmup_style", "optim.lr_scheduler", "0.7"),
-    _refused("optim.zero_indexed_step", "0.8", (True,), "schedules begin at step 0. Leave the key out."),
-    Alias("data.messages_key", "data.multiturn.messages_key", "0.7"),
-    Alias("data.tools_key", "data.multiturn.tools_key", "0.7"),
-    Alias("data.enable_thinking_key", "data.multiturn.enable_thinking_key", "0.7"),
-    _refused("data.enable_thinking_default", "0.8", ("none", None), "thinking is set by the rows' own column."),
-    Alias("data.use_dynamic_bsz", "data.packing", "0.7"),
-    Alias("data.pad_mode", "data.packing", "0.7", "no_padding is true, others are false", _packing),
-    Alias("data.num_workers", "data.dataloader_num_workers", "0.7"),
-    _no_effect("data.ignore_input_ids_mismatch", "0.7", "a template that rewrites earlier turns is always refused"),
-    Alias("checkpoint.save_contents", "trainer.checkpoint.save_contents", "0.7"),
-    Alias("checkpoint.load_contents", "trainer.checkpoint.load_contents", "0.7"),
-    _no_effect("trainer.balance_batch", "0.8", "each rank gets as many samples of a batch"),
-    _no_effect("trainer.profile_interval", "0.7", "SFT runs are not profiled"),
-)  # fmt: skip
+RL, SFT = ([Alias(old, **row) for old, row in OLD_KEYS[tree].items()] for tree in ("RL", "SFT"))
 
 #: Sections that this project does not have; what is left in them is refused.
 SECTIONS = {
@@ -275,7 +97,7 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
     with open_dict(config):
         for alias in present:
             value = _take(config, alias.old)
-            if alias.text.startswith(NO_EFFECT):
+            if alias.no_effect:
                 logger.info("{}={} of verl {} is {}", alias.old, _text(value), alias.since, alias.text)
             for leaf, below in _leaves(alias, value):
                 try:
@@ -344,7 +166,8 @@ def given_keys() -> set[str]:
 
 def _leaves(alias: Alias, value: Any) -> Iterator[tuple[str, Any]]:
     """(path below the alias, value) of each key of a section that is renamed as a whole; else ("", value)."""
-    if alias.rule is not None or not isinstance(value, Mapping):
+    renamed = bool(alias.new) and not alias.old.endswith(".torch.schedule")
+    if not renamed or not isinstance(value, Mapping):
         yield "", value
         return
     for name, below in value.items():

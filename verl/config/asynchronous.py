@@ -19,11 +19,7 @@ from verl.config.rollout import AgentLoopConfig, RolloutConfig
 class CheckpointEngineConfig(BaseConfig, section="async_training.checkpoint_engine"):
     """How weights are sent to the ranks that generate."""
 
-    enable: bool = setting(True, "Send weights through Ray's object store.", fixed="there is no other way")
     device_buffer_size_M: int = setting(4096, "MiB of weights that are sent together.", low=1)  # noqa: N815
-    overlap_broadcast_and_consume: bool = setting(
-        False, "Send the next part while the last one is loaded.", fixed="parts are loaded once all of them are sent"
-    )
 
 
 @dataclass
@@ -102,9 +98,6 @@ class SeparateRolloutConfig(RolloutConfig, section="rollout"):
 class SeparateRolesConfig(ActorRolloutRefConfig, section="actor_rollout_ref"):
     """Policy, rollout and reference, the rollout on ranks of its own."""
 
-    hybrid_engine: bool = setting(
-        False, "Training and rollout share the same ranks.", fixed="asynchronous training generates on other ranks"
-    )
     rollout: SeparateRolloutConfig = setting(SeparateRolloutConfig)
 
 

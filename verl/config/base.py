@@ -1,15 +1,38 @@
 """BaseConfig: what every component's settings have in common."""
 
 import difflib
+from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar
 
+from loguru import logger
+from omegaconf import MISSING
+
 from verl.config.fields import check_settings
+from verl.config.inert import unread
+
+
+class AcceptsOldKeys(ABCMeta):
+    """Classes of settings that also take arguments which are no fields: those of `unread`.
+
+    They are kept as they are, for code that was written for verl; a row with another name (`new`) also sets that field.
+    """
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        made, old = cls.__new__(cls), unread(cls)
+        for name in given.keys() & old.keys():
+            made.__dict__[name] = value = given.pop(name)
+            new = old[name].get("new")
+            if new is not None and value is not None:
+                logger.warning("{}.{} is an old name; it sets {}.{}={}", cls.section, name, cls.section, new, value)
+                given[new] = value
+        made.__init__(*args, **given)
+        return made
 
 
 @dataclass
-class BaseConfig(Mapping):
+class BaseConfig(Mapping, metaclass=AcceptsOldKeys):
     """Settings as a dataclass that can also be read as a mapping over its fields; values are checked when it is made.
 
     A field is written once, by the constructor or by `__post_init__` through `object.__setattr__`; afterwards a change
@@ -36,6 +59,13 @@ class BaseConfig(Mapping):
                 f"build a new config with dataclasses.replace, or list the field in _mutable_fields"
             )
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """The default of a setting that no run reads."""
+        value = unread(type(self)).get(name, {"default": MISSING})["default"]
+        if value == MISSING:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return value
 
     def __getitem__(self, key: str) -> Any:
         """Any attribute that was set; AttributeError for an unknown name, TypeError for a key that is not a string."""

@@ -111,10 +111,10 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         more = update_problems(config["critic"], "critic", ranks, (prompts_key, size), n)
         issues += [p for p in more if p.key.rpartition(".")[2] not in known_keys]
     used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
-    issues += _other_n(f"{ROLLOUT}.multi_turn.num_repeat_rollouts", rollout["multi_turn"]["num_repeat_rollouts"], n)
+    issues += _other_n(f"{ROLLOUT}.multi_turn.num_repeat_rollouts", rollout["multi_turn"].get("num_repeat_rollouts"), n)
     for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
         if present:
-            issues += _other_n(f"{prefix}.rollout_n", role["rollout_n"], n)
+            issues += _other_n(f"{prefix}.rollout_n", role.get("rollout_n"), n)
             owner, section = (f"{prefix}.model", role["model"]) if prefix == "critic" else (prefix, role)
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)

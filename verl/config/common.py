@@ -26,24 +26,9 @@ def sequence_parallel() -> Any:
     )
 
 
-def entropy_in_chunks() -> Any:
-    """The setting entropy_from_logits_with_chunking."""
-    return setting(False, "Compute the entropy in chunks.")
-
-
-def entropy_recomputed() -> Any:
-    """The setting entropy_checkpointing."""
-    return setting(False, "Recompute the entropy's activations in the backward.")
-
-
 def torch_compile() -> Any:
     """The setting use_torch_compile."""
     return setting(False, "Compile log-probs and entropy with torch.compile, which takes time at their first use.")
-
-
-def fused_kernels() -> Any:
-    """The setting use_fused_kernels."""
-    return setting(False, "Compute log-probs without holding all logits.")
 
 
 def gradient_checkpointing() -> Any:
@@ -98,7 +83,6 @@ class BaseModelConfig(BaseConfig, section="model"):
         "import others.",
     )
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
-    lora: dict[str, Any] = setting(dict)
 
 
 @dataclass
@@ -177,9 +161,6 @@ class RunConfig(BaseConfig, section="trainer"):
     )
     peak_tflops: float | None = setting(
         None, "Peak dense bfloat16 TFLOP/s of one device, for perf/mfu/*; null looks it up by device name.", above=0
-    )
-    use_legacy_worker_impl: str = setting(
-        "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable")
     )
 
 

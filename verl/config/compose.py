@@ -12,14 +12,12 @@ from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.config.base import BaseConfig
-from verl.config.fields import default_of, field_metadata, field_types, section_type
+from verl.config.fields import default_of, field_metadata, field_types, known_names, refuse_unknown, section_type
+from verl.config.inert import OLD_KEYS
 from verl.utils.import_utils import load_class_from_fqn
 
 Settings = TypeVar("Settings", bound=BaseConfig)
-MEGATRON_HINT = (
-    "Megatron is not supported: FSDP2 trains every model. Use ppo_trainer with strategy=fsdp2, where "
-    "fsdp_config.tensor_parallel_size splits the matrices of a layer over ranks."
-)
+MEGATRON_HINT: str = OLD_KEYS["RL"]["critic.megatron"]["otherwise"]
 CHOICE = "choice_of_a_group"  # key for the choice of a config group that the trees here do not have
 
 
@@ -37,20 +35,22 @@ def to_settings(config: Any, config_type: type[Settings], checked: bool = True) 
     return _typed(config or {}, config_type, checked)
 
 
-def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool) -> Settings:
+def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool, strict: bool = False) -> Settings:
     if isinstance(target := values.get("_target_"), str) and target:
         named = load_class_from_fqn(target, "config dataclass")
         config_type = named if issubclass(named, config_type) else config_type
-    names, known = {f.name for f in fields(config_type)}, {}
+    names, known = set(known_names(config_type)), {}
+    if strict:
+        refuse_unknown(config_type.section, values, sorted(names))
     for name in names & values.keys():
-        section = section_type(field_types(config_type)[name])
+        section = section_type(field_types(config_type).get(name))
         nested = section is not None and isinstance(values[name], dict)
-        known[name] = _typed(values[name], section, checked) if nested else values[name]
+        known[name] = _typed(values[name], section, checked, strict) if nested else values[name]
     if checked:
         settings = config_type(**known)
     else:
         settings = object.__new__(config_type)
-        settings.__dict__.update({f.name: default_of(f) for f in fields(config_type)} | known)
+        settings.__dict__.update({f.name: default_of(config_type, f.name) for f in fields(config_type)} | known)
     for name in values.keys() - names:
         value = values[name]
         object.__setattr__(settings, name, OmegaConf.create(value) if isinstance(value, dict | list) else value)
@@ -119,9 +119,8 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         return instantiate(config, _convert_="partial")
     node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
     plain = OmegaConf.to_container(node, resolve=True)  # interpolations may point above the node
-    if isinstance(plain, dict) and isinstance(target := plain.get("_target_"), str):
-        named = load_class_from_fqn(target, "config dataclass")
-        dataclass_type = named if issubclass(named, dataclass_type) else dataclass_type
+    if issubclass(dataclass_type, BaseConfig):
+        return _typed(plain, dataclass_type, checked=True, strict=True)
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))
 
 

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING
-
 from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
-from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.profiler import ProfilerConfig
@@ -33,16 +31,12 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
 class CriticConfig(BaseConfig, section="critic"):
     """The update of the value model; enable null means: on where the advantage estimator needs values."""
 
-    strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     enable: bool | None = setting(None, "Use a critic; null: if the advantage estimator needs one.")
-    rollout_n: int = setting(1, "Samples of each prompt, as rollout.n.", low=1)
     ppo_mini_batch_size: int = setting(256, "Prompts per optimizer step, over all ranks.", low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     ppo_max_token_len_per_gpu: int = setting(32768, "Tokens per micro-batch of one rank with use_dynamic_bsz.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    ppo_infer_max_token_len_per_gpu: int = setting(32768, low=1)
     ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
     data_loader_seed: int = setting(42, "Seed of the order with shuffle=true.", low=0)
     shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
@@ -50,7 +44,6 @@ class CriticConfig(BaseConfig, section="critic"):
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: int | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: response length.", low=1)
     ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
-    engine: Any = setting(BaseConfig)
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-5), "Optimizer of the critic.")
     model: BaseModelConfig = setting(BaseModelConfig, "The value model.")
     model_config: Any = None
@@ -69,7 +62,6 @@ class CriticConfig(BaseConfig, section="critic"):
 class FSDPCriticConfig(CriticConfig):
     """CriticConfig on FSDP2."""
 
-    strategy: str = "fsdp"
     forward_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     forward_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     ulysses_sequence_parallel_size: int = sequence_parallel_size()

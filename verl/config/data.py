@@ -51,7 +51,6 @@ class DataConfig(BaseConfig, section="data"):
     )
     return_full_prompt: bool = setting(False, "Return the prompt's text, through the template, as full_prompts.")
     use_shm: bool = setting(False, "Copy data files to /dev/shm first.")
-    return_raw_chat: bool = setting(True, "Return chat messages as raw_prompt.")
     validation_shuffle: bool = setting(False, "Shuffle validation prompts.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the chat template; any key.")
     tool_config_path: str | None = setting(None, "File that lists the tools, which the chat template gets.")

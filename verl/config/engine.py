@@ -5,8 +5,6 @@ from typing import Any
 
 from verl.config.base import BaseConfig
 from verl.config.common import (
-    entropy_in_chunks,
-    entropy_recomputed,
     sequence_parallel,
     sequence_parallel_size,
     tensor_parallel_size,
@@ -15,8 +13,6 @@ from verl.config.common import (
 from verl.config.fields import setting
 
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
-STRATEGIES = ("fsdp", "fsdp2")
-STRATEGY_HINT = "Both mean FSDP2 here; Megatron is not supported."
 
 
 @dataclass
@@ -25,9 +21,7 @@ class EngineConfig(BaseConfig, section="engine"):
 
     param_offload: bool = setting(False, "Keep weights on the CPU while they are not used.")
     optimizer_offload: bool = setting(False, "Keep the optimizer state on the CPU while it is not used.")
-    grad_offload: bool = False
     forward_only: bool = setting(False, "The engine only runs forward, without an optimizer.")
-    strategy: str | None = setting(None, choices=STRATEGIES, hint=STRATEGY_HINT)
     dtype: str = setting(
         "bfloat16",
         "Type of the computation; float32 turns autocast off.",
@@ -37,9 +31,6 @@ class EngineConfig(BaseConfig, section="engine"):
     use_dynamic_bsz: bool = True
     max_token_len_per_gpu: int | None = setting(None, low=1)
     micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    infer_max_token_len_per_gpu: int | None = setting(None, low=1)
-    infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    use_fused_kernels: bool = False
     use_remove_padding: bool = True
     seed: int = setting(42, "Seed of this engine's random numbers.", low=0)
     full_determinism: bool = setting(False, "Use deterministic kernels, which are slower; warn where none exists.")
@@ -65,13 +56,9 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     sequence_parallel: bool = sequence_parallel()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    use_orig_params: bool = setting(False, "Keep the original parameters.")
     mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
-    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
     use_torch_compile: bool = torch_compile()
-    entropy_checkpointing: bool = entropy_recomputed()
-    strategy: str | None = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.inert import ALWAYS, UNUSED
+from verl.config.inert import UNUSED, unread
 from verl.utils.registry import nearest
 
 BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
@@ -24,7 +24,7 @@ def setting(default: Any = dataclasses.MISSING, help: str = "", **rule: Any) -> 
     """A dataclass field of a config. `default` is a value, or a callable that makes one.
 
     `help` is one sentence for the yaml files and docs/config.md; a field without it is internal and in neither.
-    Keys without effect are listed in `verl.config.inert`.
+    Keys without effect are listed in `verl.config.inert` and old_keys.yaml.
 
     Permitted values: `low` and `high` are inclusive, `above` is exclusive; `choices` lists the values, `each_of` those
     of a list's items; `fixed` is the reason why only the default works. None is permitted where the annotation permits
@@ -46,23 +46,35 @@ def field_types(dataclass_type: type) -> dict[str, Any]:
 
 @functools.cache
 def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
-    """Description (help), rules (rule) and use (unused, always) of a field.
+    """Description (help), rules (rule) and why no run reads it (unused) of a field or a key of old scripts.
 
     Each is that of the nearest base class where a subclass changes the default.
     """
+    if row := unread(owner).get(name):
+        why = row.get("why")
+        rule = {"choices": row["accepts"], "hint": row["hint"]} if "accepts" in row else {}
+        rule = {"fixed": why} if "fixed" in row else rule
+        return {"help": "", "rule": rule, "unused": None if rule or "new" in row else why}
     fields = [f for c in owner.__mro__ if dataclasses.is_dataclass(c) and (f := c.__dataclass_fields__.get(name))]
     rows = [f"{c.__name__}.{name}" for c in owner.__mro__]
     return {
         "help": next((f.metadata["help"] for f in fields if f.metadata.get("help")), ""),
         "rule": next((f.metadata["rule"] for f in fields if f.metadata.get("rule")), {}),
         "unused": next((UNUSED[row] for row in rows if row in UNUSED), None),
-        "always": next((ALWAYS[row] for row in rows if row in ALWAYS), ""),
     }
 
 
-def default_of(field: dataclasses.Field) -> Any:
-    """The default of a field; the factory's where it has one."""
+def default_of(owner: type, name: str) -> Any:
+    """The default of a field, the factory's where it has one, or of a key of old scripts."""
+    if name in unread(owner):
+        return unread(owner)[name]["default"]
+    field = owner.__dataclass_fields__[name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def known_names(owner: type) -> list[str]:
+    """Names of the fields of a class and of what it accepts from old scripts."""
+    return [*owner.__dataclass_fields__, *unread(owner)]
 
 
 def section_type(hint: Any) -> type | None:
@@ -77,27 +89,26 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
     """
     messages = []
     hints = field_types(dataclass_type)
-    for field in dataclasses.fields(dataclass_type):
-        if field.name == "_target_" or field.name not in values or values[field.name] == MISSING:
+    for name in known_names(dataclass_type):
+        if name == "_target_" or name not in values or values[name] == MISSING:
             continue
-        key, value, hint = f"{section}.{field.name}".lstrip("."), values[field.name], hints[field.name]
+        key, value, hint = f"{section}.{name}".lstrip("."), values[name], hints.get(name, Any)
         if not _fits(value, hint):
-            messages.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {type_name(hint)}."))
+            messages.append((name, f"{key}={value!r} is a {type(value).__name__}; expected {type_name(hint)}."))
             continue
-        rule = field_metadata(dataclass_type, field.name)["rule"]
-        if "fixed" in rule and value != (only := default_of(field)):
+        rule = field_metadata(dataclass_type, name)["rule"]
+        if "fixed" in rule and value != (only := default_of(dataclass_type, name)):
             shown = value if isinstance(value, str) else json.dumps(value)
             message = f"{key}={shown} does not work here: {rule['fixed']}. Set it to {json.dumps(only)}."
-            messages.append((field.name, message))
+            messages.append((name, message))
         elif value is not None and (message := _range_error(key, value, rule)):
-            messages.append((field.name, message))
+            messages.append((name, message))
     return messages
 
 
 def check_settings(config: Any) -> None:
     """Raise one ValueError that lists every field of a dataclass instance that is out of order."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    if errors := value_errors(type(config), values, type(config).section):
+    if errors := value_errors(type(config), vars(config), type(config).section):
         raise ValueError("\n".join(message for _, message in errors))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.config.base import BaseConfig
-from verl.config.common import fused_kernels, gradient_checkpointing, use_liger
+from verl.config.common import gradient_checkpointing, use_liger
 from verl.config.fields import setting
 
 LOGITS_CHUNK = 896  # tokens whose logits the token policy computes at once, unless policy.kwargs.chunk_tokens is set
@@ -60,13 +60,8 @@ class HFModelConfig(BaseConfig, section="model"):
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
     exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
-    lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
     use_liger: bool = use_liger()
-    use_fused_kernels: bool = fused_kernels()
-    fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": "torch"}, "impl_backend of use_fused_kernels: torch or triton."
-    )
     architectures: list[str] | None = None
     untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

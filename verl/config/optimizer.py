@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 from verl.config.base import BaseConfig
 from verl.config.fields import setting
 from verl.utils.lr_schedules import WSD_DECAYS
@@ -34,11 +32,7 @@ class OptimizerConfig(BaseConfig, section="optim"):
     lr_warmup_steps: int | None = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
     betas: tuple[float, float] = setting((0.9, 0.999), "Decay rates of the optimizer's moments.")
     clip_grad: float | None = setting(None, "Maximum gradient norm; null: grad_clip of the role.", above=0)
-    grad_clip: float | None = setting(None, above=0)
     optimizer: str = "adamw"
-    lr_min: float = setting(0.0, low=0)
-    lr_start: float = setting(0.0, low=0)
-    lr_decay_ratio: float = setting(1.0, low=0, high=1)
     lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=SCHEDULES)
     override_optimizer_config: dict | None = setting(None, "Further keyword arguments of the optimizer; any key.")
 
@@ -47,9 +41,6 @@ class OptimizerConfig(BaseConfig, section="optim"):
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.999].")
         object.__setattr__(self, "betas", tuple(self.betas))
-        if self.grad_clip is not None:
-            logger.warning("optim.grad_clip is an old name; it sets optim.clip_grad={}", self.grad_clip)
-            object.__setattr__(self, "clip_grad", self.grad_clip)
 
     def max_grad_norm(self, of_role: float = 1.0) -> float:
         """`clip_grad` where it is set, else the role's key grad_clip."""
@@ -65,16 +56,9 @@ class FSDPOptimizerConfig(OptimizerConfig):
     min_lr_ratio: float | None = setting(
         None, "Final learning rate (cosine) as a share of lr; null means 0.", low=0, high=1
     )
-    warmup_style: str | None = setting(None, "Old name of lr_scheduler_type; leave it null.", choices=SCHEDULES)
     num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
     lr_wsd_decay_style: str = setting("cosine", choices=tuple(WSD_DECAYS))
     lr_wsd_decay_steps: int | None = setting(None, low=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup_style is not None:
-            logger.warning("optim.warmup_style is an old name; it sets optim.lr_scheduler_type={}", self.warmup_style)
-            object.__setattr__(self, "lr_scheduler_type", self.warmup_style)
 
 
 def build_optimizer(

@@ -20,9 +20,6 @@ from verl.config.rollout import RolloutConfig
 class ActorRolloutRefConfig(BaseConfig, section="actor_rollout_ref"):
     """Policy, rollout and reference on shared ranks."""
 
-    hybrid_engine: bool = setting(
-        True, "Training and rollout share the same ranks.", fixed="training and rollout always share their ranks"
-    )
     nccl_timeout: int = setting(600, "Seconds after which a collective that did not finish ends the run.", low=1)
     model: HFModelConfig = setting(HFModelConfig, "The model that is trained.")
     actor: FSDPActorConfig = setting(FSDPActorConfig, "The PPO update of the policy.")
@@ -45,13 +42,6 @@ class RayConfig(BaseConfig, section="ray_kwargs"):
 
     ray_init: dict[str, Any] = setting(lambda: {"num_cpus": None}, "Arguments of ray.init; any key.")
     timeline_json_file: str | None = setting(None, "File to write Ray's timeline to at the end; null for none.")
-
-
-@dataclass
-class TransferQueueConfig(BaseConfig, section="transfer_queue"):
-    """The transfer queue, which is not part of this project."""
-
-    enable: bool = setting(False, "For compatibility.", fixed="there is no transfer queue")
 
 
 @dataclass
@@ -106,7 +96,6 @@ class PPOConfig(BaseConfig, section=""):
     algorithm: AlgoConfig = setting(AlgoConfig, "How scores become advantages.")
     trainer: TrainerConfig = setting(TrainerConfig, "The run: its length, its ranks, what it writes.")
     ray_kwargs: RayConfig = setting(RayConfig, "How Ray is started.")
-    transfer_queue: TransferQueueConfig = setting(TransferQueueConfig, "The transfer queue.")
     global_profiler: GlobalProfilerConfig = setting(
         GlobalProfilerConfig, "Profiling of full steps."
     )

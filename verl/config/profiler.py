@@ -24,7 +24,6 @@ class TorchProfilerToolConfig(BaseConfig, section="torch"):
 
     step_start: int | None = setting(0, "First update (mini-batch) of the step in the trace.")
     step_end: int | None = setting(None, "Update after the last one in the trace; null: up to the end of the step.")
-    manual_save: bool = True
     name: str = "torch"
 
 
@@ -59,7 +58,6 @@ class ProfilerConfig(BaseConfig, section="profiler"):
     ranks: list[int] = setting(list, "Ranks to profile.")
     save_path: str | None = setting(None, "Folder of the profiles.")
     tool_config: ToolConfigs | None = setting(ToolConfigs, "Settings of the tools.")
-    global_tool_config: Any = None
 
     def union(self, other: "ProfilerConfig") -> "ProfilerConfig":
         """Profiles the ranks of both; AssertionError if their tools differ."""

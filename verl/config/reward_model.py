@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, sequence_parallel_size
-from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.profiler import ProfilerConfig
 from verl.config.sandbox import SandboxConfig
@@ -29,7 +29,6 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.")
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
-    use_fused_kernels: bool = setting(False, "Compute scores without logits.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
 
@@ -47,12 +46,6 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
     cudagraph_capture_sizes: list[int] | None = setting(
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
-    free_cache_engine: bool = setting(
-        False,
-        "Free the KV cache between scorings.",
-        fixed="a reward model's server stays loaded; gpu_memory_utilization sets its share of the GPU",
-    )
-    data_parallel_size: int = setting(1, "Servers that split the requests.", low=1)
     expert_parallel_size: int = setting(1, "Ranks of one server that split the experts; above 1: all of them.", low=1)
     tensor_model_parallel_size: int = setting(1, "Ranks of one server that split each layer.", low=1)
     max_num_batched_tokens: int = setting(8192, "Tokens that a server processes at a time.", low=1)
@@ -64,7 +57,6 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.")
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.")
     disable_log_stats: bool = setting(True, "Turn vLLM's own statistics off.")
-    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer.", fixed="vLLM's pooling server needs one")
     prompt_length: int = setting(2048, "Tokens of a prompt.", low=1)
     response_length: int = setting(2048, "Tokens of an answer.", low=1)
 
@@ -95,7 +87,6 @@ class RewardModelConfig(GradingConfig):
     enable_resource_pool: bool = setting(False, "Give the reward model ranks of its own: nnodes x n_gpus_per_node.")
     n_gpus_per_node: int = setting(8, "Ranks of the reward model on each machine, with enable_resource_pool.", low=0)
     nnodes: int = setting(0, "Machines of the reward model, with enable_resource_pool.", low=0)
-    strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
     launch_reward_fn_async: bool = setting(
         False, "Compute rewards in parallel with old log-probs, reference log-probs and values."

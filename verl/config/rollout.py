@@ -59,9 +59,6 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn"):
         choices=("disable", "strict", "ignore_strippable"),
     )
     format: str = setting("hermes", "Format of tool calls: hermes, llama3_json, ... (docs/agents.md), or your own.")
-    num_repeat_rollouts: int | None = setting(
-        None, "Conversations of each prompt; null, or the same as rollout.n.", low=1
-    )
     add_turn_rewards: bool = setting(
         False, "Add the rewards of tools and interactions during the conversation to its score."
     )
@@ -233,14 +230,10 @@ class RolloutConfig(BaseConfig, section="rollout"):
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(True, "Free the KV cache during training.")
-    data_parallel_size: int = setting(1, "Engines that split the requests.", low=1)
     expert_parallel_size: int = setting(
         1, "Ranks of one engine that split the experts: 1, or tensor_model_parallel_size.", low=1
     )
     tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1)
-    pipeline_model_parallel_size: int = setting(
-        1, "Stages of a pipeline.", low=1, fixed="the ranks of an engine split each layer (tensor_model_parallel_size)"
-    )
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1)
     logprobs_mode: str | None = setting(
         "processed_logprobs",
@@ -263,7 +256,6 @@ class RolloutConfig(BaseConfig, section="rollout"):
     )
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
     disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.")
-    multi_stage_wake_up: bool = setting(False, "Wake weights and KV cache one after the other.")
     engine_kwargs: dict[str, Any] = setting(
         lambda: {"vllm": {}, "sglang": {}}, "Engine arguments without a key of their own, by engine; any key."
     )
@@ -300,11 +292,6 @@ class RolloutConfig(BaseConfig, section="rollout"):
         "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights. In bfloat16 its "
         "log-probs are then closer to the trainer's.",
     )
-    layered_summon: bool = setting(False, "Gather LoRA weights layer by layer.")
-    layer_name_map: dict[str, Any] = setting(dict)
-    sglang_engine_mode: str = "local"
-    limit_images: int | None = setting(None, low=0)
-    skip_tokenizer_init: bool = setting(False, "Start the engine without a tokenizer.")
     quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.")
     quantization_config_file: str | None = setting(None, "JSON file with settings of `quantization`.")
     enable_sleep_mode: bool = setting(True, "Let the engine sleep.")

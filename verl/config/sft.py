@@ -17,7 +17,6 @@ from verl.config.common import (
 from verl.config.engine import DTYPES
 from verl.config.fields import setting
 
-STRATEGIES = ("fsdp", "fsdp2")
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
 EACH_EPOCH = "after_each_epoch"
 
@@ -70,7 +69,6 @@ class SFTDataConfig(BaseConfig, section="data"):
         "What happens to a longer sample: an error, or the side that is cut.",
         choices=("error", "left", "right"),
     )
-    balance_dp_token: bool = setting(False, "Divide the loss by the tokens of all ranks, not of each rank.")
     chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of torch.utils.data.Dataset.")
     use_shm: bool = setting(False, "Copy data files to shared memory first.")
@@ -121,12 +119,6 @@ class SFTModelConfig(BaseConfig, section="model"):
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
     use_liger: bool = use_liger()
-    strategy: str = setting(
-        "fsdp2",
-        "fsdp or fsdp2; both mean FSDP2.",
-        choices=STRATEGIES,
-        hint="Both mean FSDP2 here; Megatron is not supported.",
-    )
 
 
 @dataclass

@@ -73,7 +73,6 @@ def engine_parts(config: SFTConfig, tokenizer: Any, total_steps: int) -> EngineP
         sequence_parallel=fsdp["sequence_parallel"],
         full_determinism=fsdp["full_determinism"],
         ulysses_sequence_parallel_size=config.ulysses_sequence_parallel_size,
-        strategy=config.model.strategy,
         seed=config.trainer.seed,
     )
     schedule = optim["lr_scheduler"]

@@ -1,6 +1,5 @@
 """Checks of a composed config before anything starts."""
 
-import dataclasses
 import difflib
 import json
 import re
@@ -17,7 +16,7 @@ from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
-from verl.config.fields import field_types, section_type, value_errors
+from verl.config.fields import field_types, known_names, section_type, value_errors
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
@@ -183,7 +182,7 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
     if not isinstance(node, Mapping):
         return []
     start = f"{section}." if section else ""
-    known = [f"{start}{f.name}" for f in dataclasses.fields(dataclass_type)]
+    known = [f"{start}{name}" for name in known_names(dataclass_type)]
     issues = [
         wrong(key, f"{key} is not a known key{nearest_key(key, known)}")
         for key in (f"{start}{name}" for name in node)

@@ -1,14 +1,13 @@
-"""Settings that are accepted and not read: those whose dataclass field says so (`unused`, `always`)."""
+"""Settings that are accepted and not read: those of which `verl.config.inert` says so."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.asynchronous import tree_type
 from verl.config.compose import select
-from verl.config.fields import field_metadata, field_types, section_type
+from verl.config.fields import field_metadata, field_types, known_names, section_type
 from verl.planning.config_check import is_interpolation, paths, text
 from verl.utils.problems import UNUSED, Problem
 
@@ -16,7 +15,6 @@ from verl.utils.problems import UNUSED, Problem
 def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     """A problem for each key that this run does not read and whose value is not the default.
 
-    Also reports a key set to false for behaviour that is always on.
     `config_type` is the dataclass of the tree. Keys that follow another key are left out: that one is reported.
     """
     try:
@@ -29,7 +27,7 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     default, problems = config_type(), []
     for key in paths(plain):
         value = select(plain, key, None)
-        reason = _unused_reason(config_type, key, value, (rollout, f"{rollout}/{mode}"))
+        reason = _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
         if key == "rollout.dtype":  # of main_generation, which loads a module in this type for rollout hf
             continue
         if not reason or key.endswith("._target_") or isinstance(value, Mapping):
@@ -40,19 +38,18 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     return problems
 
 
-def _unused_reason(owner: type | None, key: str, value: Any, rollouts: tuple[str | None, ...]) -> str | None:
+def _unused_reason(owner: type | None, key: str, rollouts: tuple[str | None, ...]) -> str | None:
     """What happens instead of reading a key, or a section that it is in; None if the setting has its effect.
 
     A reason may depend on the rollout: then it is looked up by each of `rollouts`, "name" and "name/mode".
     """
     for name in key.split("."):
-        if owner is None or name not in field_types(owner):
+        if owner is None or name not in known_names(owner):
             return None
-        known = field_metadata(owner, name)
-        reason = known["unused"]
+        reason = field_metadata(owner, name)["unused"]
         if isinstance(reason, Mapping):
             reason = next((reason[rollout] for rollout in rollouts if rollout in reason), None)
-        if reason or (known["always"] and value is False):
-            return reason or known["always"]
-        owner = section_type(field_types(owner)[name])
+        if reason:
+            return reason
+        owner = section_type(field_types(owner).get(name))
     return None

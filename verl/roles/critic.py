@@ -1,5 +1,7 @@
 """One rank of the critic."""
 
+from typing import Any
+
 from verl.config.critic import FSDPCriticConfig
 from verl.config.model import HFModelConfig, PluginConfig
 from verl.profiling.profile import DistProfiler
@@ -14,11 +16,18 @@ class CriticWorker(ModelWorker):
 
     config_type = FSDPCriticConfig
 
+    def __init__(self, config: Any, rollout_n: int | None = None, **options: Any) -> None:
+        """`rollout_n`: samples of each prompt; a section composed for verl has them, too. ValueError without either."""
+        super().__init__(config, **options)
+        self.samples = self.config.get("rollout_n") if rollout_n is None else rollout_n
+        if self.samples is None:
+            raise ValueError("critic: the samples of each prompt are not given. Pass rollout_n=rollout.n.")
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, load the value model."""
         self.join_ranks("critic")
-        config = per_rank_sizes(self.config, "critic", self.config.rollout_n, self.world_size)
+        config = per_rank_sizes(self.config, "critic", self.samples, self.world_size)
         self.critic_config: FSDPCriticConfig = config
         parts = (config.model.fsdp_config, config.optim, config.checkpoint)
         self.engine = self.make_engine(value_model(config.model), *parts)

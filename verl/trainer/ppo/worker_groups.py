@@ -104,7 +104,7 @@ def classes(
     parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), **options)}
     for other, section in ((Role.Critic, critic_section), (Role.RewardModel, config.reward_model)):
         if other in mapping:
-            settings = {}
+            settings = {"rollout_n": config.actor_rollout_ref.rollout.n} if other is Role.Critic else {}
             if other is Role.RewardModel and serves_reward_model(config):
                 log_dir = f"{config.trainer.default_local_dir}/servers"
                 settings = {"discriminative": config.custom_reward_function.path is None, "log_dir": log_dir}
