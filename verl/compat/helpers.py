@@ -14,8 +14,7 @@ from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.tool_registry import initialize_tools_from_config
 from verl.algos import rollout_correction
 from verl.config.ppo import PPOConfig
-from verl.planning.config_check import find_problems
-from verl.planning.config_effect import unused_settings
+from verl.planning.config_check import find_problems, tree_problems
 from verl.profiling.performance import GIB
 from verl.protocol import DataProto
 from verl.trainer.run.ray_session import WORKER_ENV
@@ -53,7 +52,7 @@ def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
 def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
     """Raise one ConfigError (a ValueError) that lists all problems; warn of settings without effect."""
     raise_if_any(find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic))
-    for problem in unused_settings(config, PPOConfig):
+    for problem in tree_problems(config, PPOConfig)[2]:
         logger.warning("{}", problem.message)
 
 

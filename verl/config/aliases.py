@@ -48,6 +48,10 @@ class Alias:
         shown = " or ".join("null" if value is None else str(value).lower() for value in self.accepts)
         return f"{shown or 'nothing'} is accepted; otherwise: {self.otherwise}"
 
+    def changes(self, value: Any) -> bool:
+        """Whether a value, ABSENT for none, is to be replaced; a key of the same name has only some values that are."""
+        return value is not ABSENT and (self.old != self.new or value in self.values)
+
     def settings(self, value: Any) -> Mapping[str, Any]:
         """{key: value} of a value that is no section. Raises ValueError for a value that has no counterpart."""
         if self.accepts is not None and value not in self.accepts:
@@ -89,7 +93,7 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
         return config
     if _select(config, MODE) == "separate_async":
         config = _with_separate_ranks(config)
-    present = [alias for alias in table if _select(config, alias.old) is not ABSENT]
+    present = [alias for alias in table if alias.changes(_select(config, alias.old))]
     if not present:
         return config
     config, problems, origin = copy.deepcopy(config), [], {}

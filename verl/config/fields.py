@@ -74,7 +74,7 @@ def default_of(owner: type, name: str) -> Any:
 
 def known_names(owner: type) -> list[str]:
     """Names of the fields of a class and of what it accepts from old scripts."""
-    return [*owner.__dataclass_fields__, *unread(owner)]
+    return [*(field.name for field in dataclasses.fields(owner)), *unread(owner)]
 
 
 def section_type(hint: Any) -> type | None:

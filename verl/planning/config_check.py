@@ -16,7 +16,7 @@ from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
-from verl.config.fields import field_types, known_names, section_type, value_errors
+from verl.config.fields import field_metadata, field_types, known_names, section_type, value_errors
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
@@ -59,7 +59,7 @@ def find_problems(
     `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
     PPOConfig are compared. The two roles follow from the config where they are not given.
     """
-    problems, settings = tree_problems(config, PPOConfig, known)
+    problems, settings, _ = tree_problems(config, PPOConfig, known)
     if settings is None:
         return problems
     return problems + rl_problems(settings, problems, use_reference_policy, use_critic)
@@ -86,8 +86,9 @@ def rl_problems(
 
 def tree_problems(
     config: DictConfig, config_type: type, known: DictConfig | None = None
-) -> tuple[list[Problem], Any]:
-    """Unknown keys, missing values, types and ranges of any tree; and the typed tree, None where there can be none.
+) -> tuple[list[Problem], Any, list[Problem]]:
+    """Unknown keys, missing values, types and ranges of any tree; the typed tree, None where there can be none; and
+    `unused_settings`, which are no reason to refuse it.
 
     `config_type` is the dataclass of the tree; sections that it does not have, such as a recipe's, are not checked.
     A tree with problems has their values as they are.
@@ -103,17 +104,17 @@ def tree_problems(
     except OmegaConfBaseException as e:
         if not missing:
             issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
-        return issues, None
+        return issues, None, []
     reported = {p.key for p in issues}
     values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
     issues += drop_followers([*values, *grading_problems(plain)], raw)
     sections = [name for name, hint in field_types(config_type).items() if section_type(hint) is not None]
     if not all(isinstance(plain.get(name), Mapping) for name in sections):
-        return issues, None
+        return issues, None, []
     try:
-        return issues, to_settings(plain, config_type, checked=not issues)
+        return issues, to_settings(plain, config_type, not issues), unused_settings(plain, raw, config_type)
     except (AttributeError, ImportError, ValueError) as e:  # of a class in _target_
-        return [*issues, wrong("_target_", f"the config cannot be read: {e}")], None
+        return [*issues, wrong("_target_", f"the config cannot be read: {e}")], None, []
 
 
 def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:
@@ -206,6 +207,45 @@ def drop_followers(problems: list[Problem], raw: Mapping[str, Any]) -> list[Prob
     follows = {p.key for p in problems if is_interpolation(select(raw, p.key, None))}
     reported = {p.message.partition("=")[2] for p in problems if p.key not in follows}
     return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in reported]
+
+
+def unused_settings(plain: Mapping[str, Any], raw: Mapping[str, Any], config_type: type) -> list[Problem]:
+    """A problem for each key that this run does not read (`verl.config.inert`) and whose value is not the default.
+
+    `plain` and `raw` are the tree with and without values for its interpolations; keys that follow another key are left
+    out: that one is reported.
+    """
+    rollout = select(plain, "actor_rollout_ref.rollout.name", select(plain, "rollout.name", None))
+    mode = select(plain, "actor_rollout_ref.rollout.mode", select(plain, "rollout.mode", None))
+    default, problems = config_type(), []
+    for key in paths(plain):
+        value = select(plain, key, None)
+        reason = _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
+        if key == "rollout.dtype":  # of main_generation, which loads a module in this type for rollout hf
+            continue
+        if not reason or key.endswith("._target_") or isinstance(value, Mapping):
+            continue
+        if not is_interpolation(select(raw, key, None)) and value != select(default, key, None):
+            problem = Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {reason}.")
+            problems.append(problem)
+    return problems
+
+
+def _unused_reason(owner: type | None, key: str, rollouts: tuple[str | None, ...]) -> str | None:
+    """What happens instead of reading a key, or a section that it is in; None if the setting has its effect.
+
+    A reason may depend on the rollout: then it is looked up by each of `rollouts`, "name" and "name/mode".
+    """
+    for name in key.split("."):
+        if owner is None or name not in known_names(owner):
+            return None
+        reason = field_metadata(owner, name)["unused"]
+        if isinstance(reason, Mapping):
+            reason = next((reason[rollout] for rollout in rollouts if rollout in reason), None)
+        if reason:
+            return reason
+        owner = section_type(field_types(owner).get(name))
+    return None
 
 
 def registered_names(settings: PPOConfig) -> list[Problem]:

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl.planning.config_check import tree_problems
-from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import ModelSize
 from verl.utils.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
@@ -39,10 +38,9 @@ class Entry:
 
         `known` is the tree without overrides, see `tree_problems`.
         """
-        problems, settings = tree_problems(config, self.config_type, known)
+        problems, settings, unused = tree_problems(config, self.config_type, known)
         if settings is not None:
-            problems += self.checks(settings, problems)
-            problems += unused_settings(config, self.config_type)
+            problems += [*self.checks(settings, problems), *unused]
         complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
         return problems, settings if complete else None
 

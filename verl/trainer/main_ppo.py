@@ -13,7 +13,7 @@ import ray
 from omegaconf import DictConfig
 
 from verl.config.aliases import current_names_or_exit
-from verl.config.asynchronous import AsyncTrainingConfig, with_derived_settings
+from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, with_derived_settings
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
@@ -95,26 +95,28 @@ def run_ppo(
     settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
-    runner_class = task_runner(config) if task_runner_class is None else task_runner_class
+    runner_class, given = task_runner(settings), settings
+    if task_runner_class is not None:  # written for verl: it gets the composed config
+        runner_class, given = task_runner_class, config
     plain = isinstance(runner_class, type)
     local = settings.trainer.local
     with services(config), nullcontext(True) if local else started_session(settings) as our_own:
         nsight = nsight_options(settings, of_driver=True)
         if local or (plain and our_own and nsight is None):
-            code = run_here(runner_class(), config)  # what the checks imported and a process less to start
+            code = run_here(runner_class(), given)  # what the checks imported and a process less to start
         else:
             actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
             profiled = {} if nsight is None else {"runtime_env": {"nsight": nsight}}
-            code = run_until_done(actor_class.options(**profiled).remote(), config)
+            code = run_until_done(actor_class.options(**profiled).remote(), given)
         if settings.ray_kwargs.timeline_json_file and not local:
             ray.timeline(filename=settings.ray_kwargs.timeline_json_file)
     if code:
         sys.exit(code)
 
 
-def task_runner(config: DictConfig) -> type["TaskRunner"]:
+def task_runner(config: PPOConfig) -> type["TaskRunner"]:
     """The class that runs a config."""
-    if "async_training" not in config:
+    if not isinstance(config, AsyncPPOConfig):
         return TaskRunner
     from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
 
@@ -124,7 +126,8 @@ def task_runner(config: DictConfig) -> type["TaskRunner"]:
 class TaskRunner:
     """Builds the trainer and runs it; as an actor inside the cluster, so that a job can be submitted from anywhere.
 
-    `run` and `make_trainer` take the composed config; the methods that they call get the typed tree.
+    `run` and `make_trainer` get the typed tree, those of a class that is given to `run_ppo` the composed config. The
+    methods that they call get the typed tree.
     """
 
     def __init__(self) -> None:
@@ -182,7 +185,6 @@ class TaskRunner:
         from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-        config = to_settings(config, PPOConfig)
         return self.build(RayDAPOTrainer if _filters_groups(config) else RayPPOTrainer, config, stop_flag)
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:

@@ -12,7 +12,6 @@ from loguru import logger
 from verl.utils.fs import copy_to_local
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -84,7 +83,7 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
-def policy_tokenizer(config: DictConfig) -> tuple[PreTrainedTokenizerBase, ProcessorMixin | None]:
+def policy_tokenizer(config: Any) -> tuple[PreTrainedTokenizerBase, ProcessorMixin | None]:
     """Tokenizer, with the configured chat template, and processor (None for text) of an RL run's policy."""
     model = config.actor_rollout_ref.model
     path = copy_to_local(model.get("tokenizer_path") or model.path)

@@ -7,8 +7,7 @@ from tests.helpers.rl_run import compose_run
 from verl.config.asynchronous import AsyncPPOConfig, versions_allowed, with_derived_settings
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
-from verl.planning.config_check import find_problems
-from verl.planning.config_effect import unused_settings
+from verl.planning.config_check import find_problems, tree_problems
 from verl.planning.ppo import check_generating_ranks
 from verl.trainer.main_ppo import current_config
 
@@ -77,10 +76,10 @@ def test_a_machine_without_room_for_both_kinds_of_ranks_is_a_problem_of_the_dry_
 
 def test_a_number_of_agent_loop_workers_is_reported_as_without_effect(tmp_path):
     config, _ = settings(tmp_path, actor_rollout_ref__rollout__agent__num_workers=2)
-    (problem,) = [p for p in unused_settings(config, PPOConfig) if "num_workers" in p.key]
+    (problem,) = [p for p in tree_problems(config, PPOConfig)[2] if "num_workers" in p.key]
     assert "agent.num_workers=2 has no effect in this version: asynchronous training holds all" in problem.message
     config, _ = settings(tmp_path)
-    assert not any("num_workers" in problem.key for problem in unused_settings(config, PPOConfig))
+    assert not any("num_workers" in problem.key for problem in tree_problems(config, PPOConfig)[2])
 
 
 @pytest.mark.parametrize(
