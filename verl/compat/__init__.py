@@ -65,7 +65,8 @@ def _add_names(module: ModuleType, sources: Sequence[str]) -> None:
 
 def add_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a live package that also has names of verl, which are imported on first use."""
-    homes = table.LIVE_PACKAGES[package]
+    rows = [source.partition(":") for source in table.LIVE_PACKAGES[package]]
+    homes = {name: home for home, _, names in rows for name in names.split(",")}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -110,12 +111,6 @@ class CompatFinder(MetaPathFinder, Loader):
         """The code of the live module, for `python -m` with an old path."""
         live = find_spec(live_name(name))
         return live.loader.get_code(live.name)
-
-    def get_source(self, name: str) -> str | None:
-        """The text of the live module; None for a module that is built from names."""
-        live = live_name(name)
-        found = None if live is None else find_spec(live)
-        return None if found is None else found.loader.get_source(found.name)
 
 
 def _exists(live: str) -> bool:

@@ -1,7 +1,10 @@
-"""Compatibility with verl: the names of agent loops' base classes, worker and manager, which one module has there."""
+"""Compatibility with verl: the names of agent loops and of the rollout servers' clients, which one module has here."""
 # ruff: noqa: F401
 
+import asyncio
 from typing import Any
+
+from omegaconf import DictConfig
 
 from verl.agents.agent_loop import manager
 from verl.agents.agent_loop.base import (
@@ -14,8 +17,61 @@ from verl.agents.agent_loop.base import (
 from verl.agents.agent_loop.registry import _agent_loop_registry, register
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager
 from verl.agents.agent_loop.worker import AgentLoopWorker, AgentLoopWorkerBase, get_trajectory_info
-from verl.compat.llm_server import LLMServerClient, auto_await
-from verl.rollout.replica import TokenOutput
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.rollout import RolloutConfig
+from verl.rollout.replica import ServerHandle, TokenOutput, one_replica_per_engine
+
+
+async def _made(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return cls(*args, **kwargs)
+
+
+def auto_await(coroutine: Any) -> Any:
+    """The coroutine where an event loop runs, which the caller awaits; elsewhere its result."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return coroutine
+
+
+class LLMServerClient(AsyncLLMServerManager):
+    """Requests of agent loops to the servers of `worker_group`, between which `load_balancer_handle` chooses."""
+
+    def __init__(
+        self, config: DictConfig, load_balancer_handle: Any = None, server_handles: list[ServerHandle] = (),
+        worker_group: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config, list(server_handles), router=load_balancer_handle)
+        self.worker_group = worker_group
+
+
+class LLMServerManager:
+    """The servers of the ranks of a worker group."""
+
+    def __init__(self, config: DictConfig, worker_group: Any = None, **kwargs: Any) -> None:
+        self.config, self.worker_group = config, worker_group
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+        self.rollout_replicas = one_replica_per_engine(rollout, config.actor_rollout_ref.model, worker_group)
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Any:
+        """A manager; in an event loop a coroutine of it."""
+        return auto_await(_made(cls, *args, **kwargs))
+
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        """A client of all servers."""
+        handles = [replica.server_handle for replica in self.rollout_replicas]
+        cls = client_cls or LLMServerClient
+        return cls(self.config, server_handles=handles, worker_group=self.worker_group, **kwargs)
+
+    def get_addresses(self) -> list[str]:
+        """"host:port" of each server."""
+        return [replica.server_address for replica in self.rollout_replicas]
+
+    def get_replicas(self) -> list[Any]:
+        """The engines that serve."""
+        return self.rollout_replicas
 
 
 class AgentLoopManager(manager.AgentLoopManager):
@@ -23,12 +79,5 @@ class AgentLoopManager(manager.AgentLoopManager):
 
     @classmethod
     def create(cls, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> Any:
-        """A manager over the ranks of `llm_client`; in an event loop a coroutine of it.
-
-        Further arguments, clients of teachers and handles of reward workers, have no effect: the trainer has both.
-        """
-
-        async def made() -> AgentLoopManager:
-            return cls(config, llm_client.worker_group)
-
-        return auto_await(made())
+        """A manager over the ranks of `llm_client`, or in an event loop a coroutine of it; the rest has no effect."""
+        return auto_await(_made(cls, config, llm_client.worker_group))

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.algos import policy_loss
 from verl.algos.advantage import *  # noqa: F403
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY as ESTIMATORS
 from verl.algos.aggregation import LOSS_AGG_MODES, StepCounts, agg_loss
 from verl.algos.kl import *  # noqa: F403
 from verl.algos.policy_loss import LOSS_FUNCTIONS, LossAndMetrics, LossInputs, PolicyLoss
@@ -74,15 +75,17 @@ def _to_verl(loss: PolicyLoss, mode: str = "token-mean") -> VerlLoss:
     return compute_loss
 
 
-class _VerlLosses(UserDict[str, VerlLoss]):
+class _Table(UserDict[str, Callable]):
+    """A mapping, by which a program may have replaced that of this module, with the methods of a Registry."""
+
+    register, find = Registry.register, Registry.find
+
+    def __init__(self, functions: MutableMapping[str, Callable], registry: Registry) -> None:
+        self.data, self.key, self.howto = functions, registry.key, registry.howto
+
+
+class _VerlLosses(_Table):
     """The registered losses by name, each with verl's signature."""
-
-    key, howto = LOSS_FUNCTIONS.key, LOSS_FUNCTIONS.howto
-    register = Registry.register
-    find = Registry.find
-
-    def __init__(self) -> None:
-        self.data = LOSS_FUNCTIONS
 
     def __getitem__(self, name: str) -> VerlLoss:
         loss = LOSS_FUNCTIONS[name]
@@ -92,50 +95,27 @@ class _VerlLosses(UserDict[str, VerlLoss]):
         LOSS_FUNCTIONS[name] = _from_verl(loss)
 
 
-POLICY_LOSS_REGISTRY: MutableMapping[str, VerlLoss] = _VerlLosses()
+POLICY_LOSS_REGISTRY: MutableMapping[str, VerlLoss] = _VerlLosses(LOSS_FUNCTIONS, LOSS_FUNCTIONS)
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable:
     """Decorator: enter an estimator into the table ADV_ESTIMATOR_REGISTRY of this module, which may be replaced."""
-    return _register(ADV_ESTIMATOR_REGISTRY, name_or_enum)
+    return _Table(ADV_ESTIMATOR_REGISTRY, ESTIMATORS).register(name_or_enum)
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable:
     """The estimator of that name in the table of this module; ValueError if there is none."""
-    return _find(ADV_ESTIMATOR_REGISTRY, name_or_enum, "algorithm.adv_estimator")
+    return _Table(ADV_ESTIMATOR_REGISTRY, ESTIMATORS).find(name_or_enum)
 
 
 def register_policy_loss(name: str) -> Callable[[VerlLoss], VerlLoss]:
     """Decorator: enter a loss with verl's signature into the table POLICY_LOSS_REGISTRY of this module."""
-    return _register(POLICY_LOSS_REGISTRY, name)
+    return _Table(POLICY_LOSS_REGISTRY, LOSS_FUNCTIONS).register(name)
 
 
 def get_policy_loss_fn(name: str) -> VerlLoss:
     """The loss of that name in the table of this module; ValueError if there is none."""
-    return _find(POLICY_LOSS_REGISTRY, name, "actor_rollout_ref.actor.policy_loss.loss_mode")
-
-
-def _register(table: MutableMapping[str, Any], name: str) -> Callable:
-    if hasattr(table, "register"):
-        return table.register(name)
-    name = str(getattr(name, "value", name))
-
-    def decorate(function: Callable) -> Callable:
-        if table.get(name, function) is not function:
-            raise ValueError(f"{name!r} is already registered by another function; take another name.")
-        table[name] = function
-        return function
-
-    return decorate
-
-
-def _find(table: Mapping[str, Any], name: str, key: str) -> Callable:
-    if hasattr(table, "find"):
-        return table.find(name)
-    name = str(getattr(name, "value", name))
-    if name not in table:
-        raise ValueError(f"{key}={name!r} is unknown. Known: {', '.join(sorted(table))}.")
-    return table[name]
+    return _Table(POLICY_LOSS_REGISTRY, LOSS_FUNCTIONS).find(name)
 
 
 compute_policy_loss_vanilla = POLICY_LOSS_REGISTRY["vanilla"]

@@ -33,16 +33,13 @@ def dummy_direct_rollout_call(worker_group: WorkerGroup, *args, **kwargs) -> Non
 def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
     """The caller has cut each argument: a list or tuple with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        size = len(value) if isinstance(value, list | tuple) else type(value).__name__
-        if size != worker_group.world_size:
-            raise ValueError(f"argument {name!r} needs {worker_group.world_size} entries, one a rank; got {size}")
+        check_ranks(f"argument {name!r}", value if isinstance(value, list | tuple) else [value], worker_group)
     return args, kwargs
 
 
 def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
     """One output a rank, in rank order."""
-    if len(output) != worker_group.world_size:
-        raise ValueError(f"{len(output)} outputs from {worker_group.world_size} ranks")
+    check_ranks("the output", output, worker_group)
     return output
 
 

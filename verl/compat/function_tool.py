@@ -11,8 +11,18 @@ from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 _TOOLS: dict[str, "FunctionTool"] = {}
 
 
+def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict]:
+    """(response, step reward, metrics) of what a function returns: any value, or a tuple of up to these three."""
+    if not (isinstance(ret, tuple) and 2 <= len(ret) <= 3 and isinstance(ret[1], int | float | None)):
+        return live.FunctionTool.returned(ret)
+    response, reward, metrics = (*ret, {})[:3]
+    return live.FunctionTool.returned(response)[0], float(reward or 0.0), dict(metrics or {})
+
+
 class FunctionTool(live.FunctionTool):
     """A function as a tool, which may also return (response, step reward, metrics)."""
+
+    returned = staticmethod(normalize_function_tool_return)
 
     def __init__(self, function: Callable, schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(function, schema)
@@ -23,24 +33,12 @@ class FunctionTool(live.FunctionTool):
         result = self.fn(**parameters)
         return await result if self.is_async else result
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict]:
-        """Call the function with checked arguments: (response, step reward, metrics)."""
-        arguments = {**parameters, **kwargs}
-        called = self._function(**arguments) if self._is_async else live.in_thread(self._function, **arguments)
-        return normalize_function_tool_return(await called)
 
 
 def function_tool(
     name: str | Callable | None = None, *, schema: OpenAIFunctionToolSchema | dict | None = None
 ) -> Callable:
-    """Decorator, with or without arguments: registers a function as a tool and returns it unchanged.
-
-    `name` and `schema` replace those of the function, its type hints and its docstring. A file named by
-    rollout.multi_turn.function_tool_path offers its decorated functions alone. Raises ValueError for a name that
-    another function has.
-    """
+    """Decorator, with or without arguments: registers a function as a tool, under a name and schema of its own."""
 
     def decorate(function: Callable) -> Callable:
         described = OpenAIFunctionToolSchema.model_validate(schema) if isinstance(schema, dict) else schema
@@ -70,22 +68,3 @@ def get_function_tool(name: str) -> FunctionTool:
 def load_function_tools_from_path(path: str) -> list[live.FunctionTool]:
     """The tools of a Python file: its decorated functions, or else all public ones."""
     return load_function_tools(path)
-
-
-def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict]:
-    """(response, step reward, metrics) of what a function returns: any value, or a tuple of up to these three."""
-    response, reward, metrics = (*ret, *(None, 0.0, {})[len(ret) :]) if _is_triple(ret) else (ret, 0.0, {})
-    if not isinstance(response, ToolResponse):
-        text = response if isinstance(response, str) else live.json.dumps(response, ensure_ascii=False)
-        response = ToolResponse(text=text)
-    return response, float(reward or 0.0), dict(metrics or {})
-
-
-def _is_triple(ret: Any) -> bool:
-    return isinstance(ret, tuple) and 2 <= len(ret) <= 3 and isinstance(ret[1], int | float | None)
-
-
-__all__ = [
-    "FunctionTool", "function_schema", "function_tool", "get_function_tool", "load_function_tools",
-    "load_function_tools_from_path", "normalize_function_tool_return",
-]  # fmt: skip

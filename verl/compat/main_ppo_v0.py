@@ -10,9 +10,7 @@ __all__ = ["BaseTaskRunner", "TaskRunner", "main", "run_ppo"]
 class BaseTaskRunner(TaskRunner):
     """TaskRunner with the methods that verl 0.9 calls for pools of reward and teacher models."""
 
-    def add_reward_model_resource_pool(self, config: Any) -> None:
-        """As `add_reward_model_worker`."""
-        self.add_reward_model_worker(config)
+    add_reward_model_resource_pool = TaskRunner.add_reward_model_worker
 
     def add_teacher_model_resource_pool(self, config: Any) -> None:
         """Nothing: a teacher is the reference policy (algorithm.adv_estimator=opd)."""

@@ -37,22 +37,6 @@ class SubRayResourcePool(RayResourcePool):
         raise ValueError("a sub-pool does not own its resources; release the pool it was split from")
 
 
-def extract_pg_from_exist(
-    resource_pools: dict[str, RayResourcePool], src_role_names: list[str], resource_pool: RayResourcePool
-) -> list[PlacementGroup]:
-    """Placement groups of the source roles' pools that can hold `resource_pool`, one for each of its nodes."""
-    free = [group for role in src_role_names for group in resource_pools[role].get_placement_groups()]
-    free.sort(key=lambda group: group.bundle_count)
-    chosen: dict[int, PlacementGroup] = {}
-    for node, ranks in sorted(enumerate(resource_pool.store), key=lambda entry: -entry[1]):
-        fitting = next((group for group in free if group.bundle_count >= ranks), None)
-        if fitting is None:
-            raise ValueError(f"no placement group of {src_role_names} is left for a node of {ranks} ranks")
-        chosen[node] = fitting
-        free.remove(fitting)
-    return [chosen[node] for node in sorted(chosen)]
-
-
 def split_resource_pool(
     resource_pool: RayResourcePool | SubRayResourcePool, split_size: int | list[int]
 ) -> list[SubRayResourcePool]:

@@ -1,9 +1,9 @@
 """Compatibility with verl: the import paths of verl and of earlier versions that are not those of live modules here.
 
+PACKAGES: old package -> the live package whose modules are those of the old one, and itself unless NAMES has it.
 MODULES: old path -> the live module that it stands for.
-PACKAGES: old package -> the live package that it and all its modules stand for.
 NAMES: old path -> names of live modules, "module:name,other=live_name" or "module:*".
-LIVE_PACKAGES: names that live packages have for imports of verl -> their modules.
+LIVE_PACKAGES: live package -> names that it also has for imports of verl, as in NAMES.
 REMOVED: old path -> what to use instead.
 """
 
@@ -12,12 +12,22 @@ _LOOPS, _TOOLS, _INTERACTIONS = "verl.agents.agent_loop", "verl.agents.tools", "
 _RULES, _MANAGERS = "verl.reward.rules", "verl.reward.managers"
 
 PACKAGES = {
+    "recipe.one_step_off_policy": _ASYNC,
     "verl.checkpoint": "verl.training.checkpoint",
     "verl.environments": "verl.agents.environments",
+    "verl.experimental.agent_loop": _LOOPS,
+    "verl.experimental.dataset": "verl.data",
+    "verl.experimental.dynamic_dataset": "verl.data",
+    "verl.experimental.one_step_off_policy": _ASYNC,
     "verl.interactions": _INTERACTIONS,
+    "verl.interactions.utils": _INTERACTIONS,
     "verl.tools": _TOOLS,
+    "verl.tools.utils": _TOOLS,
+    "verl.utils.checkpoint": "verl.training.checkpoint",
+    "verl.utils.dataset": "verl.data",
     "verl.utils.reward_score": _RULES,
     "verl.workers.actor": "verl.training.actor",
+    "verl.workers.config": "verl.config",
     "verl.workers.critic": "verl.training.critic",
     "verl.workers.engine": "verl.training.engine",
     "verl.workers.policy": "verl.training.policy",
@@ -33,169 +43,168 @@ PACKAGES = {
 MODULES = {
     "recipe.fully_async_policy": _ASYNC,
     "recipe.fully_async_policy.fully_async_main": _ENTRY,
-    "recipe.one_step_off_policy": _ASYNC,
     "recipe.one_step_off_policy.main_ppo": "verl.compat.one_step_off",
     "verl.base_config": "verl.config.base",
     "verl.experimental.agent_loop.agent_loop": "verl.compat.agent_loop",
-    "verl.experimental.agent_loop.prometheus_utils": f"{_LOOPS}.prometheus_utils",
-    "verl.experimental.agent_loop.single_turn_agent_loop": f"{_LOOPS}.single_turn_agent_loop",
-    "verl.experimental.agent_loop.tool_agent_loop": f"{_LOOPS}.tool_agent_loop",
-    "verl.experimental.agent_loop.tool_parser": f"{_LOOPS}.tool_parser",
-    "verl.experimental.dataset.sampler": "verl.data.sampler",
-    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
     "verl.experimental.fully_async_policy": _ASYNC,
     "verl.experimental.fully_async_policy.fully_async_main": _ENTRY,
-    "verl.experimental.one_step_off_policy": _ASYNC,
     "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.one_step_off",
-    "verl.experimental.reward_loop.reward_loop": "verl.compat.reward_loop",
-    "verl.experimental.reward_loop.reward_manager.base": "verl.compat.reward_loop_managers",
-    "verl.experimental.reward_loop.reward_manager.dapo": "verl.compat.reward_loop_managers",
-    "verl.experimental.reward_loop.reward_manager.limited": "verl.compat.reward_loop_managers",
-    "verl.experimental.reward_loop.reward_manager.naive": "verl.compat.reward_loop_managers",
-    "verl.experimental.reward_loop.reward_manager.registry": "verl.compat.reward_loop_managers",
-    "verl.experimental.reward_loop.reward_manager.remote": "verl.compat.reward_loop_managers",
+    "verl.experimental.reward_loop.reward_loop": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.base": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.dapo": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.limited": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.naive": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.registry": "verl.compat.reward",
+    "verl.experimental.reward_loop.reward_manager.remote": "verl.compat.reward",
     "verl.experimental.reward_loop.reward_model": "verl.reward.served",
-    "verl.interactions.utils.interaction_registry": f"{_INTERACTIONS}.interaction_registry",
-    "verl.models.transformers.monkey_patch": "verl.compat.monkey_patch",
     "verl.single_controller.base.decorator": "verl.compat.decorator",
     "verl.single_controller.ray.base": "verl.compat.ray_base",
     "verl.tools.function_tool": "verl.compat.function_tool",
-    "verl.tools.utils.tool_registry": f"{_TOOLS}.tool_registry",
     "verl.trainer.config.algorithm": "verl.config.algorithm",
     "verl.trainer.config.config": "verl.config.common",
     "verl.trainer.main_ppo_v0": "verl.compat.main_ppo_v0",
     "verl.trainer.ppo.core_algos": "verl.compat.core_algos",
-    "verl.trainer.ppo.reward": "verl.compat.reward",
     "verl.trainer.sft_trainer": "verl.compat.sft_trainer",
-    "verl.utils.attention_utils": "verl.compat.attention_utils",
-    "verl.utils.chat_template": "verl.compat.chat_template",
-    "verl.utils.checkpoint.checkpoint_manager": "verl.compat.checkpoint_manager",
-    "verl.utils.checkpoint.fsdp_checkpoint_manager": "verl.training.checkpoint.fsdp_checkpoint_manager",
-    "verl.utils.dataset.rl_dataset": "verl.data.rl_dataset",
-    "verl.utils.dataset.sft_dataset": "verl.data.sft_dataset",
     "verl.utils.dataset.spd_dataset": "recipe.spd.data.dataset",
     "verl.utils.debug.metrics": "verl.algos.log_prob_metrics",
-    "verl.utils.debug.performance": "verl.compat.profiler",
-    "verl.utils.device": "verl.compat.device",
     "verl.utils.flops_counter": "verl.training.flops_counter",
-    "verl.utils.fsdp_utils": "verl.compat.fsdp_utils",
     "verl.utils.metric.validation": "verl.trainer.run.validation_metrics",
-    "verl.utils.model": "verl.compat.model",
     "verl.utils.profiler.config": "verl.config.profiler",
-    "verl.utils.profiler.performance": "verl.compat.profiler",
-    "verl.utils.py_functional": "verl.compat.py_functional",
-    "verl.utils.ray_utils": "verl.compat.ray_utils",
-    "verl.utils.reward_score.sandbox_fusion.utils": "verl.compat.sandbox_fusion",
     "verl.utils.reward_score.spd_scorer_reward": "recipe.spd.reward",
     "verl.utils.rollout_skip": "verl.compat.rollout_skip",
     "verl.utils.rollout_trace": "verl.agents.rollout_trace",
     "verl.utils.tensordict_utils": "verl.compat.tensordict_utils",
-    "verl.utils.torch_dtypes": "verl.compat.torch_dtypes",
     "verl.utils.torch_functional": "verl.compat.torch_functional",
     "verl.utils.ulysses": "verl.compat.ulysses",
-    "verl.workers.config.critic": "verl.config.critic",
-    "verl.workers.config.engine": "verl.config.engine",
-    "verl.workers.config.model": "verl.config.model",
-    "verl.workers.config.optimizer": "verl.config.optimizer",
-    "verl.workers.config.reward_model": "verl.config.reward_model",
-    "verl.workers.config.rollout": "verl.config.rollout",
     "verl.workers.fsdp_workers": "verl.compat.fsdp_workers",
     "verl.workers.reward_manager.abstract": f"{_MANAGERS}.base",
     "verl.workers.reward_manager.registry": f"{_MANAGERS}.base",
-    "verl.workers.rollout.llm_server": "verl.compat.llm_server",
     "verl.workers.rollout.spd_rollout": "recipe.spd.rollout.spd_rollout",
 }
 
-_HELPERS = "verl.compat.helpers"
+_HELPERS, _BASICS, _MODELS = "verl.compat.helpers", "verl.compat.basics", "verl.compat.models"
+_PERFORMANCE = (
+    "verl.profiling.performance:GIB,marked_timer,simple_timer", f"{_BASICS}:GPUMemoryLogger,log_gpu_memory_usage",
+)
+_PROFILE = ("verl.profiling.profile:*", "verl.single_controller.base.profiling:DistProfilerExtension")
 _PROFILER = (
-    "verl.config.profiler:*", "verl.profiling.profile:*", "verl.compat.profiler:*",
-    "verl.single_controller.base.profiling:DistProfilerExtension", "verl.utils.import_utils:is_nvtx_available",
+    "verl.config.profiler:*", *_PROFILE, *_PERFORMANCE, "verl.utils.import_utils:is_nvtx_available",
+)
+_PACKAGES = (
+    "verl.experimental", "verl.experimental.dataset", "verl.experimental.dynamic_dataset", "verl.interactions.utils",
+    "verl.models.transformers", "verl.tools.utils", "verl.workers",
+)
+_SECTIONS = (
+    "common", "profiler", "sandbox", "actor", "critic", "engine", "model", "optimizer", "reward_model", "rollout",
 )
 NAMES = {
-    "verl.experimental": (),
+    **dict.fromkeys(_PACKAGES, ()),
     "verl.experimental.agent_loop": (f"{_LOOPS}:*", "verl.compat.agent_loop:AgentLoopManager"),
     "verl.experimental.agent_loop.base": (
         f"{_LOOPS}.base:AgentLoopBase,AgentLoopOutput", "verl.utils.tokenizer:stop_ids"
     ),
     "verl.experimental.agent_loop.utils": (f"{_LOOPS}.registry:resolve_config_path",),
-    "verl.experimental.dataset": (),
-    "verl.experimental.dynamic_dataset": (),
     "verl.experimental.reward_loop": (
-        "verl.compat.reward_loop:RewardLoopManager,RewardLoopWorker", "verl.reward.served:RewardModelManager",
+        "verl.compat.reward:RewardLoopManager,RewardLoopWorker", "verl.reward.served:RewardModelManager",
     ),
     "verl.experimental.reward_loop.reward_manager": (
-        "verl.compat.reward_loop_managers:DAPORewardManager,NaiveRewardManager,RateLimitedRewardManager",
-        "verl.compat.reward_loop_managers:RemoteRewardManager,get_reward_manager_cls,register",
+        "verl.compat.reward:DAPORewardManager,NaiveRewardManager,RateLimitedRewardManager,RemoteRewardManager",
+        "verl.compat.reward:get_reward_manager_cls,register",
     ),
-    "verl.interactions.utils": (),
-    "verl.models.transformers": (),
+    "verl.models.transformers.monkey_patch": (
+        f"{_MODELS}:apply_monkey_patch,patch_forward_with_backends,patch_vlm_for_ulysses_input_slicing,repeat_kv",
+    ),
     "verl.tools": (f"{_TOOLS}:*",),
     "verl.tools.tool_registry": (
         f"{_TOOLS}.tool_registry:ToolType,get_tool_class,initialize_tools_from_config", f"{_HELPERS}:load_all_tools",
     ),
-    "verl.tools.utils": (),
     "verl.trainer.constants_ppo": (f"{_HELPERS}:PPO_RAY_RUNTIME_ENV,get_ppo_ray_runtime_env",),
+    "verl.trainer.ppo.reward": (
+        "verl.reward.loading:*", "verl.reward.rows:drop_failed", "verl.compat.reward:compute_reward",
+        "verl.compat.reward:compute_reward_async",
+    ),
     "verl.trainer.ppo.rollout_corr_helper": (
         "verl.algos.rollout_correction:*", f"{_HELPERS}:apply_bypass_mode",
     ),
-    "verl.utils.checkpoint": ("verl.training.checkpoint:*", "verl.compat.checkpoint_manager:*"),
+    "verl.utils.attention_utils": (
+        "transformers.modeling_flash_attention_utils:pad_input=_pad_input,unpad_input=_unpad_input",
+        f"{_BASICS}:index_first_axis,rearrange",
+    ),
+    "verl.utils.chat_template": (f"{_HELPERS}:extract_system_prompt_and_generation,initialize_system_prompt",),
+    "verl.utils.checkpoint": (
+        "verl.training.checkpoint:*", f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename,read_tracker",
+        "verl.training.checkpoint.publish:TRACKER",
+    ),
+    "verl.utils.checkpoint.checkpoint_manager": (
+        "verl.training.checkpoint:BaseCheckpointManager,CheckpointCorruptError,should_save_ckpt_esi",
+        f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename,read_tracker",
+        "verl.training.checkpoint.publish:TRACKER",
+    ),
     "verl.utils.config": (
         "verl.config.compose:forced_override,hydra_main,omega_conf_to_dataclass",
         f"{_HELPERS}:update_dict_with_config,validate_config",
     ),
     "verl.utils.dataset": ("verl.data:RLHFDataset,SFTDataset,collate_fn,get_dataset_class",),
     "verl.utils.dataset.multiturn_sft_dataset": (
-        "verl.data.multiturn_sft_dataset:MultiTurnSFTDataset", f"{_HELPERS}:convert_nested_value_to_list_recursive",
+        "verl.data.multiturn_sft_dataset:MultiTurnSFTDataset", f"{_BASICS}:convert_nested_value_to_list_recursive",
     ),
     "verl.utils.debug": _PROFILER,
+    "verl.utils.debug.performance": _PERFORMANCE,
+    "verl.utils.device": (
+        "verl.utils.accelerator:get_device_id,get_device_name,get_nccl_backend",
+        f"{_BASICS}:auto_set_device,get_device_capability,get_torch_device,get_visible_devices_keyword",
+        f"{_BASICS}:is_cuda_available,is_npu_available,is_torch_npu_available,set_expandable_segments",
+    ),
+    "verl.utils.fsdp_utils": (
+        "verl.training.parallel.sharding:*",
+        f"{_MODELS}:collect_lora_params,fsdp2_load_full_state_dict,fsdp_version,get_fsdp_wrap_policy,init_fn",
+    ),
     "verl.utils.groupwise": ("verl.algos.advantage:as_torch_index",),
     "verl.utils.hdfs_io": ("verl.utils.fs:copy,exists,makedirs",),
-    "verl.utils.memory_utils": (f"{_HELPERS}:aggressive_empty_cache",),
+    "verl.utils.memory_utils": (f"{_BASICS}:aggressive_empty_cache",),
+    "verl.utils.model": (
+        "verl.models.loading:*",
+        f"{_MODELS}:convert_weight_keys,create_huggingface_critic,create_random_mask,load_valuehead_model",
+    ),
     "verl.utils.profiler": _PROFILER,
-    "verl.utils.profiler.profile": (
-        "verl.profiling.profile:*", "verl.single_controller.base.profiling:DistProfilerExtension",
+    "verl.utils.profiler.performance": _PERFORMANCE,
+    "verl.utils.profiler.profile": _PROFILE,
+    "verl.utils.py_functional": (
+        "verl.protocol.merge:deep_equal", "verl.single_controller.base.dispatch:DynamicEnum,DynamicEnumMeta",
+        "verl.utils.time_limit:timeout_limit",
+        f"{_BASICS}:NestedNamespace,append_to_dict,convert_to_regular_types,rename_dict,temp_env_var,union_two_dict",
+    ),
+    "verl.utils.ray_utils": (
+        f"{_BASICS}:get_event_loop,parallel_put", "verl.single_controller.base.worker:ray_noset_visible_devices",
     ),
     "verl.utils.seqlen_balancing": (
-        "verl.protocol.seqlen_balancing:*", f"{_HELPERS}:get_reverse_idx,restore_dynamic_batch",
+        "verl.protocol.seqlen_balancing:*", f"{_BASICS}:get_reverse_idx,restore_dynamic_batch",
     ),
     "verl.utils.reward_score.sandbox_fusion": (
         f"{_RULES}.sandbox_fusion:SandboxServiceError,check_correctness,compute_score",
     ),
-    "verl.workers": (),
-    "verl.workers.config": (
-        "verl.config.common:BaseModelConfig,CheckpointConfig,ModuleConfig,RewardManagerConfig",
-        "verl.config.profiler:ProfilerConfig,TorchMemoryToolConfig",
-        "verl.config.sandbox:SandboxConfig",
-        "verl.config.actor:ActorConfig,FSDPActorConfig,FSDPRefConfig,PolicyLossConfig",
-        "verl.config.critic:CriticConfig,FSDPCriticConfig,FSDPCriticModelCfg",
-        "verl.config.engine:EngineConfig,FSDPEngineConfig",
-        "verl.config.model:HFModelConfig,PluginConfig",
-        "verl.config.optimizer:FSDPOptimizerConfig,OptimizerConfig,build_optimizer",
-        "verl.config.reward_model:RewardModelConfig,RewardModelModelConfig,SandboxFusionConfig",
-        "verl.config.rollout:AgentLoopConfig,CustomAsyncServerConfig,MultiTurnConfig,PrometheusConfig",
-        "verl.config.rollout:RolloutConfig,SamplingConfig,ServerConfig,TraceConfig",
+    "verl.utils.reward_score.sandbox_fusion.utils": (
+        f"{_RULES}.sandbox_fusion:*", "verl.compat.reward:check_correctness",
     ),
-    "verl.workers.engine_workers": ("verl.compat.fsdp_workers:ActorRolloutRefWorker",),
+    "verl.utils.torch_dtypes": (f"{_BASICS}:BFLOAT_LIST,FLOAT_LIST,HALF_LIST,PrecisionType",),
+    "verl.workers.config": tuple(f"verl.config.{name}:*" for name in _SECTIONS),
     "verl.workers.config.actor": ("verl.config.actor:*", f"{_HELPERS}:RouterReplayConfig"),
+    "verl.workers.engine_workers": ("verl.compat.fsdp_workers:ActorRolloutRefWorker",),
+    "verl.workers.rollout.llm_server": ("verl.compat.agent_loop:LLMServerClient,LLMServerManager,auto_await",),
 }
 
-_CONFIG = {
-    "verl.config.algorithm": ("AlgoConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"),
-    "verl.config.common": (
-        "BaseModelConfig", "CheckpointConfig", "ModuleConfig", "ProfileConfig", "RewardManagerConfig", "TrainerConfig",
-    ),
-    "verl.config.data": ("DataConfig", "SamplerConfig"),
-    "verl.config.sft": ("SFTConfig", "SFTDataConfig", "SFTModelConfig", "SFTOptimConfig", "SFTTrainerConfig"),
-}
 LIVE_PACKAGES = {
-    "verl.trainer.config": {name: home for home, names in _CONFIG.items() for name in names},
-    "verl.utils": {
-        "as_torch_index": "verl.algos.advantage",
-        "hf_processor": "verl.utils.tokenizer",
-        "hf_tokenizer": "verl.utils.tokenizer",
-        "omega_conf_to_dataclass": "verl.config.compose",
-        "validate_config": _HELPERS,
-    },
+    "verl.trainer.config": (
+        "verl.config.algorithm:AlgoConfig,FilterGroupsConfig,KLControlConfig,RolloutCorrectionConfig",
+        "verl.config.common:BaseModelConfig,CheckpointConfig,ModuleConfig,ProfileConfig,RewardManagerConfig",
+        "verl.config.common:TrainerConfig",
+        "verl.config.data:DataConfig,SamplerConfig",
+        "verl.config.sft:SFTConfig,SFTDataConfig,SFTModelConfig,SFTOptimConfig,SFTTrainerConfig",
+    ),
+    "verl.utils": (
+        "verl.algos.advantage:as_torch_index", "verl.config.compose:omega_conf_to_dataclass",
+        "verl.utils.tokenizer:hf_processor,hf_tokenizer", f"{_HELPERS}:validate_config",
+    ),
 }
 
 REMOVED = {

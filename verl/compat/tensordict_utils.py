@@ -24,10 +24,7 @@ from verl.protocol.merge import (
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
-    """Set columns (lists of B values) and values of the full batch (everything else) by name; the TensorDict itself.
-
-    A NonTensorData or NonTensorStack is stored as it is.
-    """
+    """Set lists of B values as columns, NonTensorData and NonTensorStack as they are, and values of the full batch."""
     for key, value in kwargs.items():
         if isinstance(value, NonTensorData | NonTensorStack):
             tensor_dict.set(key, value)
@@ -47,13 +44,10 @@ def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
 
 
 def get_tensordict(tensor_dict: dict[str, torch.Tensor | list], non_tensor_dict: dict | None = None) -> TensorDict:
-    """A batch from tensors [B, ...] and lists of B values, with the values of the full batch in `non_tensor_dict`.
-
-    Raises DataProtoError (an AssertionError) if the lengths differ or a nested tensor is not jagged and contiguous.
-    """
+    """A batch from tensors [B, ...] and lists of B values, with the values of the full batch in `non_tensor_dict`."""
     sizes = {k: v.size(0) if isinstance(v, torch.Tensor) else len(v) for k, v in tensor_dict.items()}
     first = next(iter(sizes), None)
-    batch = TensorDict({}, batch_size=[] if first is None else [sizes[first]])
+    batch = TensorDict({}, batch_size=list(sizes.values())[:1])
     for key, value in tensor_dict.items():
         if sizes[key] != sizes[first]:
             raise DataProtoError(f"column {key!r} has {sizes[key]} rows, but {first!r} has {sizes[first]}")
@@ -108,23 +102,20 @@ def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     for key in keys:
         if key not in tensordict.keys():
             raise KeyError(f"{key!r} is not in the batch; it has {sorted(tensordict.keys())}")
-    columns = {key: tensordict.get(key) for key in keys}
-    return TensorDict(columns, batch_size=tensordict.batch_size, device=tensordict.device)
+    return tensordict.select(*keys)
 
 
 def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
     """As `get`, of the same shape, and remove the column."""
     value = get(tensordict, key, default)
-    if key in tensordict.keys():
-        tensordict.pop(key)
+    tensordict.pop(key, None)
     return value
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """As `get_keys`, of the same rows [B], and remove the columns."""
     taken = get_keys(tensordict, keys)
-    for key in taken.keys():
-        tensordict.pop(key)
+    tensordict.exclude(*taken.keys(), inplace=True)
     return taken
 
 

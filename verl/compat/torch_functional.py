@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS = 1024  # rows of the vocabulary held in float32 at a time
+
+
 def gather_from_labels(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     """data [..., V], label [...] -> data at the label, [...]."""
     return torch.gather(data, -1, label.unsqueeze(-1)).squeeze(-1)
@@ -47,10 +49,9 @@ class _LabelLogProbs(torch.autograd.Function):
 
 
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
-    """logits [..., V], labels [...] -> log-probability of each label, [...], float32 (float64 for float64 logits).
+    """logits [..., V], labels [...] -> log-probability of each label, [...], in float32 or wider.
 
-    With `inplace_backward` the backward pass overwrites the logits with their gradient, which saves one [N, V] tensor.
-    Give False when something else (an entropy with gradients) is computed from the same logits.
+    With `inplace_backward` the backward pass overwrites the logits, which nothing else may need then.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not belong together")
@@ -76,8 +77,7 @@ def clip_by_value(x: torch.Tensor, tensor_min: torch.Tensor, tensor_max: torch.T
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     """logits [..., V] -> entropy of their softmax in nats, [...]."""
-    probs = torch.softmax(logits, dim=-1)
-    return torch.logsumexp(logits, dim=-1) - (probs * logits).sum(dim=-1)
+    return torch.logsumexp(logits, dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)
 
 
 def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 2048) -> torch.Tensor:
@@ -93,13 +93,6 @@ def get_response_mask(
     """response_id [B, R] -> [B, R], 1 up to and including the first end token."""
     ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).int()
     return (ends.cumsum(dim=1) - ends == 0).to(dtype)
-
-
-def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
-    """Consecutive parts [batch_size, ...] of tensors [B, ...]; ValueError unless `batch_size` divides B."""
-    if tensors.batch_size[0] % batch_size:
-        raise ValueError(f"{tensors.batch_size[0]} rows cannot be cut into batches of {batch_size}")
-    return list(tensors.split(batch_size))
 
 
 def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> torch.Tensor:
@@ -148,23 +141,6 @@ def tokenize_and_postprocess_data(
 def log_probs_from_logits_response(input_ids: torch.Tensor, logits: torch.Tensor, response_length: int) -> torch.Tensor:
     """Log-probs [B, R] of the last R = `response_length` tokens: input_ids [B, T], logits [B, T, V]."""
     return logprobs_from_logits(logits[:, -response_length - 1 : -1], input_ids[:, -response_length:])
-
-
-def prepare_decoder_attention_mask(
-    attention_mask: torch.Tensor | None, input_shape: tuple[int, int], inputs_embeds: torch.Tensor
-) -> torch.Tensor | None:
-    """[B, 1, T, T] in the embeddings' type: 0 where a position sees another, else the type's least number.
-
-    attention_mask [B, T] hides padding. None where there is nothing to hide: T is 1 and no mask is given.
-    """
-    rows, length = input_shape
-    if attention_mask is None and length == 1:
-        return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=inputs_embeds.device).tril().expand(rows, 1, -1, -1)
-    if attention_mask is not None:
-        seen = seen & attention_mask.bool()[:, None, None, :].to(seen.device)
-    hidden = torch.finfo(inputs_embeds.dtype).min
-    return torch.zeros(seen.shape, dtype=inputs_embeds.dtype, device=seen.device).masked_fill(~seen, hidden)
 
 
 def broadcast_dict_tensor(tensors: dict[str, torch.Tensor] | TensorDict, src: int, group: Any) -> None:

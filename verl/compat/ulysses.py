@@ -23,12 +23,9 @@ def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int
 
 
 class Gather(torch.autograd.Function):
-    """All parts along `gather_dim`, [B, T / n, ...] -> [B, T, ...] for dimension 1 on n ranks; the backward takes this
-    rank's part of the gradient.
+    """All parts along `gather_dim`, [B, T / n, ...] -> [B, T, ...]; parts may differ in size along `gather_dim` only.
 
-    `grad_scaler` multiplies it by the number of ranks: the loss is then a mean over them, each of which computes the
-    loss of the full sequence. Parts may differ in size along `gather_dim` only. `async_op` changes nothing: autograd
-    waits.
+    The backward takes this rank's part of the gradient, times the number of ranks with `grad_scaler`.
     """
 
     @staticmethod
@@ -58,10 +55,7 @@ class Gather(torch.autograd.Function):
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `x` along `dim`, [B, T] -> [B, T / n]; with `padding` zeros first fill T to a multiple of n.
-
-    Raises ValueError if the ranks cannot share `dim` evenly without padding.
-    """
+    """This rank's part of `x` along `dim`, [B, T] -> [B, T / n]; with `padding`, zeros fill T to a multiple of n."""
     size = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = pad_dim(x, dim, -x.shape[dim] % size)
@@ -90,10 +84,7 @@ gather_outpus_and_unpad = gather_outputs_and_unpad  # verl's spelling
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1
 ) -> tuple[Tensor, Tensor | None, int]:
-    """input_ids [1, T] and position_ids [1, T] or [3, 1, T], padded until `sp_size` divides T; number of pads.
-
-    The pads are token 0 at positions 0, 1, 2, ...: a sequence of their own.
-    """
+    """input_ids [1, T] and position_ids [1, T] or [3, 1, T] with n pads, as a sequence of their own, at the end; n."""
     pads = -input_ids_rmpad.shape[-1] % sp_size
     if pads:
         input_ids_rmpad = pad_dim(input_ids_rmpad, -1, pads)
@@ -108,10 +99,7 @@ def ulysses_pad_and_slice_inputs(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """`ulysses_pad`, then this rank's part of both, [1, T / n]; `skip_position_ids_rmpad` leaves positions complete.
-
-    Raises ValueError if `sp_size` is not the number of ranks in the group.
-    """
+    """`ulysses_pad`, then this rank's part of both, [1, T / n]; `skip_position_ids_rmpad` leaves positions complete."""
     ranks = get_ulysses_sequence_parallel_world_size()
     if sp_size != ranks:
         raise ValueError(

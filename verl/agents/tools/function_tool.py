@@ -72,7 +72,11 @@ class FunctionTool(BaseTool):
         """Call the function. It gives no step reward: 0."""
         arguments = {**parameters, **kwargs}
         call = self._function(**arguments) if self._is_async else in_thread(self._function, **arguments)
-        result = await call
+        return self.returned(await call)
+
+    @staticmethod
+    def returned(result: Any) -> tuple[ToolResponse, float, dict]:
+        """(response, step reward, metrics) for what the function returned."""
         if not isinstance(result, ToolResponse):
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             result = ToolResponse(text=text)
