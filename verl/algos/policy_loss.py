@@ -276,15 +276,11 @@ def geo_mean_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, mask, clipped & (advantages > 0), clipped & (advantages < 0))
 
 
-def _within(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> Tensor:
-    """Whether a token stays in the loss of dppo, [B, T] bool: not where it moves on away from a distant old policy."""
+def _dppo(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> LossAndMetrics:
     low, high = _clip_range(config)
     up = inputs.log_prob.detach() > inputs.old_log_prob
-    return torch.where(inputs.advantages > 0, ~(up & (divergence > high)), up | (divergence <= low))
-
-
-def _dppo(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> LossAndMetrics:
-    within = _within(inputs, config, divergence)
+    # A token leaves the loss where it moves on away from a distant old policy.
+    within = torch.where(inputs.advantages > 0, ~(up & (divergence > high)), up | (divergence <= low))
     log_ratio = inputs.log_ratio()
     weight = log_ratio.exp().clamp(max=config.clip_ratio_c).detach() * within
     loss = inputs.aggregate(-weight * inputs.advantages * inputs.log_prob, config.loss_agg_mode)

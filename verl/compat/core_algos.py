@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.algos import policy_loss
+from verl.algos import advantage, policy_loss
 from verl.algos.advantage import *  # noqa: F403
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
-from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY as ESTIMATORS
 from verl.algos.aggregation import LOSS_AGG_MODES, StepCounts, agg_loss
 from verl.algos.kl import *  # noqa: F403
 from verl.algos.policy_loss import LOSS_FUNCTIONS, LossAndMetrics, LossInputs, PolicyLoss
@@ -100,12 +99,12 @@ POLICY_LOSS_REGISTRY: MutableMapping[str, VerlLoss] = _VerlLosses(LOSS_FUNCTIONS
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable:
     """Decorator: enter an estimator into the table ADV_ESTIMATOR_REGISTRY of this module, which may be replaced."""
-    return _Table(ADV_ESTIMATOR_REGISTRY, ESTIMATORS).register(name_or_enum)
+    return _Table(ADV_ESTIMATOR_REGISTRY, advantage.ADV_ESTIMATOR_REGISTRY).register(name_or_enum)
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable:
     """The estimator of that name in the table of this module; ValueError if there is none."""
-    return _Table(ADV_ESTIMATOR_REGISTRY, ESTIMATORS).find(name_or_enum)
+    return _Table(ADV_ESTIMATOR_REGISTRY, advantage.ADV_ESTIMATOR_REGISTRY).find(name_or_enum)
 
 
 def register_policy_loss(name: str) -> Callable[[VerlLoss], VerlLoss]:

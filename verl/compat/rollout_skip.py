@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import rollout_skip
@@ -11,20 +13,14 @@ from verl.trainer.ppo import rollout_skip
 __all__ = ["RolloutSkip", "wrap_generate_sequences"]
 
 
-def _section(config: Any, *names: str) -> dict[str, Any]:
-    """A section by items or attributes; empty where it is no mapping."""
-    for name in names:
-        config = config[name] if isinstance(config, Mapping) and name in config else getattr(config, name, None)
-    return dict(config) if isinstance(config, Mapping) else {}
-
-
 class RolloutSkip(rollout_skip.RolloutSkip):
     """As verl.trainer.ppo.rollout_skip.RolloutSkip, with the attributes `gbs` (prompts of a batch) and `dumped_dir`."""
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
-        rollout, data = _section(config, "actor_rollout_ref", "rollout"), _section(config, "data")
-        sections = {"actor_rollout_ref": {"rollout": rollout}, "data": data, "trainer": _section(config, "trainer")}
-        super().__init__(sections, rollout_wg)
+        config = OmegaConf.create(config) if isinstance(config, dict) else config
+        sections = (config.actor_rollout_ref.rollout, config.data, config.trainer)
+        rollout, data, trainer = (dict(section) if isinstance(section, Mapping) else {} for section in sections)
+        super().__init__({"actor_rollout_ref": {"rollout": rollout}, "data": data, "trainer": trainer}, rollout_wg)
         self.gbs = data.get("gen_batch_size", data.get("train_batch_size"))
         self.dumped_dir = Path(rollout.get("skip_dump_dir", RolloutConfig.skip_dump_dir)).expanduser()
 
