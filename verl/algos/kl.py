@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from verl.utils.registry import nearest
+from verl.utils.registry import Registry
 
 
 def _k2(diff: torch.Tensor) -> torch.Tensor:
@@ -17,7 +17,10 @@ def _k3(diff: torch.Tensor) -> torch.Tensor:
     return (negative.exp() - negative - 1).clamp(-10, 10)
 
 
-_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_ESTIMATORS: Registry[str, Callable[[torch.Tensor], torch.Tensor]] = Registry(
+    "kl_penalty", "Each also with a '+' after it (gradient of k2)."
+)
+_ESTIMATORS |= {
     "kl": torch.clone, "k1": torch.clone, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
 }  # fmt: skip
 
@@ -33,12 +36,7 @@ def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_pena
             "kl_penalty='full' needs the log-probabilities of the full vocabulary, which are never held here "
             "([tokens, vocab]); use 'low_var_kl', the low-variance estimate from the sampled tokens."
         )
-    if kl_penalty not in _ESTIMATORS:
-        raise ValueError(
-            f"kl_penalty={kl_penalty!r} is unknown{nearest(kl_penalty, list(_ESTIMATORS)) or '.'} "
-            f"Known: {', '.join(_ESTIMATORS)}; each also with a '+' after it (gradient of k2)."
-        )
-    return _ESTIMATORS[kl_penalty](logprob - ref_logprob)
+    return _ESTIMATORS.find(kl_penalty)(logprob - ref_logprob)
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
@@ -92,7 +90,4 @@ def get_kl_controller(kl_ctrl) -> FixedKLController:
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":
         raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown. Known: fixed, adaptive.")
-    for field in ("horizon", "target_kl"):
-        if getattr(kl_ctrl, field) <= 0:
-            raise ValueError(f"algorithm.kl_ctrl.{field}={getattr(kl_ctrl, field)} must be above 0 for type=adaptive.")
     return AdaptiveKLController(init_kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon)

@@ -10,15 +10,13 @@ from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import rollout_skip
 
-__all__ = ["RolloutSkip", "wrap_generate_sequences"]
-
 
 class RolloutSkip(rollout_skip.RolloutSkip):
     """As verl.trainer.ppo.rollout_skip.RolloutSkip, with the attributes `gbs` (prompts of a batch) and `dumped_dir`."""
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
         config = OmegaConf.create(config) if isinstance(config, dict) else config
-        sections = (config.actor_rollout_ref.rollout, config.data, config.trainer)
+        sections = (config.actor_rollout_ref.rollout, config.data, getattr(config, "trainer", None))
         rollout, data, trainer = (dict(section) if isinstance(section, Mapping) else {} for section in sections)
         super().__init__({"actor_rollout_ref": {"rollout": rollout}, "data": data, "trainer": trainer}, rollout_wg)
         self.gbs = data.get("gen_batch_size", data.get("train_batch_size"))

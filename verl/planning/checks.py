@@ -260,14 +260,14 @@ def check_machine(trainer: RunConfig) -> Iterator[Problem]:
 
 def check_outputs(trainer: RunConfig) -> Iterator[Problem]:
     """Unknown names in trainer.logger, packages that are not installed, and no command for trainer.default_hdfs_dir."""
-    from verl.utils.tracking import refuse_unknown_backend
+    from verl.utils.tracking import BACKENDS
 
     key, remote = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
     if remote is not None and is_non_local(remote) and shutil.which("hdfs") is None:
         yield absent(key, f"{key}={remote}: the `hdfs` command is not on PATH. Install it, or name a mounted folder.")
     for backend in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
         try:
-            refuse_unknown_backend(backend)
+            BACKENDS.find(backend)
         except ValueError as e:
             yield wrong("trainer.logger", str(e))
             continue

@@ -24,10 +24,9 @@ async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             outcome = (future.set_result, function(*args, **kwargs))
         except BaseException as error:  # also SystemExit: it may end neither the process nor the loop
-            kept = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-            if isinstance(kept, StopIteration):  # a future refuses it
-                kept = RuntimeError("StopIteration")
-            outcome = (future.set_exception, kept)
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future refuses StopIteration
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            outcome = (future.set_exception, error)
         try:
             loop.call_soon_threadsafe(resolve, *outcome)
         except RuntimeError:

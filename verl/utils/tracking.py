@@ -17,7 +17,7 @@ import torch
 from loguru import logger as log
 
 from verl.utils.jsonl import replace_text
-from verl.utils.registry import nearest
+from verl.utils.registry import Registry
 
 
 class Backend:
@@ -51,7 +51,7 @@ class Tracking:
                 "trainer.logger names wandb, which is not installed (pip install wandb): the console replaces it; "
                 "metrics.jsonl has all metrics"
             )
-        self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in names}
+        self.logger = {name: BACKENDS[name](project_name, experiment_name, config) for name in names}
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the metrics of `step` to all backends, or to the named ones only."""
@@ -72,16 +72,9 @@ def backend_names(given: str | Iterable[str]) -> list[str]:
     """
     names = [given] if isinstance(given, str) else list(given)
     for name in names:
-        refuse_unknown_backend(name)
+        BACKENDS.find(name)
     installed = importlib.util.find_spec("wandb") is not None
     return list(dict.fromkeys("console" if name == "wandb" and not installed else name for name in names))
-
-
-def refuse_unknown_backend(name: str) -> None:
-    """Raise ValueError for a name that `trainer.logger` does not know."""
-    if name not in _BACKENDS:
-        hint = nearest(name, list(_BACKENDS)) or "."
-        raise ValueError(f"trainer.logger={name!r} is unknown{hint} Known: {', '.join(sorted(_BACKENDS))}.")
 
 
 def plain_number(value: Any) -> float | int | bool | None:
@@ -265,7 +258,10 @@ def _optional(package: str, module: str | None = None) -> ModuleType:
         ) from error
 
 
-_BACKENDS: dict[str, Callable[[str, str, dict[str, Any] | None], Backend]] = {
+BACKENDS: Registry[str, Callable[[str, str, dict[str, Any] | None], Backend]] = Registry(
+    "trainer.logger", "Name one of them, or a list."
+)
+BACKENDS |= {
     "console": ConsoleLogger, "file": FileLogger, "tensorboard": TensorboardLogger, "mlflow": MlflowLogger,
     "wandb": partial(RunLogger, "wandb", "name"), "trackio": partial(RunLogger, "trackio", "name"),
     "swanlab": partial(RunLogger, "swanlab", "experiment_name"), "clearml": ClearMLLogger,
