@@ -77,6 +77,7 @@ MODULES = {
     "verl.utils.torch_functional": "verl.compat.torch_functional",
     "verl.utils.ulysses": "verl.compat.ulysses",
     "verl.workers.fsdp_workers": "verl.compat.fsdp_workers",
+    f"{_MANAGERS}.registry": f"{_MANAGERS}.base",  # by `from verl.workers.reward_manager import registry`
     "verl.workers.reward_manager.abstract": f"{_MANAGERS}.base",
     "verl.workers.reward_manager.registry": f"{_MANAGERS}.base",
     "verl.workers.rollout.spd_rollout": "recipe.spd.rollout.spd_rollout",
