@@ -1,4 +1,4 @@
-"""Public keys of the trees other than ppo_trainer and sft_trainer are frozen: each tree's own keys."""
+"""Public keys of the trees are frozen: each tree's own keys."""
 
 from pathlib import Path
 
@@ -11,6 +11,8 @@ TESTS = ROOT / "tests"
 PPO, SFT = TESTS / "config" / "public_keys.txt", TESTS / "trainer" / "sft" / "public_keys.txt"
 #: tree -> (file with its own keys, file with those it builds on)
 FROZEN = {
+    "ppo_trainer": (PPO, None),
+    "sft_trainer": (SFT, None),
     "generation": (TESTS / "config" / "generation_keys.txt", PPO),
     "evaluation": (TESTS / "config" / "evaluation_keys.txt", None),
     "fully_async_ppo_trainer": (TESTS / "config" / "async_keys.txt", PPO),
@@ -19,7 +21,7 @@ FROZEN = {
     "sft_trainer_engine": (SFT, None),  # the same keys with other defaults
     "iterative_refine": (TESTS / "dllm_reasoning" / "public_keys.txt", SFT),
 }
-ELSEWHERE = {"ppo_trainer", "sft_trainer", "spd_trainer"}  # test_defaults, test_sft_plan, test_train_spd_scorer
+ELSEWHERE = {"spd_trainer"}  # test_train_spd_scorer
 
 
 def taken_over(tree, file, own):
