@@ -150,7 +150,7 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
 
 @pytest.mark.process
 def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
-    settings = {"reward_model__error": "drop", "reward_model__item_timeout": 2.0, "trainer__total_training_steps": 3}
+    settings = {"reward_model__error": "drop", "reward_model__item_timeout": 1.0, "trainer__total_training_steps": 3}
     config = compose_run(tmp_path, "unused", **settings)
     OmegaConf.update(config, "custom_reward_function.reward_kwargs.hanging", [5], force_add=True)
     fake_trainer(config).fit()
