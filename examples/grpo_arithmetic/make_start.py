@@ -12,7 +12,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +23,6 @@ from examples.spd_arithmetic import corpus, train_models, train_pair
 from examples.spd_arithmetic.questions import draw_questions
 from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer
 
-HERE = Path(__file__).parent
 SFT_STEPS = 460
 # Of the answers. Batches group rows by length, so that a short row's tokens weigh more: the model guesses more often.
 BARE_SHARE = 0.35
@@ -31,21 +30,39 @@ DRILL_SHARE = 0.15  # of the rows: plain calculations
 COUNTS = {"train": 8000, "val": 400, "test": 0}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
 DATA_SOURCE = "word_problems"
+OnStep = Callable[[int, float], None]
+"""Called with the number of a training step and its loss."""
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str] | None, doc: str = __doc__, sft_steps: int = SFT_STEPS) -> argparse.Namespace:
+    """The options of a demo's start."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
+    parser.add_argument("--sft-steps", type=int, default=sft_steps)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Make the start unless it exists; returns its folder."""
     args = parse(argv)
-    key, record = fingerprint(args), args.out / "start.json"
+
+    def write(folder: Path, on_step: OnStep) -> None:
+        write_model(folder / "model", args.seed, args.sft_steps, on_step)
+        write_questions(folder, args.seed)
+
+    return make_once(args, [train_pair.HERE / "questions.py"], write)
+
+
+def make_once(args: argparse.Namespace, code: Sequence[Path], write: Callable[[Path, OnStep], None]) -> Path:
+    """Write a start by `write` to --out, unless it was made there with the same arguments and code; returns its folder.
+
+    `code`: files that it depends on besides this one and those that train models.
+    """
+    digest = hashlib.sha256(f"{args.seed} {args.sft_steps}".encode())
+    for file in (*(train_pair.HERE / name for name in train_pair.CODE), *code, Path(__file__)):
+        digest.update(file.read_bytes())
+    key, record = digest.hexdigest()[:16], args.out / "start.json"
     if record.exists() and json.loads(record.read_text())["fingerprint"] == key:
         logger.info("{} was made with the same arguments and code: reused", args.out)
         return args.out
@@ -54,25 +71,14 @@ def main(argv: list[str] | None = None) -> Path:
     unfinished.mkdir(parents=True)
     with make_progress(counted=True) as progress:
         task = progress.add_task("SFT of the start", total=args.sft_steps)
-        write_model(
-            unfinished / "model", args.seed, args.sft_steps, lambda step, _: progress.update(task, completed=step)
-        )
-    write_questions(unfinished, args.seed)
+        write(unfinished, lambda step, _: progress.update(task, completed=step))
     (unfinished / "start.json").write_text(json.dumps({"fingerprint": key, "sft_steps": args.sft_steps}))
     shutil.rmtree(args.out, ignore_errors=True)
     os.replace(unfinished, args.out)
     return args.out
 
 
-def fingerprint(args: argparse.Namespace) -> str:
-    """Hash of the arguments and of the code that the start depends on."""
-    digest = hashlib.sha256(f"{args.seed} {args.sft_steps}".encode())
-    for file in (*(train_pair.HERE / name for name in (*train_pair.CODE, "questions.py")), Path(__file__)):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def write_model(directory: Path, seed: int, steps: int, on_step: Callable[[int, float], None]) -> None:
+def write_model(directory: Path, seed: int, steps: int, on_step: OnStep) -> None:
     """0.7 M parameters (4 layers, width 128), with the tokenizer and a chat template."""
     encoder = Encoder()
     config = train_models.target_config(len(encoder.tokens), steps)

@@ -34,15 +34,6 @@ class Prompt:
     examples: int = 0
 
 
-PROMPTS = {
-    "instruction": Prompt(),
-    "2 turns": Prompt(examples=2),
-    "4 turns": Prompt(examples=4),
-    "2 turns, no instruction": Prompt("", 2),
-    "4 turns, no instruction": Prompt("", 4),
-}
-
-
 @dataclass(frozen=True)
 class Task:
     """A dataset of reasoning-gym: its name and the parameters that differ from its defaults."""
@@ -75,7 +66,7 @@ def answer_of(text: str) -> str | None:
     return match and match[1]
 
 
-TASK, PROMPT = Task("chain_sum", {"max_terms": 2, "max_digits": 2}), PROMPTS["2 turns"]
+TASK, PROMPT = Task("chain_sum", {"max_terms": 2, "max_digits": 2}), Prompt(examples=2)
 DATA_SOURCE = TASK.dataset
 TRAIN_SIZE, VALIDATION_SIZE = 2000, 256
 

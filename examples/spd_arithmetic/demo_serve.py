@@ -1,6 +1,6 @@
 """The demo's scorer in a vLLM server: held-out questions over HTTP by plain greedy, exact and judged speculation.
 
-    python -m examples.spd_arithmetic.demo_serve [--demo DIR] [--questions 200] [--as-it-is]
+    python -m examples.spd_arithmetic.demo_serve [--demo DIR] [--questions 200]
 
 Reads what `make demo` leaves. The demo's target is so small that drafting for it hardly pays: it is deepened first (the
 same function at the cost of 66 million parameters, see deepen.py). Ends with a table, DEMO/served.json and a picture of
@@ -122,15 +122,13 @@ def server(
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serve and measure; the content of served.json."""
     testbed = args.demo / "testbed"
-    target = testbed / "target"
-    if not args.as_it_is:
-        target = args.demo / "deepened"
-        deepen.main(["--model", str(testbed / "target"), "--out", str(target)])
+    target = args.demo / "deepened"
+    deepen.main(["--model", str(testbed / "target"), "--out", str(target)])
     test = read_questions(testbed / "questions_test.jsonl", args.questions)
     validation = read_questions(testbed / "questions_val.jsonl", VALIDATION)
     options = engine_options(
         str(target), str(saved_scorer(args.demo / "target" / "run", STEPS)), draft=str(testbed / "draft"),
-        allow_foreign_target=not args.as_it_is,
+        allow_foreign_target=True,
     )  # fmt: skip
     del options["model"]
     results: dict[str, Served] = {}
@@ -147,15 +145,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results["exact"] = client.measure(test, spd=0)
         results["scorer"] = client.measure(test, spd_threshold=threshold)
     return {
-        "questions": len(test), "threshold": threshold, "deepened": not args.as_it_is,
+        "questions": len(test), "threshold": threshold, "deepened": True,
         "results": {name: asdict(served) for name, served in results.items()},
     }  # fmt: skip
 
 
 def table_of(record: dict[str, Any]) -> Table:
     """The results as people read them."""
-    what = "target deepened to 66 million parameters" if record["deepened"] else "target as it is"
-    title = f"{record['questions']} held-out questions over HTTP; {what}; threshold {record['threshold']:g}"
+    title = (f"{record['questions']} held-out questions over HTTP; target deepened to 66 million parameters; "
+             f"threshold {record['threshold']:g}")  # fmt: skip
     table = Table("", "accuracy %", "tokens/draft", *(f"tokens/s, {n} at once" for n in CONCURRENT), title=title)
     for name, served in record["results"].items():
         per_draft = "-" if served["tokens_per_draft"] is None else f"{served['tokens_per_draft']:.2f}"
@@ -178,7 +176,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes.set_xticks(CONCURRENT, [str(n) for n in CONCURRENT])
     axes.set_xlabel("concurrent requests")
     axes.set_ylabel("tokens per second")
-    axes.set_title("vLLM's server, deepened target" if record["deepened"] else "vLLM's server")
+    axes.set_title("vLLM's server, deepened target")
     axes.grid(alpha=0.25)
     axes.legend()
     figure.savefig(path)
@@ -189,7 +187,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, default=ROOT / "outputs" / "spd_arithmetic", help="what make demo left")
     parser.add_argument("--questions", type=int, default=200)
-    parser.add_argument("--as-it-is", action="store_true", help="serve the demo's target without deepening it")
     args = parser.parse_args(argv)
     args.demo = args.demo.resolve()
     if not saved_scorer(args.demo / "target" / "run", STEPS).is_dir():

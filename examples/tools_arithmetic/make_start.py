@@ -7,20 +7,14 @@ which a model of this size cannot compute; the others call the calculator and co
 arguments made before is reused.
 """
 
-import argparse
-import hashlib
-import json
-import os
 import random
-import shutil
 from pathlib import Path
 
 import pandas as pd
-from loguru import logger
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.demo_runner import make_progress
+from examples.grpo_arithmetic.make_start import OnStep, make_once, parse
 from examples.spd_arithmetic import train_models, train_pair
 from examples.spd_arithmetic.tokenizer import EOS, PAD, SEP, UNK
 
@@ -37,52 +31,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> Path:
     """Make the start unless it exists; returns its folder."""
-    args = parse(argv)
-    key, record = fingerprint(args), args.out / "start.json"
-    if record.exists() and json.loads(record.read_text())["fingerprint"] == key:
-        logger.info("{} was made with the same arguments and code: reused", args.out)
-        return args.out
-    unfinished = args.out.with_name(args.out.name + ".partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    products = split_products(args.seed)
-    tokenizer = build_tokenizer()
-    ids = tokenizer.get_vocab()
-    held_out = set(products["val"])
-    with make_progress(counted=True) as progress:
-        task = progress.add_task("SFT of the start", total=args.sft_steps)
-        model = train_models.train(
-            train_models.target_config(len(ids), args.sft_steps), lambda rng: training_row(rng, ids, held_out),
-            args.seed, lambda step, _: progress.update(task, completed=step),
-        )  # fmt: skip
-    train_pair.publish(model, unfinished / "model")
-    tokenizer.save_pretrained(unfinished / "model")
-    for split, pairs in products.items():
-        pd.DataFrame([row(split, i, *pair) for i, pair in enumerate(pairs)]).to_parquet(unfinished / f"{split}.parquet")
-    record = unfinished / "start.json"
-    record.write_text(json.dumps({"fingerprint": key, "sft_steps": args.sft_steps}))
-    shutil.rmtree(args.out, ignore_errors=True)
-    os.replace(unfinished, args.out)
-    return args.out
+    args = parse(argv, __doc__, SFT_STEPS)
 
+    def write(folder: Path, on_step: OnStep) -> None:
+        products, tokenizer = split_products(args.seed), build_tokenizer()
+        ids, held_out = tokenizer.get_vocab(), set(products["val"])
+        config = train_models.target_config(len(ids), args.sft_steps)
+        model = train_models.train(config, lambda rng: training_row(rng, ids, held_out), args.seed, on_step)
+        train_pair.publish(model, folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        for split, pairs in products.items():
+            pd.DataFrame([row(split, i, *pair) for i, pair in enumerate(pairs)]).to_parquet(folder / f"{split}.parquet")
 
-def fingerprint(args: argparse.Namespace) -> str:
-    """Hash of the arguments and of the code that the start depends on."""
-    digest = hashlib.sha256(f"{args.seed} {args.sft_steps}".encode())
-    for file in (*(train_pair.HERE / name for name in train_pair.CODE), Path(__file__)):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    return make_once(args, [Path(__file__)], write)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

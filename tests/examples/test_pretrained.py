@@ -123,18 +123,6 @@ def test_the_environment_asks_and_scores_what_the_files_have(tmp_path, gym):
                 assert calls.call(60, "score", item, answer) == expected
 
 
-def test_the_choice_of_the_task_is_recorded():
-    from examples.pretrained import select_task
-
-    found = json.loads(select_task.FILE.read_text())
-    (task,) = (name for name, candidate in select_task.CANDIDATES.items() if candidate == questions.TASK)
-    (prompt,) = (name for name, candidate in questions.PROMPTS.items() if candidate == questions.PROMPT)
-    assert found[task].keys() == questions.PROMPTS.keys() and len(questions.PROMPTS) == 5
-    allowed = {name: cell["right"] for name, cell in found[task].items() if cell["in_format"] >= 0.9}
-    assert max(allowed, key=allowed.get) == prompt and 0.1 <= allowed[prompt] <= 0.4
-    assert found.keys() == select_task.CANDIDATES.keys()
-
-
 def test_the_control_is_the_run_without_learning(tmp_path):
     run, control = (
         trained_config(demo.training_command(tmp_path, demo.from_environment(3), tmp_path / name, 10, 3, lr=lr))

@@ -1,4 +1,4 @@
-"""The commands that the SPD demo, frontier and options would run: each is read by the entry it names.
+"""The commands that the SPD demo and frontier would run: each is read by the entry it names.
 
 Not covered: that they train and evaluate well (make demo shows it), and the test bed's content (test_testbed.py).
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_spd_scorer as entry
-from examples.spd_arithmetic import demo, frontier, options, prepare_blocks
+from examples.spd_arithmetic import demo, frontier, prepare_blocks
 from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts import eval_spd_scorer
 from tests.helpers.configs import compose_ppo
@@ -71,22 +71,3 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     assert budgeted.spd.rollout.store_path == config.spd.rollout.store_path
     assert budgeted.trainer.total_training_steps == 7
     assert Path(judged.scorer).is_relative_to(config.trainer.default_local_dir)
-
-
-def test_each_option_of_the_reward_changes_what_it_names(tmp_path, monkeypatch):
-    ran = {}
-    monkeypatch.setattr(options, "run_logged", lambda command, log: ran.update({log.stem: command}))
-    monkeypatch.setattr(options, "judge", lambda testbed, scorers: pytest.fail("judged"))
-    (tmp_path / "testbed.json").write_text('{"fingerprint": "0123456789abcdef"}')
-    with pytest.raises(pytest.fail.Exception, match="judged"):
-        options.main(["--testbed", str(tmp_path), "--out", str(tmp_path / "o"), "--seeds", "1"])
-    configs = {name.removesuffix("-seed1"): trained_config(command)[0] for name, command in ran.items()}
-    assert configs.keys() == options.OPTIONS.keys()
-    runs = {Path(config.trainer.default_local_dir).parent for config in configs.values()}
-    assert runs == {tmp_path / "o" / "0123456789ab"}  # of this test bed
-    default = configs.pop("default").spd
-    assert configs["gain"].spd.reward.length == "gain" != default.reward.length
-    assert configs["mask"].spd.reward.zero_length == "mask" != default.reward.zero_length
-    assert configs["length_penalty"].spd.reward.length_penalty == 1.0 != default.reward.length_penalty
-    assert configs["rounds"].spd.rollout.rounds == 2 != default.rollout.rounds
-    assert configs["rounds"].spd.rollout.draft_path == str(tmp_path / "draft")
