@@ -94,7 +94,7 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
     if _select(config, MODE) == "separate_async":
         config = _with_separate_ranks(config)
     present = [alias for alias in table if alias.changes(_select(config, alias.old))]
-    if not present:
+    if not present and all(_select(config, section) is ABSENT for section in sections):
         return config
     config, problems, origin = copy.deepcopy(config), [], {}
     defaults = PPOConfig() if rl else {}
