@@ -3,10 +3,10 @@
 from contextlib import contextmanager
 
 import torch
-from loguru import logger
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dllm_reasoning.utils.attention import warn_once
+from tests.helpers.logs import logged
 
 VOCABULARY, EOS, PAD = 48, 2, 0
 
@@ -46,9 +46,5 @@ def samples(instructions, responses, seed: int = 0):
 def captured_warnings():
     """A list of the warnings logged meanwhile; `warn_once` starts afresh."""
     warn_once.cache_clear()
-    logged = []
-    sink = logger.add(lambda message: logged.append(message.record["message"]), level="WARNING")
-    try:
-        yield logged
-    finally:
-        logger.remove(sink)
+    with logged() as lines:
+        yield lines

@@ -35,16 +35,20 @@ def sums(count: int) -> list[tuple[str, str]]:
             for i in range(count)]  # fmt: skip
 
 
-def compose(model, train, folder, *overrides):
-    """The config of a small CPU run."""
-    fixed = (
+def small(model, train, folder) -> tuple[str, ...]:
+    """Overrides of a small CPU run."""
+    return (
         f"model.partial_pretrain={model}", f"data.train_files={train}", f"trainer.default_local_dir={folder}",
         "model.fsdp_config.dtype=float32", "data.max_length=24", "data.train_batch_size=8",
         "data.micro_batch_size_per_gpu=4", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[]",
-        "trainer.total_training_steps=4", "iterative.block_length=4", "iterative.windows_per_sample=3",
-        "optim.lr=1e-2", "trainer.report=false",
+        "iterative.block_length=4", "iterative.windows_per_sample=3", "optim.lr=1e-2", "trainer.report=false",
     )  # fmt: skip
-    config = compose_ppo(*fixed, *overrides, config_dir=CONFIG_DIR, config_name="iterative_refine")
+
+
+def compose(model, train, folder, *overrides):
+    """The config of such a run, of four steps unless `overrides` say otherwise."""
+    given = (*small(model, train, folder), "trainer.total_training_steps=4", *overrides)
+    config = compose_ppo(*given, config_dir=CONFIG_DIR, config_name="iterative_refine")
     OmegaConf.resolve(config)
     return config
 

@@ -138,15 +138,11 @@ def test_a_missing_column_names_file_and_row(model_path, tmp_path, capsys):
     assert code == 1 and "prompts.parquet, row 0: no text in column 'question'" in capsys.readouterr().err
 
 
-def test_label_alignment_holds_on_a_real_model(model_path, capsys):
-    arguments = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
-    assert verify_label_alignment.main(arguments) == 0
-    assert capsys.readouterr().out.count(": ok") == 4
-
-
-def test_label_alignment_has_a_case_of_its_own(capsys):
-    assert verify_label_alignment.main([]) == 0
-    assert capsys.readouterr().out.count(": ok") == 4
+def test_label_alignment_holds_on_a_real_model_and_on_a_case_of_its_own(model_path, capsys):
+    real = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
+    for arguments in (real, []):
+        assert verify_label_alignment.main(arguments) == 0
+        assert capsys.readouterr().out.count(": ok") == 4
 
 
 @pytest.mark.parametrize("broken", ["labels", "mask", "shift"])

@@ -8,15 +8,7 @@ import torch
 import transformers
 
 from dllm_reasoning.inference import generator, iterative_generate
-from dllm_reasoning.inference.commit_rules import (
-    AdaptiveWindows,
-    Branches,
-    Refine,
-    Row,
-    Window,
-    commit_rule,
-    count_confirmed,
-)
+from dllm_reasoning.inference.commit_rules import AdaptiveWindows, Branches, Row, Window
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 from verl.models.kv_cache import Prefills
@@ -195,24 +187,6 @@ def test_verify_keeps_n_guesses_and_n_noise_by_hand():
     assert step(rule, row, [5, 4, 7, 8, 3]) == [5, 4] and row.guesses == [7, 8, 9, 9]
 
 
-def test_refine_stops_when_a_round_changes_nothing_by_hand():
-    rule, row = Refine(3, 9, 2), Row(0, [1], 1, 99, guesses=[9, 9])
-    assert rule.step(row, [5, 6, 7], None) == [] and row.guesses == [5, 6] and row.rounds == 1
-    assert rule.step(row, [5, 6, 8], None) == [5, 6, 8] and row.guesses == [9, 9]
-    assert count_confirmed([1, 2], [1, 3, 4]) == 1
-
-
-def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
-    row = Row(0, [1], 1, 4)
-    row.commit([5, 6], [5, 3], frozenset({2}))
-    assert not row.done and row.remaining == 2 and row.cached == 2
-    row.commit([7, 8, 9], [7], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 6, 7, 8]
-    row = Row(0, [1], 1, 9)
-    row.commit([5, 2, 7], [], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 2]
-
-
 def test_max_length_counts_the_prompt_and_several_end_tokens_end():
     result = generate("llama", prompts()[:20], max_length=16, refine_iter="slide", add_eos_length=4)
     for prompt, new, expected in zip(prompts(), result.tokens, greedy("llama"), strict=False):
@@ -234,19 +208,6 @@ def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns_once():
     assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in warning
 
 
-def test_rounds_are_those_of_blocks_refined_in_place():
-    prompt = [list(prompts()[0])]
-    new = greedy("llama")[0]
-    fixed = generate("llama", prompt, add_eos_length=3, refine_iter=1).stats
-    assert len(fixed.rounds[0]) == -(-fixed.tokens[0] // 4) and set(fixed.rounds[0]) <= {0, 1}
-    assert fixed.forwards[0] == len(fixed.rounds[0]) + sum(fixed.rounds[0])
-    converged = generate("llama", prompt, add_eos_length=3, refine_iter="converge").stats
-    assert len(converged.rounds[0]) == -(-len(new) // 4) < sum(converged.rounds[0])
-    for mode in ("slide", "verify"):
-        stats = generate("llama", prompt, add_eos_length=3, refine_iter=mode).stats
-        assert stats.rounds == [[]]
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [({"refine_iter": "slde"}, "refine_iter='slde' is unknown; did you mean 'slide'"),
@@ -261,16 +222,6 @@ def test_bad_arguments_are_named(more, message):
     inputs = {"input_ids": [[5], [5, 6, 7, 8]], "add_eos_length": 3, **more}
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         details_of(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **inputs)
-
-
-def test_commit_rule_by_name():
-    modes = (2, "3", "verify", "converge", "branch")
-    rules = {mode: commit_rule(GenerationSettings(7, mode, noise_token_id=2)) for mode in modes}
-    assert all(rule.noise == 2 for rule in rules.values())
-    assert all(isinstance(rules[mode], Refine) and rules[mode].width == 8 for mode in (2, "3", "converge"))
-    assert rules["3"].times == 3 and rules["converge"].times is None
-    assert rules["verify"].windows == [Window(7, 7)]
-    assert (rules["branch"].length, rules["branch"].width) == (7, 64)
 
 
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():

@@ -12,12 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
 from tests.dllm_reasoning.test_trainer import rows_of
-from tests.helpers.configs import compose_ppo
 from tests.helpers.watched_runs import family, wait_until
 from verl.training.checkpoint.publish import published_steps
 
@@ -45,23 +43,16 @@ def assets(tmp_path_factory):
 
 
 def settings(assets, folder, steps, *more):
-    model, train = assets
     return (
-        f"model.partial_pretrain={model}", f"data.train_files={train}", f"data.val_files={train}",
-        f"trainer.default_local_dir={folder}", "model.fsdp_config.dtype=float32", "data.max_length=24",
-        "data.train_batch_size=8", "data.micro_batch_size_per_gpu=4", "trainer.device=cpu",
-        "trainer.n_gpus_per_node=1", "trainer.logger=[]", "trainer.report=false", "trainer.test_freq=7",
-        f"trainer.total_training_steps={steps}", f"trainer.save_checkpoint_steps={SAVED}", "optim.lr=1e-2",
+        *runs.small(*assets, folder), f"data.val_files={assets[1]}", "trainer.test_freq=7",
+        f"trainer.total_training_steps={steps}", f"trainer.save_checkpoint_steps={SAVED}",
         "iterative.noise_pattern=packed", "iterative.num_iterations=2", "iterative.ar_loss_weight=1",
-        "iterative.block_length=4", "iterative.windows_per_sample=3", "trainer.seed=3", "iterative.noise_seed=5", *more,
+        "trainer.seed=3", "iterative.noise_seed=5", *more,
     )  # fmt: skip
 
 
 def trainer_in(assets, folder, steps, *more, cls=IterativeRefineTrainer):
-    config = compose_ppo(*settings(assets, folder, steps, *more), config_dir=runs.CONFIG_DIR,
-                         config_name="iterative_refine")  # fmt: skip
-    OmegaConf.resolve(config)
-    return runs.trainer_of(config, cls)
+    return runs.trainer_of(runs.compose(*assets, folder, *settings(assets, folder, steps, *more)), cls)
 
 
 def check_continues(assets, tmp_path, cut, steps, resume):

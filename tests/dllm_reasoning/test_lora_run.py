@@ -18,6 +18,7 @@ details_of = partial(generator.iterative_generate, return_details=True)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 SETTINGS = ("model.lora_rank=4", "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
             "trainer.save_checkpoint_steps=2", "optim.lr=3e-2",
+            "iterative.noise_token='<sep>'",
             "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]")  # fmt: skip
 
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("fresh_group")
 def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):
     assets = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
     full = runs.trainer_of(runs.compose(*assets, tmp_path / "full", *SETTINGS))
+    assert full.loss.share  # the adapters learn through a shared instruction
     full.fit()
     expected, rows = runs.weights(full), rows_of(tmp_path / "full")
     with torch.no_grad(), full.engine.eval_mode():
@@ -44,7 +46,7 @@ def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path
     adapter = load_file(saved / "lora_adapter" / "adapter_model.safetensors")
     assert all("lora_" in name for name in adapter) and any(t.any() for name, t in adapter.items() if "lora_B" in name)
     config = json.loads((saved / "huggingface" / "config.json").read_text())
-    assert config["dllm_window"] == 4 and config["dllm_noise_token_id"] == EOS
+    assert config["dllm_window"] == 4 and config["dllm_noise_token_id"] == 3
     merged, base = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (saved / "huggingface", assets[0]))
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, ours, atol=1e-5, rtol=0)

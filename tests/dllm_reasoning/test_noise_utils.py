@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dllm_reasoning.utils import noise_utils as nu
-from tests.helpers.models import make_tokenizer
 
 IDS = torch.tensor([[10, 11, 12, 13, 14, 2]])
 ANSWERS = torch.tensor([[0, 0, 1, 1, 1, 1]])
@@ -94,16 +93,3 @@ def test_seeds_of_rows_follow_the_generator():
     assert nu.draw_seeds(two, 4) == first and first != after and len(set(first)) == 4
     two.set_state(state)
     assert nu.draw_seeds(two, 4) == after
-
-
-def test_noise_token_by_name_and_its_errors():
-    tokenizer = make_tokenizer()
-    assert nu.noise_token_of("eos", tokenizer) == 2
-    assert nu.noise_token_of("<sep>", tokenizer) == 3
-    with pytest.raises(ValueError, match="iterative.noise_token=mask, but the tokenizer .* has no mask token"):
-        nu.noise_token_of("mask", tokenizer)
-    tokenizer.eos_token = None  # another noise token would not help: responses end in EOS
-    with pytest.raises(ValueError, match="has no eos token; add one to its tokenizer_config.json.$"):
-        nu.noise_token_of("eos", tokenizer)
-    with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is not a token"):
-        nu.noise_token_of("<nope>", tokenizer)

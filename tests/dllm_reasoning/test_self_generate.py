@@ -7,6 +7,7 @@ import torch
 from dllm_reasoning.trainer import self_generate
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
+from tests.helpers.logs import logged
 from verl.models.loading import create_huggingface_actor
 from verl.trainer import fsdp_sft_trainer
 
@@ -100,18 +101,11 @@ def test_own_answers_under_nested_keys_are_read_by_the_same_keys(assets, tmp_pat
 
 @pytest.mark.process
 def test_answers_without_room_are_dropped_and_counted(assets, tmp_path):
-    from loguru import logger
-
     fits = [(question, text) for _, question, text in greedy_answers(assets, length=13)]
-    logged = []
-    sink = logger.add(lambda message: logged.append(message.record["message"]), level="INFO")
-    config = runs.compose(*assets, tmp_path, *own(tmp_path, "keep_all", "data.max_length=13"))
-    try:
-        made = dataset_of(config)
-    finally:
-        logger.remove(sink)
+    with logged("INFO") as lines:
+        made = dataset_of(runs.compose(*assets, tmp_path, *own(tmp_path, "keep_all", "data.max_length=13")))
     assert [tuple(row.values()) for row in made.rows] == fits and 0 < len(fits) < len(greedy_answers(assets))
-    [summary] = [text for text in logged if text.startswith("own answers: ")]
+    [summary] = [text for text in lines if text.startswith("own answers: ")]
     assert f"own answers: {len(fits)} of 40 kept ({40 - len(fits)} without an end within iterative.self_gen" in summary
 
 

@@ -1,19 +1,14 @@
 """The refinement trainer on one rank and several: exactness, validation, resume, own answers, LoRA."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 
-from dllm_reasoning.inference import generator
 from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer, StepInputs
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
-from verl.models.loading import create_huggingface_actor
 from verl.trainer.sft.data import cut
-
-details_of = partial(generator.iterative_generate, return_details=True)
 
 pytestmark = pytest.mark.usefixtures("fresh_group")
 
@@ -109,31 +104,6 @@ def rows_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     moment = ("train/time(s)", "perf/")
     return [(r["step"], {k: v for k, v in r["data"].items() if not k.startswith(moment)}) for r in rows]
-
-
-def test_window_and_noise_token_travel_with_the_model(assets, tmp_path):
-    contents = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token='<sep>'",
-                          "trainer.total_training_steps=1", contents)  # fmt: skip
-    runs.trainer_of(config).fit()
-    saved = json.loads((tmp_path / "global_step_1" / "huggingface" / "config.json").read_text())
-    assert saved["dllm_window"] == 4 and saved["dllm_noise_token_id"] == 3
-    model = create_huggingface_actor(str(tmp_path / "global_step_1" / "huggingface"))
-    results = details_of(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
-    assert results.stats.forwards[0] == -(-results.stats.tokens[0] // 4)
-
-
-def test_lora_trains_through_a_shared_instruction(assets, tmp_path):
-    config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "model.lora_rank=4")
-    trainer = runs.trainer_of(config)
-    assert trainer.loss.share
-    base = {n: p.detach().clone() for n, p in trainer.engine.module.named_parameters() if not p.requires_grad}
-    before = trainer.engine.get_per_tensor_param()
-    before = {name: t.clone() for name, t in before}
-    steps(trainer, 2)
-    after = runs.weights(trainer)
-    assert any(not torch.equal(after[name], before[name]) for name in before)
-    assert all(torch.equal(p, base[n]) for n, p in trainer.engine.module.named_parameters() if n in base)
 
 
 @pytest.mark.parametrize("pattern", ["iid", "trajectory", "packed"])
