@@ -1,4 +1,4 @@
-"""The record of a conversation, the encoding of added messages, and the routing of requests."""
+"""The record of a conversation, templates that cannot continue it, and the routing of requests."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,6 @@ from verl.agents.conversation import Conversation
 from verl.agents.message_encoder import MessageEncoder
 from verl.rollout.replica import get_rollout_replica_class
 from verl.utils import request_router
-from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.request_router import RequestRouter
 
@@ -52,25 +51,6 @@ CHATML = (
 WORDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "user", "tool", "assistant", "system", "4"]
 
 
-def encoder(template, stop="<|im_end|>"):
-    tokenizer = make_tokenizer(WORDS)
-    tokenizer.chat_template = template
-    return MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(stop)]), tokenizer.convert_tokens_to_ids
-
-
-def test_added_messages_are_the_difference_of_two_renderings():
-    made, ids = encoder(CHATML)
-    expected = ["<|im_start|>", "tool", "4", "<|im_end|>", "<|im_start|>", "assistant"]
-    assert made.encode_appended([{"role": "tool", "content": "4"}]) == ids(expected)
-    assert made.encode_appended([{"role": "user", "content": "4"}]) == ids(["<|im_start|>", "user", *expected[2:]])
-
-
-def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
-    made, ids = encoder(CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
-    made.stop_ids.add(ids("<|endoftext|>"))
-    assert made.encode_appended([{"role": "user", "content": "4"}])[:3] == ids(["<|im_start|>", "user", "4"])
-
-
 @pytest.mark.parametrize(
     ("template", "stop", "message"),
     [
@@ -81,17 +61,11 @@ def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
     ],
 )  # fmt: skip
 def test_a_template_for_which_the_rule_does_not_hold_is_refused(template, stop, message):
-    made, _ = encoder(template, stop)
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = template
+    made = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(stop)])
     with pytest.raises(ValueError, match=message):
         made.check(["tool"])
-
-
-def test_the_default_system_prompt():
-    tokenizer = make_tokenizer(WORDS)
-    tokenizer.chat_template = "{% if messages[0].role != 'system' %}system 4 <|im_end|> {% endif %}" + CHATML
-    ids = tokenizer.convert_tokens_to_ids
-    assert initialize_system_prompt(tokenizer) == ids(["system", "4", "<|im_end|>"])
-    assert extract_system_prompt_and_generation(tokenizer)[1] == ids(["<|im_start|>", "assistant"])
 
 
 def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():

@@ -70,15 +70,6 @@ def test_what_a_turn_adds_to_the_responses_is_known_before(made, more, data):
     assert tree.response_length <= before + appended + 1
 
 
-def test_a_conversation_that_grows_is_one_row():
-    tree = ConversationTree()
-    tree.add([1, 2], [3, 4], [-1.0, -2.0], 5)
-    tree.add([1, 2, 3, 4, 8, 9], [6], [-3.0], 6)
-    (row,) = tree.rows()
-    assert row.prompt_ids == [1, 2] and row.response_ids == [3, 4, 8, 9, 6] and row.response_mask == [1, 1, 0, 0, 1]
-    assert row.response_logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0] and row.versions == [(5, 0, 2), (6, 4, 5)]
-
-
 def test_each_branch_is_a_row():
     tree = ConversationTree()
     tree.add([1, 2], [3])

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, Format, byte_tokenizer, turns
 from verl.agents.message_encoder import MessageEncoder
-from verl.utils.chat_template import initialize_system_prompt
+from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
 
 TOOL, USER = {"role": "tool", "content": "42", "name": "tool"}, {"role": "user", "content": "Again"}
 
@@ -138,6 +138,8 @@ SYSTEM = "<|im_start|>system\n{{ who or 'Be good.' }}<|im_end|>\n"
 )  # fmt: skip
 def test_the_default_system_prompt_is_what_stands_before_the_first_turn(template, expected):
     tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
+    if template == FORMATS["chatml"].template:
+        assert tokenizer.decode(extract_system_prompt_and_generation(tokenizer)[1]) == IM_PROMPT
     for who in ("Be good.", "Be bad."):
         text = tokenizer.decode(initialize_system_prompt(tokenizer, who=who))
         assert text == expected.replace("{{ who or 'Be good.' }}", who)

@@ -5,17 +5,17 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from loguru import logger
 from omegaconf import OmegaConf
 
 import verl
 from tests.agents.agent_loop.parts import EVENTS
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.agents.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.reward.test_managers import TOKENIZER
 from verl.agents.agent_loop import (
@@ -39,14 +39,6 @@ from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.http_json import ServerUnreachable
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
-
-
-def warnings_of(work):
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    work()
-    logger.remove(sink)
-    return [str(line) for line in lines]
 
 
 @register("changing")
@@ -113,7 +105,8 @@ FILTERS = {"top_k": 5, "top_p": 0.9}
 ])  # fmt: skip
 def test_a_loop_that_drops_the_kept_tokens_is_a_warning(manager, agent, rollout, meta, warns):
     made = manager(lambda row, turn: [7, EOS], **rollout)
-    lines = warnings_of(lambda: generated(made, 3, agent, meta=meta))
+    with logged() as lines:
+        generated(made, 3, agent, meta=meta)
     assert [f"agent loop {agent} returns no AgentLoopOutput.kept_tokens" in line for line in lines] == [True] * warns
 
 
@@ -125,15 +118,12 @@ def test_kept_tokens_become_the_column_of_the_batch(manager):
 
 
 def prompts(size, agent="changing", meta=(), **columns):
-    objects = {"raw_prompt": [[{"role": "user", "content": "what"}]] * size, "agent_name": [agent] * size,
-               "sample_index": list(range(size)), **columns}  # fmt: skip
-    arrays = {name: np.empty(size, dtype=object) for name in objects}
-    for name, values in objects.items():
-        arrays[name][:] = values
+    asked = [[{"role": "user", "content": "what"}]] * size
+    objects = {"raw_prompt": asked, "agent_name": [agent] * size, "sample_index": range(size), **columns}
     ids = torch.full((size, PROMPT), 5)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1, **dict(meta)}
-    return DataProto.from_dict(tensors, arrays, meta)
+    return DataProto.from_dict(tensors, object_columns(**objects), meta)
 
 
 def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
@@ -338,7 +328,8 @@ def returning(state):
 
 @pytest.mark.parametrize("state", HANDLERS)
 def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
-    assert set(TRANSITIONS) == set(HANDLERS) and all(AgentState.TERMINATED in after for after in TRANSITIONS.values())
+    assert set(TRANSITIONS) == set(HANDLERS) == set(AgentState) - {AgentState.TERMINATED}
+    assert all(AgentState.TERMINATED in after for after in TRANSITIONS.values())
     ways = {AgentState.PENDING: AgentState.GENERATING, AgentState.GENERATING: state, state: AgentState.PENDING}
     for start, end in ways.items():
         monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
@@ -346,10 +337,10 @@ def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
         generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
 
 
-def calling(manager, tmp_path, turns, **multi_turn):
-    """The row of a conversation whose model writes `turns`, each a number of calls of AddTool, then "so"."""
+def calling(manager, tmp_path, turns, tool="AddTool", **multi_turn):
+    """The row of a conversation whose model writes `turns`, each a number of calls of the tool, then "so"."""
     EVENTS.clear()
-    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.{tool}", "config": {}}]}))
     call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
     words = [[*call * number, "<eos>"] for number in turns] + [["so", "<eos>"]]
     made = manager(lambda row, turn: ids(words[turn - 1]), response_length=100,
@@ -371,10 +362,11 @@ def test_a_tool_keeps_its_state_over_the_turns_of_a_conversation(manager, tmp_pa
     assert columns["__num_turns__"] == 6 and columns["tool_call_counts"] == 2 and columns["end_reason"] == "stop"
 
 
-def test_user_turns_limit_a_conversation(manager, tmp_path):
-    columns, given = calling(manager, tmp_path, [1, 1], max_user_turns=1)
-    assert columns["end_reason"] == "turns" and columns["__num_turns__"] == 1 + 2 + 1
-    assert given == ["tool", "7"] and [kind for kind, *_ in EVENTS].count("execute") == 1
+@pytest.mark.parametrize(("limit", "answers"), [({"max_user_turns": 1}, 1), ({"max_assistant_turns": 1}, 0)])
+def test_turns_limit_a_conversation(manager, tmp_path, limit, answers):
+    columns, given = calling(manager, tmp_path, [1, 1], **limit)
+    assert columns["end_reason"] == "turns" and columns["__num_turns__"] == 2 + 2 * answers
+    assert given == ["tool", "7"] * answers and [kind for kind, *_ in EVENTS].count("execute") == answers
 
 
 @pytest.mark.parametrize(("limit", "made"), [(1, 1), (2, 2), (3, 3)])
@@ -435,17 +427,8 @@ def test_paths_of_loops_files(tmp_path, monkeypatch):
 
 
 def test_pictures_of_a_tool_are_refused(manager, tmp_path):
-    entry = {"class_name": f"{PARTS}.PictureTool", "config": {}}
-    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
-    call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
-    made = manager(lambda row, turn: ids([*call, "<eos>"] if turn == 1 else ["so", "<eos>"]), response_length=60,
-                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml")})  # fmt: skip
-    ids = made.agent_loop_workers[0].tokenizer.convert_tokens_to_ids
-    output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])
-    given = output.batch["attention_mask"][0, PROMPT:] - output.batch["response_mask"][0]
-    words = made.agent_loop_workers[0].tokenizer.decode(output.batch["responses"][0][given.bool()]).split()
-    assert words[:2] == ["tool", "Error:"] and "7" not in words
-    assert output.non_tensor_batch["tool_rewards"].tolist() == [[]]
+    columns, given = calling(manager, tmp_path, [1], tool="PictureTool")
+    assert given[:2] == ["tool", "Error:"] and "7" not in given and columns["tool_rewards"] == []
 
 
 def test_an_interactions_text_that_does_not_fit_is_left_out(manager):

@@ -18,6 +18,7 @@ from tests.agents.agent_loop.serve import ServerProcess
 from tests.agents.agent_loop.test_killed_tools_run import command, save_calling_llama
 from tests.agents.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
 from tests.helpers.chat_templates import FORMATS, byte_tokenizer
+from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
@@ -64,12 +65,11 @@ def hold(model, tmp_path):
         group = SimpleNamespace(world_size=len(handles), rollout_server=lambda: handles)
         manager = AgentLoopManager(config, group)
         made.append(manager)
-        raw = np.empty(number, dtype=object)
-        raw[:] = [[{"role": "user", "content": "add"}]] * number
+        columns = object_columns(raw_prompt=[[{"role": "user", "content": "add"}]] * number)
         ids = torch.full((number, 8), 5)
         tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
         meta = {"n": 1, "eos_token_id": 2, "pad_token_id": 0, "global_steps": 1}
-        prompts = DataProto.from_dict(tensors, {"raw_prompt": raw, "sample_index": np.arange(number)}, meta)
+        prompts = DataProto.from_dict(tensors, columns | {"sample_index": np.arange(number)}, meta)
         return manager.generate_sequences(prompts, on_finished)
 
     yield hold
@@ -183,9 +183,8 @@ def test_programs_that_hang_raise_flood_or_fork_are_answers(tmp_path, request):
     worker.server_manager = ScriptedEngine(worker.rollout_config, answer)
     render_chat(worker.tokenizer, [{"role": "user", "content": "?"}])  # its process stays for further templates
     before = set(psutil.Process().children(recursive=True))
-    raw = np.empty(len(PROGRAMS), dtype=object)
-    raw[:] = [[{"role": "user", "content": f"question {i}"}] for i in range(len(PROGRAMS))]
-    batch = DataProto(None, {"raw_prompt": raw}, {"sampling": {"logprobs": False}})
+    questions = [[{"role": "user", "content": f"question {i}"}] for i in range(len(PROGRAMS))]
+    batch = DataProto(None, object_columns(raw_prompt=questions), {"sampling": {"logprobs": False}})
     output = asyncio.run(asyncio.wait_for(worker.generate_sequences(batch), 60))
     texts = worker.tokenizer.batch_decode(output.batch["responses"])
     for text, expected in zip(texts, PROGRAMS.values(), strict=True):

@@ -199,7 +199,8 @@ def test_a_call_that_cannot_be_read_stays_text_in_the_next_turns_prompt(worker_o
     worker = worker_of("rows qwen3", 1, row_per_turn=True)
     broken = "<tool_call>{'name': 3}</tool_call>"
     turn = worker.tokenizer(broken + "<|im_end|>", add_special_tokens=False)["input_ids"]
-    engine, _ = held(worker, turn, turn[-1:])
+    engine, output = held(worker, turn, turn[-1:])
+    assert output.extra_fields["tool_call_counts"] == 1 and output.extra_fields["tool_rewards"] == []
     seen = worker.tokenizer.decode(engine.seen[1])
     assert f"assistant\n{broken}<|im_end|>" in seen and "Error: the call is n" in seen
 

@@ -14,6 +14,7 @@ import ray
 import torch
 
 from tests.agents.agent_loop.scripted import ScriptedEngine
+from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.agents.agent_loop import manager as manager_module
@@ -90,8 +91,7 @@ def manager(ray_cluster, tmp_path):
 
 def generated(manager, first_ids, on_finished=None):
     size = len(first_ids)
-    columns = {"raw_prompt_ids": np.empty(size, dtype=object), "sample_index": np.arange(size)}
-    columns["raw_prompt_ids"][:] = [[i, 5] for i in first_ids]
+    columns = object_columns(raw_prompt_ids=[[i, 5] for i in first_ids]) | {"sample_index": np.arange(size)}
     ids = torch.full((size, 4), 5)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1}

@@ -4,18 +4,17 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from tests.agents.agent_loop.parts import EVENTS
+from tests.helpers.columns import object_columns
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group, make_engine, serve_weights
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
 from verl.agents.agent_loop.manager import AgentLoopManager
-from verl.agents.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.agents.agent_loop.worker import get_trajectory_info
 from verl.protocol import DataProto
 from verl.reward.rows import LOST
@@ -80,14 +79,12 @@ def converse(served, model, tmp_path):
         manager = AgentLoopManager(config, group)
         managers.append(manager)
         size = len(rows)
-        columns = {"raw_prompt": [[{"role": "user", "content": row.get("text", "add")}] for row in rows],
-                   "agent_name": [row.get("agent", "tool_agent") for row in rows],
-                   "tools_kwargs": [row.get("tools", {}) for row in rows],
-                   "interaction_kwargs": [row.get("interaction", {}) for row in rows]}  # fmt: skip
-        objects = {}
-        for name, values in columns.items():
-            objects[name] = np.empty(size, dtype=object)
-            objects[name][:] = values
+        objects = object_columns(
+            raw_prompt=[[{"role": "user", "content": row.get("text", "add")}] for row in rows],
+            agent_name=[row.get("agent", "tool_agent") for row in rows],
+            tools_kwargs=[row.get("tools", {}) for row in rows],
+            interaction_kwargs=[row.get("interaction", {}) for row in rows],
+        )
         ids = torch.full((size, 8), 5)
         prompts = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids),
                                        "position_ids": torch.arange(8).repeat(size, 1)}, objects,
@@ -126,34 +123,28 @@ def test_a_call_is_answered_and_the_conversation_continues(converse, model):
     assert [event[0] for event in EVENTS] == ["create", "execute", "release"]
 
 
-def test_log_probs_are_those_of_the_trained_module_at_every_generated_token(converse, served):
-    output = converse([{}, {"text": "?"}], n=2)
-    batch = output.batch
+def generated_tokens(served, batch):
+    """The mask of the generated tokens, whose log-probs must be those of the trained module."""
     with torch.no_grad(), served.engine.eval_mode():
         logits = served.engine.module(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
         ).logits.float()
-    length = batch["responses"].shape[1]
+    length, mask = batch["responses"].shape[1], batch["response_mask"].bool()
     expected = logits.log_softmax(-1)[:, -length - 1 : -1].gather(2, batch["responses"][..., None])[..., 0]
-    mask = batch["response_mask"].bool()
-    assert mask.sum() == 2 * (10 + 2) + 2 * 2
     assert torch.allclose(batch["rollout_log_probs"][mask], expected[mask], atol=1e-3)
-    assert (batch["rollout_log_probs"][~mask] == 0).all()
+    return mask
+
+
+def test_log_probs_are_those_of_the_trained_module_at_every_generated_token(converse, served):
+    batch = converse([{}, {"text": "?"}], n=2).batch
+    mask = generated_tokens(served, batch)
+    assert mask.sum() == 2 * (10 + 2) + 2 * 2 and (batch["rollout_log_probs"][~mask] == 0).all()
 
 
 def test_log_probs_of_turns_are_those_of_the_module_after_their_own_prompts(converse, served, model):
     """The template leaves calls out of the second turn's prompt, which the row of the conversation does not."""
-    output = converse([{}, {"text": "?"}], n=2, row_per_turn=True)
-    rows = to_rows(output)
-    batch, length = rows.batch, rows.batch["responses"].shape[1]
-    with torch.no_grad(), served.engine.eval_mode():
-        logits = served.engine.module(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
-        ).logits.float()
-    expected = logits.log_softmax(-1)[:, -length - 1 : -1].gather(2, batch["responses"][..., None])[..., 0]
-    mask = batch["response_mask"].bool()
-    assert mask.sum(1).tolist() == [10, 2, 10, 2, 2, 0, 2, 0]
-    assert torch.allclose(batch["rollout_log_probs"][mask], expected[mask], atol=1e-3)
+    batch = to_rows(converse([{}, {"text": "?"}], n=2, row_per_turn=True)).batch
+    assert generated_tokens(served, batch).sum(1).tolist() == [10, 2, 10, 2, 2, 0, 2, 0]
     second = batch["input_ids"][1][batch["attention_mask"][1].bool()].tolist()
     assert hf_tokenizer(model).decode(second).split() == ["user", "add", "<eos>", "tool", "7", "so", "<eos>"]
 
@@ -179,24 +170,6 @@ def test_a_failure_or_flood_of_a_tool_is_an_answer_within_its_limits(converse, m
     assert output.non_tensor_batch["tool_rewards"].tolist() == [[] if "raises" in kwargs else [0.25]]
 
 
-def test_a_malformed_call_is_answered(converse, model):
-    output = converse([{"text": "break"}])
-    words = shown(model, output)[1]
-    assert words[:4] == marked((1, ["<tool_call>{", "<eos>"]), (0, ["tool", "Error:"])) and words[-1] == ("<eos>", 1)
-    assert output.non_tensor_batch["tool_call_counts"].tolist() == [1]
-    assert output.non_tensor_batch["tool_rewards"].tolist() == [[]] and EVENTS == []
-
-
-def test_turns_and_tokens_limit_a_conversation(converse, model):
-    output = converse([{}], max_assistant_turns=1)
-    assert shown(model, output)[1] == marked((1, [*CALL, "<eos>"]))
-    assert output.non_tensor_batch["end_reason"].tolist() == ["turns"]
-    assert [event[0] for event in EVENTS] == []
-    output = converse([{"tools": {"add": {"execute_kwargs": {"words": 29}}}}], max_tool_response_length=1000)
-    assert shown(model, output)[1] == marked((1, [*CALL, "<eos>"]))  # the answer does not fit: the turn before stays
-    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
-
-
 def test_an_interaction_answers_until_it_ends_the_conversation(converse, model):
     output = converse([{"text": "?", "interaction": {"turns": 2}}, {"text": "?", "interaction": {"turns": 1}}], True)
     columns = output.non_tensor_batch
@@ -212,18 +185,6 @@ def test_an_interaction_answers_until_it_ends_the_conversation(converse, model):
 def test_an_unknown_loop_is_named(converse):
     with pytest.raises(ValueError, match="agent_name='nobody' is unknown. Known: .*silent.*tool_agent"):
         converse([{"agent": "nobody"}])
-
-
-def test_a_long_prompt_is_dropped_and_counted(converse):
-    output = converse([{"text": "add " * 9}, {}, {"text": "add " * 60}])  # the last one fills the model
-    assert output.non_tensor_batch[LOST].tolist() == [True, False, True]
-
-
-def test_every_state_has_a_handler():
-    from verl.agents.agent_loop.tool_agent_loop import HANDLERS
-
-    assert set(HANDLERS) == set(AgentState) - {AgentState.TERMINATED}
-    assert all(callable(getattr(ToolAgentLoop, name)) for name in HANDLERS.values())
 
 
 def test_trajectory_info_numbers_equal_neighbours():

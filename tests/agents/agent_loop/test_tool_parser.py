@@ -23,14 +23,6 @@ def parse(name, text, tool_schemas=()):
     return content, [(call.name, given, call.error) for call, given in zip(calls, arguments, strict=True)]
 
 
-def test_hermes():
-    text = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    text += '<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>'
-    content, calls = parse("hermes", text)
-    assert content == "Let me see.<|im_end|>" and calls == [("add", {"a": 1}, None), ("now", {}, None)]
-    assert parse("hermes", "no call") == ("no call", [])
-
-
 CALLS = {
     "hermes": '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>',
     "qwen3_coder": "<tool_call><function=add><parameter=a>%s</parameter></function></tool_call>",
@@ -76,6 +68,8 @@ NESTED = {"where": {"tags": ["a", {"b": None}], "deep": [[1.5, True]]}, "text": 
 NESTED_TEXT = {name: json.dumps(value) if name == "where" else value for name, value in NESTED.items()}
 #: Two calls in one turn, find(**NESTED) and now(), as each family writes them.
 SEVERAL = {
+    "hermes": '<tool_call>\n{{"name": "find", "arguments": {all}}}\n</tool_call>'
+    '<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call><|im_end|>',
     "glm45": "<tool_call>find<arg_key>where</arg_key><arg_value>{where}</arg_value><arg_key>text</arg_key>"
     "<arg_value>{text}</arg_value></tool_call><tool_call>now\n</tool_call><|observation|>",
     "minimax_m2": '<minimax:tool_call><invoke name="find"><parameter name="where">{where}</parameter>'
@@ -91,7 +85,8 @@ SEVERAL = {
     "mistral": "[TOOL_CALLS]find[CALL_ID]call00003[ARGS]{all}[TOOL_CALLS]now[ARGS]{{}}</s>",
     "llama4_pythonic": "<|python_start|>[find(where={literal}, text={quoted}), now()]<|python_end|><|eom|>",
 }
-LEFT = {"glm45": "<|observation|>", "minimax_m2": "[e~[", "kimi_k2": "<|im_end|>", "llama4_pythonic": "", "mistral": "",
+LEFT = {"hermes": "<|im_end|>", "glm45": "<|observation|>", "minimax_m2": "[e~[", "kimi_k2": "<|im_end|>",
+        "llama4_pythonic": "", "mistral": "",
         "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>"}  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.configs import compose_ppo
 from verl.agents.agent_loop.base import DictConfigWrap
@@ -12,25 +13,11 @@ from verl.agents.agent_loop.environment_agent_loop import EnvironmentAgentLoop
 from verl.agents.agent_loop.rows import is_lost
 from verl.agents.environments.processes import environment_rows
 from verl.config.environment import EnvironmentConfig
-from verl.rollout.replica import TokenOutput
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 
 pytestmark = pytest.mark.process
 WORDS = "yes no crash again".split()
-
-
-class Scripted:
-    """A server that gives the answers in turn; `asked` has the prompt of each."""
-
-    def __init__(self, rollout, answers):
-        self.rollout_config, self.answers, self.asked = rollout, list(answers), []
-
-    async def generate(self, request_id, *, prompt_ids, sampling_params):
-        self.asked.append(prompt_ids)
-        ids = self.answers.pop(0)[: sampling_params["max_tokens"]]
-        stop = "completed" if ids[-1] == 2 else "length"
-        return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids), stop_reason=stop)
 
 
 @pytest.fixture
@@ -45,13 +32,14 @@ def run(files, tiny_llama):
 
     def conversation(*answers, response_length=40):
         rollout = RolloutConfig(name="vllm", mode="async", prompt_length=12, response_length=response_length)
-        server = Scripted(rollout, [tokenizer(answer)["input_ids"] for answer in answers])
+        written = [tokenizer(answer)["input_ids"] for answer in answers]
+        server = ScriptedEngine(rollout, lambda *asked: written.pop(0))
         loop = EnvironmentAgentLoop(wrapped, server, tokenizer, None)
         wrapped.shared.pop("environment").close()
         wrapped.shared["environment"] = loop.pool = type(loop.pool)(settings)  # of this event loop
         output = asyncio.run(loop.run({"stop_token_ids": [2]}, extra_info=row["extra_info"]))
         loop.pool.close()
-        return output, SimpleNamespace(decode=tokenizer.decode, asked=server.asked)
+        return output, SimpleNamespace(decode=tokenizer.decode, asked=server.seen)
 
     return conversation
 

@@ -1,9 +1,4 @@
-"""Tools whose every call is known, and a local HTTP server."""
-
-import contextlib
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+"""Tools whose every call is known."""
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -68,34 +63,3 @@ class Acts(Counter):
     async def release(self, instance_id, **kwargs):
         await self._maybe("release")
         await super().release(instance_id, **kwargs)
-
-
-@contextlib.contextmanager
-def serving(answer):
-    """(url, requests) of a server on 127.0.0.1 that answers `answer(body) -> (status, iterable of bytes)` to POST."""
-    requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(body)
-            status, parts = answer(body)
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                for part in parts:
-                    self.wfile.write(part)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -1,7 +1,6 @@
 """SearchTool and SandboxFusionTool against a real HTTP server on 127.0.0.1."""
 
 import asyncio
-import json
 import resource
 import threading
 import time
@@ -9,7 +8,8 @@ import time
 import pytest
 import tenacity
 
-from tests.agents.tools.helpers import schema, serving
+from tests.agents.tools.helpers import schema
+from tests.helpers.http_server import serving
 from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.sandbox_fusion_tools import (
     ExecutionWorker,
@@ -36,26 +36,12 @@ def run(tool, *calls, **settings):
     return asyncio.run(converse())
 
 
-def as_json(value, status=200):
-    return lambda body: (status, [json.dumps(value).encode()])
-
-
-def flood(sent):
-    def answer(body):
-        def parts():
-            for _ in range(100):
-                sent.append(1 << 20)
-                yield b"[" * (1 << 20)
-
-        return 200, parts()
-
-    return answer
-
-
-def passages(body):
-    results = [[{"document": {"contents": f"{q} {i}\nText {i}."}, "score": 1 / (i + 1)} for i in range(body["topk"])]
-             for q in body["queries"]]  # fmt: skip
-    return 200, [json.dumps({"result": results}).encode()]
+def passages(request):
+    results = [
+        [{"document": {"contents": f"{q} {i}\nText {i}."}, "score": 1 / (i + 1)} for i in range(request.body["topk"])]
+        for q in request.body["queries"]
+    ]
+    return 200, {"result": results}
 
 
 def test_search_asks_for_topk_and_shows_passages():
@@ -72,11 +58,11 @@ def test_search_asks_for_topk_and_shows_passages():
 
 
 def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
-    answers = [(503, [b"busy"]), *[(200, [json.dumps({"result": [[]]}).encode()])]]
-    with serving(lambda body: answers.pop(0)) as (url, requests):
+    answers = [(503, "busy"), (200, {"result": [[]]})]
+    with serving(lambda request: answers.pop(0)) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert (result.response.text, len(requests)) == ("No results.", 2)
-    with serving(as_json("unknown index", 404)) as (url, requests):
+    with serving(lambda request: (404, "unknown index")) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert len(requests) == 1 and result.failure == "exception"
         assert result.response.text == (
@@ -88,14 +74,20 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
 
 @pytest.mark.parametrize("answer", [[], {"result": 3}, {"result": [[{"text": "a"}]]}])
 def test_another_format_is_an_error_text(answer):
-    with serving(as_json(answer)) as (url, _):
+    with serving(lambda request: (200, answer)) as (url, _):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
     assert result.failure == "exception" and "answered in another format" in result.response.text
 
 
 def test_a_service_that_floods_is_cut_off_while_reading():
     sent = []
-    with serving(flood(sent)) as (url, _):
+
+    def megabytes():
+        for _ in range(100):
+            sent.append(1 << 20)
+            yield b"[" * (1 << 20)
+
+    with serving(lambda request: (200, megabytes())) as (url, _):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -105,7 +97,7 @@ def test_a_service_that_floods_is_cut_off_while_reading():
 
 def test_a_service_that_hangs_is_a_timeout():
     release = threading.Event()
-    with serving(lambda body: (release.wait(30), (200, [b"{}"]))[1]) as (url, requests):
+    with serving(lambda request: (release.wait(30), (200, {}))[1]) as (url, requests):
         by_tool = run(SearchTool({"retrieval_service_url": url, "timeout": 1}, None), '{"query_list": ["a"]}')[0]
         by_runner = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}', timeout=1)[0]
         deadline = time.monotonic() + 20
@@ -116,14 +108,15 @@ def test_a_service_that_hangs_is_a_timeout():
 
 
 def test_sandbox_fusion_sends_limits_and_shows_the_outputs():
-    def service(body):
+    def service(request):
+        code = request.body["code"]
         ran = {"status": "Finished", "stdout": "42\n", "stderr": "a warning\n", "return_code": 0}
-        if "while" in body["code"]:
+        if "while" in code:
             ran = {"status": "TimeLimitExceeded", "stdout": "", "stderr": ""}
-        if "pass" in body["code"]:
+        if "pass" in code:
             ran = {"status": "Finished", "stdout": "", "stderr": ""}
-        failed = {"status": "SandboxError", "message": "no room"} if "broken" in body["code"] else {"status": "Success"}
-        return 200, [json.dumps({**failed, "run_result": ran}).encode()]
+        failed = {"status": "SandboxError", "message": "no room"} if "broken" in code else {"status": "Success"}
+        return 200, {**failed, "run_result": ran}
 
     with serving(service) as (url, requests):
         tool = SandboxFusionTool({"sandbox_fusion_url": url, "default_timeout": 5, "memory_limit_mb": 256}, None)
@@ -142,7 +135,7 @@ def test_sandbox_fusion_sends_limits_and_shows_the_outputs():
 
 def test_a_schema_may_offer_language_and_timeout():
     properties = {"code": {"type": "string"}, "language": {"type": "string"}, "timeout": {"type": "number"}}
-    with serving(as_json({"status": "Success", "run_result": {"stdout": "a"}})) as (url, requests):
+    with serving(lambda request: (200, {"status": "Success", "run_result": {"stdout": "a"}})) as (url, requests):
         tool = SandboxFusionTool({"sandbox_fusion_url": url}, schema("run", properties, ["code"]))
         run(tool, {"code": "x", "language": "bash", "timeout": 2})
     assert (requests[0]["language"], requests[0]["run_timeout"]) == ("bash", 2)

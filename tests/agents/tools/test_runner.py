@@ -4,9 +4,9 @@ import asyncio
 import sys
 
 import pytest
-from loguru import logger
 
 from tests.agents.tools.helpers import Acts, Counter, schema
+from tests.helpers.logs import logged
 from verl.agents.tools.runner import ToolRunner, truncate
 from verl.agents.tools.schemas import ToolResponse
 from verl.reward.pool import FatalGradingError
@@ -276,14 +276,10 @@ def test_one_character_in_the_middle_and_half_surrogates():
 
 
 def test_a_failure_is_logged_once_and_counted_each_time():
-    messages = []
-    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
-    try:
-        runner = runner_of(Acts("execute", fail))
+    runner = runner_of(Acts("execute", fail))
+    with logged() as messages:
         for _ in range(3):
             asyncio.run(one_call(runner))
-    finally:
-        logger.remove(sink)
     assert runner.counts["exception"] == 3 and len(messages) == 1
     assert "KeyError: 'left'" in messages[0] and "test_runner.py" in messages[0]
 
@@ -293,12 +289,8 @@ def test_the_log_says_where_a_tool_that_returns_a_wrong_type_is_defined():
         async def execute(self, instance_id, parameters, **kwargs):
             return "text", 0.0, {}
 
-    messages = []
-    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
-    try:
+    with logged() as messages:
         result, _ = asyncio.run(one_call(runner_of(Wrong("never", fail))))
-    finally:
-        logger.remove(sink)
     assert ".py" not in result.response.text  # which the model reads
     assert f"Wrong.execute (tests/agents/tools/test_runner.py:{Wrong.execute.__code__.co_firstlineno})" in messages[0]
 
