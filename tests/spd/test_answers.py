@@ -85,6 +85,15 @@ def test_answers_by_hand(text, answer):
         pytest.param(r"\boxed{x^2 + 2x}", "(x+1)^2", False, marks=pytest.mark.process),
         (r"\boxed{\text{Monday}}", "Monday", True),
         (r"\boxed{\text{Monday}}", "Tuesday", False),
+        ("Logan is a boy. The answer is son.", "son", True),
+        ("so the answer is mother-in-law.", "mother-in-law", True),
+        ("the answer is **Tariq-Jay**", "Tariq-Jay", True),
+        ("The answer is Son", "#### son", True),
+        ("The answer is son. Or the answer is daughter.", "son", False),
+        ("Logan is the son.", "son", False),
+        ("The answer is stepson.", "son", False),
+        ("The answer is 3.", "son", False),
+        ("The answer is son.", "3", False),
     ],
 )
 def test_an_answer_is_compared_whole_and_by_value(text, truth, right):
@@ -102,14 +111,3 @@ def test_no_answer_takes_long(text):
     started = time.process_time()
     is_correct(text, "5")
     assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "right"),
-    [("Logan is a boy. The answer is son.", "son", True), ("so the answer is mother-in-law.", "mother-in-law", True),
-     ("the answer is **Tariq-Jay**", "Tariq-Jay", True), ("The answer is Son", "#### son", True),
-     ("The answer is son. Or the answer is daughter.", "son", False), ("Logan is the son.", "son", False),
-     ("The answer is stepson.", "son", False), ("The answer is 3.", "son", False), ("The answer is son.", "3", False)],
-)  # fmt: skip
-def test_words_are_answers_too(text, truth, right):
-    assert is_correct(text, truth) is right

@@ -3,13 +3,9 @@
 Not covered: a run on a remote cluster (RAY_ADDRESS), whose files and servers are checked on its nodes.
 """
 
-import json
 import os
 import shutil
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +17,7 @@ import recipe.spd.config
 import train_spd_scorer as entry
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.configs import compose_ppo
+from tests.helpers.http_server import serving
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from verl.trainer import main_ppo
 from verl.utils.ports import free_port
@@ -293,31 +290,9 @@ def test_a_lora_adapter_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_pat
     assert f"{tmp_path}/adapter_model.safetensors is missing or incomplete" in error
 
 
-@contextmanager
 def server(answer):
-    """A server whose /v1/models gives `answer`; yields its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps(answer).encode()
-            self.send_response(200 if self.path == "/v1/models" else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_port}"
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+    """A server whose /v1/models gives `answer`."""
+    return serving(lambda request: (200 if request.path == "/v1/models" else 404, answer))
 
 
 def models(*paths):
@@ -330,7 +305,7 @@ def test_unreachable_servers_are_refused_but_one_of_two_suffices(bed, monkeypatc
     error = one_problem(refusal(monkeypatch, bed))
     assert f"spd.rollout.servers (SPD_VLLM_URLS)={dead}/v1/models does not answer from here" in error
     assert "Start it, or unset SPD_VLLM_URLS" in error
-    with server(models(bed.target)) as alive:
+    with server(models(bed.target)) as (alive, _):
         monkeypatch.setenv("SPD_VLLM_URLS", f"{dead},{alive}")
         with pytest.raises(Started):
             refusal(monkeypatch, bed)
@@ -338,13 +313,13 @@ def test_unreachable_servers_are_refused_but_one_of_two_suffices(bed, monkeypatc
 
 def test_a_server_of_another_model_or_without_models_is_refused(bed, monkeypatch):
     other = f"{bed.directory}/other"
-    with server(models(other)) as url:
+    with server(models(other)) as (url, _):
         monkeypatch.setenv("SPD_VLLM_URLS", url)
         error = one_problem(refusal(monkeypatch, bed))
         assert f"SPD server {url} serves m0 ({other}), but the target is '{bed.target}'. Start it with that" in error
         with pytest.raises(Started):
             refusal(monkeypatch, bed, spd__rollout__served_model="m0")
-    with server({"detail": "a wiki"}) as url:
+    with server({"detail": "a wiki"}) as (url, _):
         monkeypatch.setenv("SPD_VLLM_URLS", url)
         error = one_problem(refusal(monkeypatch, bed))
         assert f"{url}/v1/models answers" in error and "is it a vLLM server?" in error
@@ -390,12 +365,4 @@ def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(bed, monkeyp
     assert "trainer.totl_epochs is not a known key; did you mean trainer.total_epochs?" in text
     assert "spd.reward.alpa is not a known key; did you mean spd.reward.alpha?" in text
     assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_trainer_s_command_refuses_a_prepared_row(bed, monkeypatch, tmp_path):
-    path = prepared(bed, tmp_path, lambda row: row.update(sep_token_id=-1))
-    changes = settings(bed, trainer__default_local_dir=tmp_path / "out", data__train_files=path)
-    text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
-    assert "row 3: sep_token_id must be a token id from 0 to " in text
     assert not (tmp_path / "out").exists()

@@ -20,8 +20,6 @@ from recipe.spd.rollout.client import (
 )
 from recipe.spd.rollout.store import Completion
 from recipe.spd.settings import SPDRolloutSettings
-from verl.utils import request_router
-from verl.utils.request_router import RequestRouter
 
 FAST = SPDRolloutSettings(timeout_s=30.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
 
@@ -231,48 +229,3 @@ def test_servers_of_environment_config_and_rank(monkeypatch):
     assert preferred_first(["x", "y", "z"], rank=0) == ["z", "x", "y"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preferred_first(["x", "y", "z"], rank=1) == ["y", "z", "x"]
-
-
-def test_the_preferred_server_serves_again_after_its_rest():
-    async def fail_once(count):
-        if count == 1:
-            raise web.HTTPInternalServerError()
-
-    first, second = FakeServer(fail_once), FakeServer()
-    one = replace(FAST, prompts_per_request=10, concurrency=1)
-    with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
-        c.router._backoff_until[0] = time.monotonic()
-        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)
-
-
-def test_a_server_that_failed_rests_and_is_asked_again(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(request_router.time, "monotonic", lambda: now[0])
-    router = RequestRouter(2, backoff_s=10.0)
-
-    def order(seconds: float) -> list[int]:
-        now[0] = seconds
-        first = router.acquire(weight=0)
-        return [first, router.acquire(exclude=[first], weight=0)]
-
-    def failed(server: int, seconds: float) -> None:
-        now[0] = seconds
-        router.release(server, lost=True, weight=0)
-
-    assert order(0.0) == [0, 1]
-    failed(0, 100.0)
-    failed(0, 101.0)  # was under way: no second failure
-    assert order(109.9) == [1, 0] and order(110.0) == [0, 1]
-    failed(0, 110.0)
-    assert order(129.9) == [1, 0] and order(130.0) == [0, 1]
-    failed(1, 131.0)  # both failed: the one whose rest ends first comes first
-    failed(0, 131.0)
-    assert order(132.0) == [1, 0]
-    assert router.failures[0] > 0
-    router.release(0, weight=0)
-    assert router.failures[0] == 0 and order(132.0) == [0, 1]
-    for k in range(20):
-        failed(1, 1e6 * (k + 1))
-    assert router._backoff_until[1] == 2e7 + 600

@@ -187,8 +187,21 @@ def test_replay_shows_the_same_block_as_decoding_did():
         assert torch.equal(block.target_ids, chosen[places, : width + 1])
 
 
-def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), before=()):
-    """Commit one block by hand: tokens as numbers, no model. Returns the result and whether the row continues."""
+@pytest.mark.parametrize(
+    ("drafted", "chosen", "accepted", "before", "tokens", "counts", "finished", "done"),
+    [
+        # The mismatch at 1 is accepted, the one at 3 is not; 3 would be the bonus token.
+        ([5, 6, 7, 8], [5, 9, 7, 4, 3], 3, [], [5, 6, 7, 4], (3, 2, 1), False, False),
+        # What follows an end token in the draft is dropped from text and counts.
+        ([5, 2, 7, 8], [5, 9, 7, 4, 3], 3, [], [5, 2], (2, 1, 1), True, True),
+        # An end token as correction is no accepted token.
+        ([5, 6], [5, 2, 3], 1, [], [5, 2], (1, 1, 0), True, True),
+        # The limit cuts inside a block.
+        ([5, 6, 7], [5, 6, 7, 8], 3, [1, 1, 1], [1, 1, 1, 5, 6], (2, 0, 0), False, True),
+    ],
+)
+def test_a_block_is_committed_by_hand(drafted, chosen, accepted, before, tokens, counts, finished, done):
+    """`counts`: accepted tokens, mismatches judged and accepted; at most five tokens, 2 ends a text."""
     result = SpecResult.empty(1)
     result.tokens[0] = list(before)
     mismatch = [d != t for d, t in zip(drafted, chosen[:-1], strict=True)]
@@ -196,43 +209,11 @@ def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), be
         rows=torch.tensor([0]), draft_ids=torch.tensor([drafted]), target_ids=torch.tensor([chosen]),
         mismatch=torch.tensor([mismatch]),
     )
-    _commit(block, torch.tensor([accepted]), {0: []}, result, limit, frozenset(ends))
-    return result, not result.finished[0] and len(result.tokens[0]) < limit
-
-
-def test_counts_by_hand_with_a_rejection():
-    # d: 5 6 7 8, t: 5 9 7 4 (bonus 3); the mismatch at 1 is accepted, the one at 3 is not.
-    result, alive = scripted_round([5, 6, 7, 8], [5, 9, 7, 4, 3], accepted=3)
-    assert result.tokens[0] == [5, 6, 7, 4]
-    assert result.origin[0] == [FROM_MATCH, FROM_MISMATCH, FROM_MATCH, FROM_TARGET]
-    assert (result.accepted, result.rounds) == ([3], [1])
-    assert (result.judged_mismatches, result.accepted_mismatches) == ([2], [1])
-    assert alive
-
-
-def test_what_follows_an_end_token_in_the_draft_is_dropped_from_text_and_counts():
-    result, alive = scripted_round([5, 2, 7, 8], [5, 9, 7, 4, 3], accepted=3, ends={2})
-    assert result.tokens[0] == [5, 2]
-    assert result.accepted == [2]
-    assert (result.judged_mismatches, result.accepted_mismatches) == ([1], [1])
-    assert result.finished == [True]
-    assert not alive
-
-
-def test_an_end_token_as_correction_ends_the_row_and_is_no_accepted_token():
-    result, alive = scripted_round([5, 6], [5, 2, 3], accepted=1, ends={2})
-    assert result.tokens[0] == [5, 2]
-    assert result.accepted == [1]
-    assert result.judged_mismatches == [1]
-    assert not alive
-
-
-def test_the_limit_cuts_inside_a_block():
-    result, alive = scripted_round([5, 6, 7], [5, 6, 7, 8], accepted=3, limit=4, before=[1, 1])
-    assert result.tokens[0] == [1, 1, 5, 6]
-    assert result.accepted == [2]
-    assert result.finished == [False]
-    assert not alive
+    assert _commit(block, torch.tensor([accepted]), {0: []}, result, 5, frozenset([2])) == [done]
+    assert (result.tokens[0], result.rounds, result.finished) == (tokens, [1], [finished])
+    assert (result.accepted[0], result.judged_mismatches[0], result.accepted_mismatches[0]) == counts
+    if tokens == [5, 6, 7, 4]:
+        assert result.origin[0] == [FROM_MATCH, FROM_MISMATCH, FROM_MATCH, FROM_TARGET]
 
 
 def test_decodings_of_the_same_prompts_read_them_once(monkeypatch):

@@ -236,27 +236,28 @@ def test_labels_that_do_not_fit_are_named(house, tmp_path):
         harm.read_labels(path)
 
 
+def given(house, scorer, out, *options, val="val"):
+    """Arguments of an evaluation of the tiny models."""
+    files = {"target": "target", "draft": "draft", "questions": "test.jsonl", "val-questions": f"{val}.jsonl",
+             "harm-labels": "labels.jsonl"}  # fmt: skip
+    paths = [word for name, file in files.items() for word in (f"--{name}", str(house / file))]
+    return [*paths, "--scorer", str(scorer), "--out", str(out), "--max-new-tokens", "12", "--gamma", "3", *options]
+
+
 def run_script(house, scorer, out, *options):
     """Run the command on the tiny models; gives (evaluation.json, validation.json)."""
-    load_script().main([
-        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
-        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
-        "--harm-labels", str(house / "labels.jsonl"), "--out", str(out), "--max-new-tokens", "12",
-        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", *options,
-    ])  # fmt: skip
+    swept = ("--scorer-thresholds", "-1", "0", "--margins", "0.01", "1")
+    load_script().main(given(house, scorer, out, *swept, *options))
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
 
 
 def test_all_models_have_the_dtype_that_is_asked_for_or_the_cpus(house, tmp_path, monkeypatch):
-    scorer = save_scorer(house, "target", tmp_path / "scorer")
-    folders = ["--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer)]
-    files = ["--questions", "q", "--val-questions", "v", "--harm-labels", "h", "--out", "o"]
-    parse = load_script().parse
+    words, parse = given(house, save_scorer(house, "target", tmp_path / "scorer"), "o"), load_script().parse
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
-    assert parse([*folders, *files]).dtype == "float32"
+    assert parse(words).dtype == "float32"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert parse([*folders, *files, "--dtype", "float32"]).dtype == "float32"
-    worker = Worker(Job(parse([*folders, *files]), {}, [], []), multiprocessing.Value("q", 0))
+    assert parse([*words, "--dtype", "float32"]).dtype == "float32"
+    worker = Worker(Job(parse(words), {}, [], []), multiprocessing.Value("q", 0))
     scorer = worker._load_scorers()["scorer"]  # its head stays in float32
     assert [model.dtype for model in (worker.target, worker.draft, scorer.backbone)] == 3 * [torch.bfloat16]
 
@@ -315,14 +316,11 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
 def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys):
     scorer, own = save_scorer(house, "target", tmp_path / "scorer"), tmp_path / "my_judge.py"
     own.write_text("from scripts.spd_evaluation.rules import margin\n")
-    load_script().main([
-        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
-        "--rule", f"mine={own}:margin:1,2",
-        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
-        str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
-        "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
-        "--processes", "1", "--all-rules", "--near-drop", "0.02", "--dtype", "float32",
-    ])  # fmt: skip
+    load_script().main(given(
+        house, scorer, tmp_path, "--rule", f"mine={own}:margin:1,2", "--val-harm-labels", str(house / "labels.jsonl"),
+        "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1", "--processes", "1", "--all-rules",
+        "--near-drop", "0.02", "--dtype", "float32",
+    ))  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search("of their blocks exact match accepts [\\d.]+ draft tokens, a judge without error [\\d.]+", shown)
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
@@ -420,22 +418,14 @@ def test_workers_end_with_a_killed_parent():
 
 
 def test_a_question_in_both_splits_is_refused(house, tmp_path):
-    scorer = str(save_scorer(house, "target", tmp_path / "scorer"))
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
     with pytest.raises(ValueError, match="12 questions are in both splits"):
-        load_script().main([
-            "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", scorer,
-            "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
-            "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
-        ])  # fmt: skip
+        load_script().main(given(house, scorer, tmp_path, val="test"))
 
 
 def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
-    args = load_script().parse([
-        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer",
-        str(save_scorer(house, "target", tmp_path / "scorer")), "--questions", str(house / "test.jsonl"),
-        "--val-questions", str(house / "val.jsonl"), "--harm-labels", str(house / "labels.jsonl"), "--out",
-        str(tmp_path), "--max-new-tokens", "12", "--gamma", "3", "--batch-size", "5",
-    ])  # fmt: skip
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    args = load_script().parse(given(house, scorer, tmp_path, "--batch-size", "5"))
     job = load_script().load_job(args)
     worker = Worker(job, multiprocessing.Value("q", 0))
     run = Run("test", "margin", 1.0)

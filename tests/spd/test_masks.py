@@ -55,12 +55,3 @@ def test_positions_by_hand():
     # SEP 2, d 3 4, second SEP 5, t 3 4 5, third SEP 6
     for attention in ("spd", "hybrid"):
         assert create_position_ids(MASK, LAYOUT, attention).tolist() == [[0, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6]]
-
-
-@pytest.mark.parametrize("make", [create_spd_attention_mask, create_hybrid_attention_mask])
-def test_rows_of_different_draft_length_get_their_own_mask(make):
-    longer = torch.tensor([[0, 3, 4, 2, 7]])  # no padding, context of 3
-    shorter = torch.tensor([[1, 4, 6, 1, 8]])  # draft of 1
-    both = make(torch.cat([torch.ones(1, 11).long(), MASK]), torch.cat([longer, shorter]))
-    assert torch.equal(both[0], make(torch.ones(1, 11).long(), longer)[0])
-    assert torch.equal(both[1], make(MASK, shorter)[0])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loguru import logger
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -16,6 +15,7 @@ from transformers import AutoConfig
 from recipe.spd.checks import check_scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
 from verl.training.parallel.sharding import local_tensor
@@ -141,10 +141,8 @@ def test_adapters_of_another_model_are_refused(tiny_llama, others, kept, which):
 
 def test_adapters_without_fingerprint_are_refused_by_their_shapes(tiny_llama, others, adapters):
     folder = edit_config(adapters, base_fingerprint=None)
-    heard = []
-    sink = logger.add(heard.append, level="WARNING", format="{message}")
-    assert load(folder, others["seed"], ADAPTERS).config.base_fingerprint
-    logger.remove(sink)
+    with logged() as heard:
+        assert load(folder, others["seed"], ADAPTERS).config.base_fingerprint
     assert any(f"{folder} has no fingerprint of its base model" in line for line in heard)
     message = refused(folder, others["deeper"], ADAPTERS)
     # 7 linear layers in the third layer, two matrices each

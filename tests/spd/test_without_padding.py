@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loguru import logger
 from tensordict import TensorDict
 
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
+from tests.helpers.logs import logged
 from tests.models.families import model_of
 from verl.training.policy import get_policy
 from verl.training.policy.packing import pack_rows, to_device
@@ -65,11 +65,10 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(tiny_llama, settings
 def test_a_backbone_that_mixes_tokens_by_convolutions_keeps_its_padding(tiny_llama, tmp_path, backbone):
     model_of("LFM2").save_pretrained(tmp_path)
     for folder, kept in ((str(tmp_path), False), (tiny_llama, True)):
-        policy, warned = get_policy("bernoulli"), []
+        policy = get_policy("bernoulli")
         policy.set_forward(remove_padding=True, share_prompt=False)
-        sink = logger.add(warned.append, level="WARNING", format="{message}")
-        policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval(), torch.device("cpu"))
-        logger.remove(sink)
+        with logged() as warned:
+            policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval(), torch.device("cpu"))
         assert policy.remove_padding == kept
         assert kept or "hidden states of Lfm2Model" in warned[0] and "keep their padding" in warned[0]
 
