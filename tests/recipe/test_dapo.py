@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
+from tests.helpers.columns import object_columns
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
@@ -50,15 +51,6 @@ def dapo_config(directory, **more):
 
 def dapo(directory, group_class=OddPromptsAlike, **more):
     return fake_trainer(dapo_config(directory, **more), group_class, RayDAPOTrainer)
-
-
-@pytest.fixture
-def warnings():
-    """What is logged as a warning."""
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    yield lines
-    logger.remove(sink)
 
 
 @pytest.mark.process
@@ -114,16 +106,17 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
 
 
 @pytest.mark.process
-def test_surplus_prompts_of_other_data_are_dropped(tmp_path, warnings):
+def test_surplus_prompts_of_other_data_are_dropped(tmp_path):
     dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
     config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(rows[:8]))
     again = fake_trainer(config, FakeGroup, RayDAPOTrainer)
-    again.fit()
+    with logged() as warnings:
+        again.fit()
     assert again.actor_rollout_wg.generated == [["6", "7", "8", "9", "10", "11"]]
     assert [line for line in warnings if "surplus" in line] == [
-        "2 surplus prompts of the checkpoint are dropped: they are rows of other data\n"
+        "2 surplus prompts of the checkpoint are dropped: they are rows of other data"
     ]
 
 
@@ -146,11 +139,12 @@ class Unnumbered(RLHFDataset):
 
 
 @pytest.mark.process
-def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path, warnings):
+def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path):
     (tmp_path / "own.py").write_text(UNNUMBERED)
     own = {"data__custom_cls__path": tmp_path / "own.py", "data__custom_cls__name": "Unnumbered"}
     trainer = dapo(tmp_path, FakeGroup, **own)
-    trainer.fit()
+    with logged() as warnings:
+        trainer.fit()
     assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
     (line,) = [line for line in warnings if "keep_surplus" in line]
     assert "no column 'sample_index'" in line
@@ -296,8 +290,9 @@ def answers(lengths):
     return DataProto.from_dict(
         tensors={"prompts": prompt, "responses": torch.full((len(lengths), tokens), 7),
                  "attention_mask": torch.cat([prompt, mask], 1), "response_mask": mask},
-        non_tensors={"data_source": np.array(["x"] * len(lengths), dtype=object),
-                     "reward_model": np.array([{"ground_truth": "a"}] * len(lengths), dtype=object)},
+        non_tensors=object_columns(
+            data_source=["x"] * len(lengths), reward_model=[{"ground_truth": "a"}] * len(lengths)
+        ),
     )
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import tenacity
 import torch
 
+from tests.helpers.http_server import serving
 from tests.helpers.sandbox import refused
 from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager
@@ -252,48 +252,32 @@ def test_values_are_compared_as_json():
     assert not Case("", "", 0.5, True).passes("9" * 400)
 
 
-class Service(BaseHTTPRequestHandler):
-    """Speaks the SandboxFusion protocol and runs the program for real."""
+@pytest.fixture
+def service(monkeypatch):
+    """A server that speaks the SandboxFusion protocol and runs the program for real; `broken`: replies that fail."""
+    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
+    state = SimpleNamespace(lock=threading.Lock(), running=0, most=0, broken=[])
 
-    def log_message(self, *args):
-        pass
-
-    def do_POST(self):
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.bodies.append(body)
-            server.running += 1
-            server.most = max(server.most, server.running)
-            broken = server.broken.pop() if server.broken else None
+    def answer(request):
+        body = request.body
+        with state.lock:
+            state.running += 1
+            state.most = max(state.most, state.running)
+            broken = state.broken.pop() if state.broken else None
         ran = subprocess.run(
             [sys.executable, "-I", "-S", "-c", body["code"]], input=body["stdin"], capture_output=True, text=True
         )
-        with server.lock:
-            server.running -= 1
-        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
-        reply = {"status": "Success" if ran.returncode == 0 else "Failed", "message": "", "run_result": result}
+        with state.lock:
+            state.running -= 1
         if broken == "sandbox":
-            reply = {"status": "SandboxError", "message": "no pod", "run_result": None}
-        text = json.dumps(reply).encode()
-        self.send_response(broken if isinstance(broken, int) else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+            return 200, {"status": "SandboxError", "message": "no pod", "run_result": None}
+        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
+        status = "Success" if ran.returncode == 0 else "Failed"
+        return broken or 200, {"status": status, "message": "", "run_result": result}
 
-
-@pytest.fixture
-def service(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    server.lock, server.bodies, server.running, server.most, server.broken = threading.Lock(), [], 0, 0, []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    server.url = f"http://127.0.0.1:{server.server_port}/run_code"
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(answer) as (url, state.bodies):
+        state.url = f"{url}/run_code"
+        yield state
 
 
 @pytest.mark.process

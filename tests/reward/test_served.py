@@ -1,10 +1,10 @@
 """Reward models on vLLM servers: scores are those of a forward by transformers; requests are spread over servers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ import torch
 from aiohttp import ClientSession
 from transformers import AutoModelForSequenceClassification
 
+from tests.helpers.http_server import serving
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.helpers.watched_runs import family
@@ -31,38 +32,24 @@ from verl.workers.config import RewardModelConfig
 pytestmark = pytest.mark.process
 
 
-class Named(BaseHTTPRequestHandler):
-    """Answers with its server's name after its gate has opened; counts requests."""
-
-    def log_message(self, *args):
-        pass
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append(json.loads(body)["n"])
-        self.server.gate.wait(10)
-        assert self.headers["Authorization"] == f"Bearer token of 127.0.0.1:{self.server.server_port}"
-        reply = json.dumps({"server": self.server.name, "path": self.path}).encode()
-        self.send_response(self.server.status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-
 @pytest.fixture
 def servers():
-    made = []
-    for name in "ab":
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Named)
-        server.name, server.seen, server.gate, server.status = name, [], threading.Event(), 200
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        made.append(server)
-    yield made
-    for server in made:
-        server.gate.set()
-        server.shutdown()
-        server.server_close()
+    """Two servers that answer with their name after their gate has opened."""
+    with contextlib.ExitStack() as stack:
+        made = [SimpleNamespace(name=name, seen=[], gate=threading.Event(), status=200) for name in "ab"]
+        for server in made:
+
+            def answer(request, server=server):
+                server.seen.append(request.body["n"])
+                server.gate.wait(10)
+                assert request.headers["Authorization"] == f"Bearer token of {server.address}"
+                return server.status, {"server": server.name, "path": request.path}
+
+            url, _ = stack.enter_context(serving(answer))
+            server.address = url.removeprefix("http://")
+        yield made
+        for server in made:
+            server.gate.set()
 
 
 def group_of(addresses):
@@ -78,7 +65,7 @@ async def ask(address, n):
 def test_requests_go_to_the_least_busy_server(servers):
     first, second = servers
     second.gate.set()
-    manager = RewardModelManager({}, group_of([f"127.0.0.1:{s.server_port}" for s in servers] + [None]))
+    manager = RewardModelManager({}, group_of([server.address for server in servers] + [None]))
     address = manager.get_router_address()
 
     async def requests():
@@ -98,7 +85,7 @@ def test_requests_go_to_the_least_busy_server(servers):
 
 
 def test_a_dead_server_is_named_and_the_router_is_for_this_machine_only(servers):
-    alive = f"127.0.0.1:{servers[0].server_port}"
+    alive = servers[0].address
     manager = RewardModelManager({}, group_of(["127.0.0.1:9", "127.0.0.1:9"]))
     status, text = asyncio.run(ask(manager.get_router_address(), 0))
     assert status == 502 and text.startswith("127.0.0.1:9: ClientConnectorError")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.columns import object_columns
 from tests.reward.test_managers import TOKENIZER, batch, length_score
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
@@ -170,10 +171,7 @@ TOOLS, TURNS = ("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []
      (True, (), [2, 1])],
 )  # fmt: skip
 def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, columns, expected):
-    data = batch(("1 2", "7"))
-    for name, given in columns:
-        data.non_tensor_batch[name] = np.empty(2, dtype=object)
-        data.non_tensor_batch[name][:] = given
+    data = batch(("1 2", "7"), **object_columns(**dict(columns)))
     phase = RolloutPhase.__new__(RolloutPhase)
     phase.rm_group = None
     phase.rollout_config = OmegaConf.create({"multi_turn": {"add_turn_rewards": adds}})
