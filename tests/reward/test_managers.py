@@ -9,6 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers import rewards
+from tests.helpers.columns import object_columns
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from verl.config.reward_model import RewardModelConfig, SandboxFusionConfig
 from verl.protocol import DataProto
@@ -38,11 +40,12 @@ def batch(answers=("1 2", "7"), response_mask=None, width=4, **columns):
     tensors = {"prompts": torch.tensor([prompt] * len(ids)), "responses": responses, "attention_mask": valid}
     if response_mask is not None:
         tensors["response_mask"] = torch.tensor(response_mask)
-    non_tensors = {
-        "data_source": np.array(["x"] * len(ids), dtype=object),
-        "reward_model": np.array([{"ground_truth": str(i)} for i in range(len(ids))], dtype=object),
-        "extra_info": np.array([{"index": 10 + i} for i in range(len(ids))], dtype=object),
-    }
+    rows = range(len(ids))
+    non_tensors = object_columns(
+        data_source=["x"] * len(ids),
+        reward_model=[{"ground_truth": str(i)} for i in rows],
+        extra_info=[{"index": 10 + i} for i in rows],
+    )
     return DataProto.from_dict(tensors=tensors, non_tensors={**non_tensors, **columns})
 
 
@@ -50,16 +53,11 @@ def length_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str.split())
 
 
-def test_score_stands_on_the_last_valid_token():
-    scores = NaiveRewardManager(TOKENIZER, 0, length_score)(batch())
-    assert scores.tolist() == [[0, 2, 0, 0], [1, 0, 0, 0]]
-
-
-def test_score_stands_on_the_last_counted_position():
-    # row 0: only the first of its two tokens is counted; row 1: none is, so the last valid token takes it
-    mask = [[1, 0, 0, 0], [0, 0, 0, 0]]
-    scores = NaiveRewardManager(TOKENIZER, 0, length_score)(batch(response_mask=mask))
-    assert scores.tolist() == [[2, 0, 0, 0], [1, 0, 0, 0]]
+def test_a_score_stands_on_the_last_counted_position_or_valid_token():
+    # Of row 0 only the first of its two tokens is counted; of row 1 none, so that the last valid token takes it.
+    for mask, first in ((None, [0, 2, 0, 0]), ([[1, 0, 0, 0], [0, 0, 0, 0]], [2, 0, 0, 0])):
+        scores = NaiveRewardManager(TOKENIZER, 0, length_score)(batch(response_mask=mask))
+        assert scores.tolist() == [first, [1, 0, 0, 0]]
 
 
 def test_an_empty_answer_keeps_its_score():
@@ -241,15 +239,19 @@ def reward_config(path=None, function="compute_score", **manager):
 
 
 @pytest.mark.process
-def test_custom_function_from_a_file_with_bound_kwargs(tmp_path):
+def test_custom_functions_from_a_file_with_bound_kwargs(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def mine(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n")
-    config = reward_config(str(file), "mine")
-    config.custom_reward_function.reward_kwargs = {"bonus": 4}
-    assert get_custom_reward_fn(config)("x", "y", "z", bonus=1) == 4
-    manager = load_reward_manager(config, TOKENIZER, num_examine=0)
-    scores, extras = compute_reward(batch(), manager)
+    file.write_text(
+        "def mine(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n"
+        "async def judge(solution_str, bonus=0, **kw):\n    return len(solution_str.split()) + bonus\n"
+    )
+    mine, judge = (reward_config(str(file), name) for name in ("mine", "judge"))
+    for config in (mine, judge):
+        config.custom_reward_function.reward_kwargs = {"bonus": 4}
+    assert get_custom_reward_fn(mine)("x", "y", "z", bonus=1) == 4
+    scores, extras = compute_reward(batch(), load_reward_manager(mine, TOKENIZER, num_examine=0))
     assert scores.sum(-1).tolist() == [4, 4] and extras == {}
+    assert load_reward_manager(judge, TOKENIZER, 0)(batch()).sum(-1).tolist() == [6, 5]
 
 
 def test_manager_class_from_a_file(tmp_path):
@@ -264,12 +266,6 @@ def test_manager_class_from_a_file(tmp_path):
 def test_without_a_path_there_is_no_custom_function():
     assert get_custom_reward_fn(reward_config()) is None
     assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score.function is default_compute_score
-
-
-def test_unknown_data_source_names_the_nearest():
-    said = r"'openai/gsm8'; did you mean 'openai/gsm8k'\?.*custom_reward_function"
-    with pytest.raises(NotImplementedError, match=said):
-        default_compute_score("openai/gsm8", "x", "1")
 
 
 @pytest.mark.parametrize(
@@ -296,14 +292,8 @@ def test_gsm8k_flexible_takes_the_last_number():
 
 
 def test_examples_are_logged_once_a_source():
-    from loguru import logger
-
-    lines = []
-    sink = logger.add(lambda message: lines.append(str(message)), format="{message}")
-    try:
+    with logged("INFO") as lines:
         NaiveRewardManager(TOKENIZER, 1, length_score)(batch())
-    finally:
-        logger.remove(sink)
     assert len(lines) == 1 and "[prompt] a b" in lines[0] and "[score] 2" in lines[0]
 
 
@@ -312,8 +302,8 @@ REWARDS = "pkg://tests.helpers.rewards"
 
 def truths(*texts):
     """A batch of answers '1 2', where the truth says what the reward function does."""
-    column = np.array([{"ground_truth": text} for text in texts], dtype=object)
-    return batch(answers=("1 2",) * len(texts), reward_model=column)
+    columns = object_columns(reward_model=[{"ground_truth": text} for text in texts])
+    return batch(answers=("1 2",) * len(texts), **columns)
 
 
 def manager(name="score", cls=NaiveRewardManager, **settings):
@@ -409,7 +399,7 @@ HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
 @pytest.mark.parametrize(
     "source, settings, right",
     [
-        ("lighteval/MATH", {"seconds": 6.0}, 1.0),
+        ("lighteval/MATH", {"seconds": 3.0}, 1.0),
         pytest.param("hiyouga/geometry3k", {}, 0.9, marks=pytest.mark.slow),  # the rule's own limit, 10 s
     ],
 )
@@ -460,15 +450,6 @@ def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
     assert made.settings.sandbox_fusion == SandboxFusionConfig(
         url="http://x/run_code", max_concurrent=128, memory_limit_mb=99
     )
-
-
-@pytest.mark.process
-def test_a_custom_async_function_from_a_file(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("async def judge(solution_str, bonus=0, **kw):\n    return len(solution_str.split()) + bonus\n")
-    config = reward_config(str(file), "judge")
-    config.custom_reward_function.reward_kwargs = {"bonus": 10}
-    assert load_reward_manager(config, TOKENIZER, 0)(batch()).sum(-1).tolist() == [12, 11]
 
 
 def test_a_score_in_quotes_is_no_number():

@@ -1,19 +1,16 @@
 """verl's reward loop: managers built from the config, Ray workers, and a trainer that uses its managers."""
 
 import asyncio
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import pytest
 import ray
 import torch
 from omegaconf import OmegaConf
 
-from tests.helpers.models import make_tokenizer
+from tests.helpers.columns import object_columns
+from tests.helpers.http_server import serving
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
-from tests.reward.test_managers import reward_config
+from tests.reward.test_managers import TOKENIZER, batch, reward_config
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager import (
     DAPORewardManager,
@@ -23,38 +20,15 @@ from verl.experimental.reward_loop.reward_manager import (
     register,
 )
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.protocol import DataProto
 from verl.reward import managers
 from verl.reward.loading import load_reward_manager
 from verl.reward.rows import RewardError
 from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.trainer.run.timing import StepFailed
 
-TOKENIZER = make_tokenizer()
-
 
 def config(**reward_model):
     return OmegaConf.create({"data": {"max_response_length": 4}, "reward_model": reward_model})
-
-
-def batch(answers=("1 2", "7")):
-    """Prompts 'a b' after one pad, answers of at most four words."""
-    ids = [TOKENIZER(answer)["input_ids"] for answer in answers]
-    valid = torch.tensor([[0, 1, 1] + [1] * len(row) + [0] * (4 - len(row)) for row in ids])
-    tensors = {
-        "prompts": torch.tensor([[0, *TOKENIZER("a b")["input_ids"]]] * len(ids)),
-        "responses": torch.tensor([row + [0] * (4 - len(row)) for row in ids]), "attention_mask": valid,
-    }  # fmt: skip
-    columns = {
-        "data_source": ["x"] * len(ids), "reward_model": [{"ground_truth": str(i)} for i in range(len(ids))],
-        "extra_info": [{"index": 10 + i} for i in range(len(ids))],
-        "raw_prompt": [[{"role": "user", "content": "a b"}]] * len(ids),
-    }  # fmt: skip
-    arrays = {}
-    for name, values in columns.items():
-        arrays[name] = np.empty(len(ids), dtype=object)
-        arrays[name][:] = values
-    return DataProto.from_dict(tensors, arrays)
 
 
 def words(data_source, solution_str, ground_truth, extra_info=None):
@@ -164,34 +138,17 @@ def test_limits_come_from_the_config():
         RateLimitedRewardManager()
 
 
-class Classifier(BaseHTTPRequestHandler):
-    """Answers /classify with the number of words of the chat as its score."""
-
-    def log_message(self, *args):
-        pass
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        reply = json.dumps({"data": [{"probs": [len(body["input"].split())]}]}).encode()
-        self.send_response(200 if self.path == "/classify" else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-
 @pytest.mark.process
 def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    def count_words(request):
+        return 200 if request.path == "/classify" else 404, {"data": [{"probs": [len(request.body["input"].split())]}]}
+
     settings = compose_run(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama)
     settings.custom_reward_function.path = None
-    try:
-        worker = RewardLoopWorker(settings, f"127.0.0.1:{server.server_port}")
-        results = asyncio.run(worker.compute_score_batch(batch()))
-    finally:
-        server.shutdown()
-        server.server_close()
+    asked = object_columns(raw_prompt=[[{"role": "user", "content": "a b"}]] * 2)
+    with serving(count_words) as (url, _):
+        worker = RewardLoopWorker(settings, url.removeprefix("http://"))
+        results = asyncio.run(worker.compute_score_batch(batch(**asked)))
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": ""}]
     empty = len(worker.reward_model_tokenizer.apply_chat_template(chat, tokenize=False).split())
     assert [result["reward_score"] for result in results] == [empty + 2, empty + 1]

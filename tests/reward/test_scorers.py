@@ -37,6 +37,8 @@ def test_every_source_of_the_conventions_has_a_rule():
 
 
 def test_another_source_is_refused_with_the_fix():
+    with pytest.raises(NotImplementedError, match=r"'openai/gsm8'; did you mean 'openai/gsm8k'\?"):
+        default_compute_score("openai/gsm8", "x", "1")
     with pytest.raises(NotImplementedError) as caught:
         default_compute_score("mine/puzzles", "x", "1")
     said = str(caught.value)
