@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from recipe.spd.rollout import spd_rollout
 from recipe.spd.rollout.spd_rollout import LostCompletionsError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
+from tests.helpers.columns import object_columns
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.spd.test_client import FakeServer
@@ -59,15 +60,14 @@ def prompts(rows=range(4), n=8, step=1, width=16, **meta) -> DataProto:
     tensors = {k: pad(v, (grow, 0)) for k, v in inputs.as_kwargs().items() if k != "spd_layout"}
     shift = torch.tensor([grow, 0, grow, 0, grow])
     tensors.update(spd_layout=inputs.spd_layout + shift, sample_index=torch.tensor(rows))
-    infos = np.empty(len(rows), dtype=object)
-    infos[:] = [
+    infos = [
         {
             "index": i, "context_ids": CONTEXTS[i], "draft_ids": DRAFTS[i], "target_ids": TARGETS[i],
             "is_correct_baseline": RECORDED[i], "ground_truth": "4",
         }
         for i in rows
     ]  # fmt: skip
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"extra_info": infos})
+    data = DataProto.from_dict(tensors=tensors, non_tensors=object_columns(extra_info=infos))
     data.meta_info.update({"n": n, "do_sample": True, "validate": False, "global_steps": step, **meta})
     return data
 
@@ -125,6 +125,10 @@ def test_outcomes_of_a_batch(tiny_llama, tmp_path):
     metrics, later = out.meta_info["metrics"], again.meta_info["metrics"]
     assert metrics["spd/completions/asked"] == metrics["spd/completions/requested"] == len(server.asked)
     assert metrics["spd/baseline/changed"] == 0.25 and metrics["spd/baseline/truncated"] == 0
+    assert (metrics["spd/completions/hit_rate"], later["spd/completions/hit_rate"]) == (0, 1)
+    files = [file for file in (tmp_path / "c", tmp_path / "c-wal") if file.exists()]
+    assert 0 < later["spd/store/mib"] <= sum(file.stat().st_size for file in files) / 2**20 + 4
+    assert metrics["spd/store/mib"] == later["spd/store/mib"]  # nothing was added
     assert later["spd/completions/asked"] == 0 and later["spd/completions/stored"] == len(server.asked)
     assert sum(metrics[f"spd/scenario/{s}"] for s in ("A", "B", "C", "D", "zero")) == pytest.approx(1)
     assert torch.equal(out.batch["responses"], again.batch["responses"])
@@ -249,15 +253,6 @@ def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
             infos = made.generate_sequences(data).non_tensor_batch["extra_info"]
         verdicts[length] = {i["is_correct_hybrid"] for i in infos if i["asked"]}
     assert verdicts == {None: {1}, 3: {0}}
-
-
-def test_the_store_reports_its_size_and_its_hits(tiny_llama, tmp_path):
-    with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
-        first, second = (made.generate_sequences(prompts()).meta_info["metrics"] for _ in range(2))
-    assert first["spd/completions/hit_rate"] == 0 and second["spd/completions/hit_rate"] == 1
-    files = [tmp_path / "c", tmp_path / "c-wal"]
-    assert 0 < second["spd/store/mib"] <= sum(f.stat().st_size for f in files if f.exists()) / 2**20 + 4
-    assert first["spd/store/mib"] == second["spd/store/mib"]  # nothing was added
 
 
 def test_colours_of_a_block_for_the_report(tiny_llama, tmp_path):
