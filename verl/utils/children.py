@@ -203,8 +203,7 @@ def _begin(connection: Connection, life: Connection, leads_group: bool, target: 
         guard(os.getpid(), connection.fileno(), life.fileno())
     kill_when_closed(life.fileno())  # by the owner's end: the fork server outlives it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+    limit = psutil.Process().memory_info().vms + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     target(connection, *arguments)
@@ -252,10 +251,8 @@ class Program(Child):
                             too_much.append(number)
                             self.stop()
 
-        threads = [
-            threading.Thread(target=read, args=(1, self.process.stdout), daemon=True),
-            threading.Thread(target=read, args=(2, self.process.stderr), daemon=True),
-        ]
+        pipes = {1: self.process.stdout, 2: self.process.stderr}
+        threads = [threading.Thread(target=read, args=item, daemon=True) for item in pipes.items()]
         for thread in threads:
             thread.start()
         report = b""
@@ -282,9 +279,8 @@ class Program(Child):
 
 def _file_of(content: bytes) -> BinaryIO:
     """A file to read, which no longer has a name. Unlike a pipe it ends also if a fork of this process holds it."""
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
         file.write(content)
-        file.flush()
         return open(file.name, "rb")
 
 
