@@ -3,8 +3,6 @@
 import asyncio
 import faulthandler
 import functools
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,9 +28,6 @@ from verl.reward.managers import RewardManagerBase as _RewardManagerBase
 from verl.reward.managers.base import REWARD_MANAGER_REGISTRY as REWARD_LOOP_MANAGER_REGISTRY
 from verl.reward.managers.limited import AsyncTokenBucket  # noqa: F401
 from verl.reward.rows import place_scores
-from verl.reward.rules import sandbox_fusion
-from verl.reward.rules.code_cases import Case, cases_of
-from verl.reward.rules.sandbox_fusion import DEFAULT_TIMEOUT, call_sandbox_api
 from verl.reward.served import ServedRewardManager
 from verl.single_controller.base.worker import STACK_SIGNAL
 from verl.single_controller.ray.watchdog import get_within
@@ -40,7 +35,6 @@ from verl.utils.fs import copy_to_local
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
 
 register = REWARD_LOOP_MANAGER_REGISTRY.register
-_SERVICE = call_sandbox_api
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -208,30 +202,3 @@ class RewardLoopManager:
         columns = {name: np.array([extra.get(name) for extra in extras], dtype=object) for name in names}
         scores: torch.Tensor = place_scores(data, [result["reward_score"] for result in results])
         return DataProto.from_dict({"rm_scores": scores}, columns, {"reward_extra_keys": names})
-
-
-def check_correctness(
-    sandbox_fusion_url: str, in_outs: dict | None, generation: str, timeout: float = DEFAULT_TIMEOUT,
-    memory_limit_mb: int | None = 1024, language: str = "python", concurrent_semaphore: Any = None,
-) -> tuple[list[Any], list[dict[str, Any]]]:  # fmt: skip
-    """As the live function, but without an error for lack of cases, and by `call_sandbox_api` where it is replaced."""
-    if not in_outs or "inputs" not in in_outs or "outputs" not in in_outs:
-        return [-1], [{"error": "Invalid input/output data"}]
-    if call_sandbox_api is _SERVICE:
-        where = (timeout, memory_limit_mb, language, concurrent_semaphore)
-        return sandbox_fusion.check_correctness(sandbox_fusion_url, in_outs, generation, *where)
-
-    def run(case: Case) -> tuple[Any, dict[str, Any]]:
-        with concurrent_semaphore or nullcontext():
-            reply, error = call_sandbox_api(
-                sandbox_fusion_url=sandbox_fusion_url, code=case.program, stdin=case.stdin, compile_timeout=timeout,
-                run_timeout=timeout, memory_limit_mb=memory_limit_mb, language=language,
-            )  # fmt: skip
-        if reply is None:
-            return -1, {"passed": False, "status": "api_error", "api_request_error": error}
-        return sandbox_fusion.verdict(case, reply)
-
-    cases = cases_of(generation, in_outs)
-    with ThreadPoolExecutor(max(1, len(cases))) as pool:
-        outcomes = list(pool.map(run, cases))
-    return [result for result, _ in outcomes], [report for _, report in outcomes]

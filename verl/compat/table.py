@@ -185,7 +185,7 @@ NAMES = {
         f"{_RULES}.sandbox_fusion:SandboxServiceError,check_correctness,compute_score",
     ),
     "verl.utils.reward_score.sandbox_fusion.utils": (
-        f"{_RULES}.sandbox_fusion:*", "verl.compat.reward:check_correctness",
+        f"{_RULES}.sandbox_fusion:*", "verl.compat.sandbox_fusion:check_correctness",
     ),
     "verl.utils.torch_dtypes": (f"{_BASICS}:BFLOAT_LIST,FLOAT_LIST,HALF_LIST,PrecisionType",),
     "verl.workers.config": tuple(f"verl.config.{name}:*" for name in _SECTIONS),

@@ -9,8 +9,8 @@ import yaml
 
 from verl.utils.registry import installed_plugins
 
-OLD_KEYS: dict[str, dict[str, Any]] = yaml.load(
-    Path(__file__).with_name("old_keys.yaml").read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+OLD_KEYS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("old_keys.yaml").read_text(encoding="utf-8")
 )
 
 

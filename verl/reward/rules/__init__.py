@@ -45,12 +45,12 @@ def default_compute_score(
     sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:
         if sandbox_fusion_url:
-            from verl.reward.rules import sandbox_fusion
+            from verl.reward.rules.sandbox_fusion import compute_score
 
             where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
             if sandbox is not None:
                 kwargs.setdefault("timeout", sandbox.seconds)
-            return sandbox_fusion.compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
+            return compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
         from verl.reward.rules import prime_code
 
         return prime_code.compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)[0]
