@@ -22,11 +22,11 @@ from verl.data.fingerprint import model_dir_fingerprint
 from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.reward.pool import ExternFunction, Failure, GradingPool
-from verl.reward.rows import split
 from verl.trainer.run.ranks import all_gather_object
 from verl.utils.accelerator import get_device_id
 from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fs import copy_to_local
+from verl.utils.problems import one_line
 from verl.utils.tokenizer import stop_ids
 
 FOLDER = "self_generated"
@@ -147,14 +147,21 @@ def _filter(
             truth = dataset.column(item, key, f"{KEY}.ground_truth_key")
         source = str(row["data_source"]) if "data_source" in row else ""
         arguments.append({"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(row)})
-    for (item, text), result in zip(answers, map(split, pool.map(arguments)), strict=True):
+    for (item, text), result in zip(answers, pool.map(arguments), strict=True):
         if isinstance(result, Failure):
             if result.kind != "timeout":
                 raise dataset.error(item, f"{KEY}.reward_function {result.text.rstrip('.')}.")
             counts[f"for which the reward function took longer than {KEY}.item_timeout"] += 1
-        elif result[0] > 0:
+            continue
+        value = result["score"] if isinstance(result, dict) and "score" in result else result
+        try:
+            score = float(value)
+        except (TypeError, ValueError) as error:
+            raise dataset.error(item, f"{KEY}.reward_function returned {one_line(value)}; it must return a number, or "
+                                "a dict with a number as 'score'.") from error  # fmt: skip
+        if score > 0:
             kept.append((item, text))
-        else:
+        else:  # NaN, too
             counts["scored 0 or less"] += 1
     return kept
 

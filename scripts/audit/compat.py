@@ -8,7 +8,8 @@ paths = importlib.import_module("verl.compat.table")
 MARK = "Compatibility with verl:"  # how the docstring of a module with code for such paths begins
 #: Old paths that verl does not have: names of earlier versions of this project.
 OF_EARLIER_VERSIONS = (
-    "verl.checkpoint", "verl.environments", "verl.experimental.agent_loop.base", "verl.tools.function_tool",
+    "verl.checkpoint", "verl.environments", "verl.experimental.agent_loop.base", "verl.reward.managers.registry",
+    "verl.tools.function_tool",
     "verl.utils.dataset.spd_dataset", "verl.utils.metric.validation", "verl.utils.reward_score.spd_scorer_reward",
     "verl.workers.policy", "verl.workers.roles", "verl.workers.rollout.agent_loop", "verl.workers.rollout.gateway",
     "verl.workers.rollout.interactions", "verl.workers.rollout.spd_rollout", "verl.workers.rollout.tools",

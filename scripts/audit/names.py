@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import inspect
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NoReturn
+
+from verl.config.inert import unread
 
 OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
 EXPRESSION = "<expression>"
@@ -156,6 +158,7 @@ def _only_raises(value: Any) -> bool:
 def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:
     entries: dict[str, Signature | None] = {}
     items = {*dir(value), *_annotations(value), *_of_instances(value)}
+    items |= {*unread(value)} if is_dataclass(value) else set()  # accepted as arguments, and read as their defaults
     items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
     for item in items:
         if not _public(item) and item not in OPERATORS:

@@ -113,7 +113,7 @@ def test_answers_without_room_are_dropped_and_counted(assets, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [("raises", r"train.parquet, row \d+: iterative.self_generate.reward_function raised RuntimeError: unknown unit."),
-     ("no_number", r"train.parquet, row \d+: iterative.self_generate.reward_function returned a dict without 'score'"),
+     ("no_number", r"train.parquet, row \d+: iterative.self_generate.reward_function returned .'acc': 1.0.; it must"),
      ("keep_none", r"iterative.self_generate kept none of 40 answers \(.*\d+ scored 0 or less\). Start from a model")],
 )  # fmt: skip
 def test_a_failing_reward_function_ends_with_one_message(assets, tmp_path, name, message):

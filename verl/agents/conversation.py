@@ -163,8 +163,8 @@ class ConversationTree:
     def rows(self) -> list[Conversation]:
         """The tokens from the root to each leaf, depth first.
 
-        A prompt ends before the first token that is trained in its row: each generated token is trained in one row. All
-        rows have log-probs and kept tokens, or none has.
+        A prompt ends before the first token that is trained in its row: each generated token is trained in one row.
+        Either all rows have log-probs or none has; the same holds for kept tokens.
         """
         rows = []
         for prompt, response in self._leaves():

@@ -18,7 +18,7 @@ def _k3(diff: torch.Tensor) -> torch.Tensor:
 
 
 _ESTIMATORS: Registry[str, Callable[[torch.Tensor], torch.Tensor]] = Registry(
-    "kl_penalty", "Each also with a '+' after it (gradient of k2)."
+    "kl_penalty", "Each may be followed by '+' (gradient of k2)."
 )
 _ESTIMATORS |= {
     "kl": torch.clone, "k1": torch.clone, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
@@ -90,4 +90,7 @@ def get_kl_controller(kl_ctrl) -> FixedKLController:
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":
         raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown. Known: fixed, adaptive.")
+    for field in ("horizon", "target_kl"):
+        if getattr(kl_ctrl, field) <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.{field}={getattr(kl_ctrl, field)} must be above 0 for type=adaptive.")
     return AdaptiveKLController(init_kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon)

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.utils.children import ChildDied, SpawnedChild, serve
 from verl.utils.import_utils import load_extern_object
-from verl.utils.threads import in_thread, run_if_coroutine
+from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import full_traceback, user_frame
 
 # What the fork server imports for the functions of a module, beyond this one; only where needed, as it is slow.
@@ -118,16 +118,29 @@ class GradingPool:
 
     def map(self, items: Sequence[dict[str, Any]]) -> list[Any]:
         """`function(**item)` of each item, in order; a Failure when it raised or took longer than `seconds`."""
-        slots = asyncio.Semaphore(self.workers)
+        results: list[Any] = [None] * len(items)
+        errors: list[BaseException] = []
+        waiting = iter(range(len(items)))
 
-        async def grade(item: dict[str, Any]) -> Any:
-            async with slots:
-                return await in_thread(self._result, item)
+        def grade() -> None:
+            try:
+                for number in waiting:
+                    results[number] = self._result(items[number])
+            except BaseException as error:
+                errors.append(error)
+                list(waiting)  # the other threads end, too
 
-        async def grade_all() -> list[Any]:
-            return await asyncio.gather(*map(grade, items))
-
-        return asyncio.run(grade_all())
+        threads = [threading.Thread(target=grade, daemon=True) for _ in range(min(self.workers, len(items)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            list(waiting)  # after an interrupt, no thread takes another item
+        if errors:
+            raise errors[0]
+        return results
 
     def _result(self, item: dict[str, Any]) -> Any:
         try:

@@ -17,11 +17,11 @@ class CriticWorker(ModelWorker):
     config_type = FSDPCriticConfig
 
     def __init__(self, config: Any, rollout_n: int | None = None, **options: Any) -> None:
-        """`rollout_n`: samples of each prompt; a section composed for verl has them, too. ValueError without either."""
+        """`rollout_n`: samples per prompt; None reads it from `config`, if a section composed for verl has it."""
         super().__init__(config, **options)
         self.samples = self.config.get("rollout_n") if rollout_n is None else rollout_n
         if self.samples is None:
-            raise ValueError("critic: the samples of each prompt are not given. Pass rollout_n=rollout.n.")
+            raise ValueError("critic: the number of samples per prompt is missing. Pass rollout_n=rollout.n.")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -143,8 +143,7 @@ class ServerClient(HttpClient):
 
 
 class RolloutReplica:
-    """One engine that serves the rollout, the one of number `replica_rank`: its ranks, and its server after one of the
-    `init_*` methods.
+    """Engine number `replica_rank` of the rollout: its ranks, and its server after one of the `init_*` methods.
     """
 
     def __init__(

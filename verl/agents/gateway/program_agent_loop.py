@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from loguru import logger
 
 from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -181,9 +182,22 @@ def environment_of(url: str, token: str) -> dict[str, str]:
 
 def row_of(columns: dict[str, Any]) -> dict[str, Any]:
     """What a program gets of a row: its messages as `prompt`, and its other columns as far as JSON has them."""
-    row = {}
-    for name, value in {"prompt": columns.get("raw_prompt"), **columns}.items():
+    row = {"prompt": _plain(columns.get("raw_prompt"))}
+    for name, value in columns.items():
         if name not in ("raw_prompt", "raw_prompt_ids", "request_id", "trajectory", "agent_name"):
-            with contextlib.suppress(TypeError, ValueError, AttributeError):
-                row[name] = json.loads(json.dumps(value, default=lambda numpy: numpy.tolist()))
+            plain = _plain(value)
+            try:
+                json.dumps(plain)
+            except (TypeError, ValueError):
+                continue
+            row[name] = plain
     return row
+
+
+def _plain(value: Any) -> Any:
+    """The value with lists and numbers of Python in place of NumPy's."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

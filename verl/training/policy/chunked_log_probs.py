@@ -55,6 +55,11 @@ class HeadOutput(NamedTuple):
     argmax: torch.Tensor
 
 
+def head_size(head: nn.Module) -> int:
+    """Number of a head's outputs."""
+    return getattr(head, "out_features", None) or len(head.weight)
+
+
 def is_plain(head: nn.Module) -> bool:
     """Whether a head is exactly a product with its weight (plus bias), held as unsharded tensors."""
     hooked = head._forward_hooks or head._forward_pre_hooks
@@ -75,11 +80,10 @@ def chunked_log_probs(
     """
     if not is_plain(head) or with_argmax or compiled:
         one_chunk = _compiled_chunk() if compiled and kept is None else _one_chunk
-        outputs = getattr(head, "out_features", None) or len(head.weight)
         pieces = []
         for start in range(0, max(1, len(hidden)), chunk_tokens):
             part, part_labels = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
-            removed = None if kept is None else kept.removed(outputs, start, start + len(part))
+            removed = None if kept is None else kept.removed(head_size(head), start, start + len(part))
             args = (head, final, part, part_labels, with_entropy, with_argmax, removed)
             if torch.is_grad_enabled():  # autograd recomputes the chunk's logits in the backward pass
                 pieces.append(checkpoint(one_chunk, *args, use_reentrant=False, preserve_rng_state=False))

@@ -62,8 +62,8 @@ def agreeing_layouts(
 def layout_difference(
     model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
 ) -> tuple[float, float]:
-    """The largest difference between what `compute` gives for two short rows of one prompt on `device`, with padding
-    or `flat`, and for each of them alone, over all ranks; and what it may be.
+    """(largest difference over all ranks, its limit) between what `compute` gives for two short rows of one prompt on
+    `device` together, with padding or `flat`, and for each of them alone.
 
     They are computed in float32, or in the model's own type where one of its functions does not take float32; windows
     of the model's attention are shorter meanwhile, so that the rows exceed them.
@@ -102,8 +102,7 @@ def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) 
 
 @contextmanager
 def _exact_short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model's layers attend without flash attention, whose kernel rounds, and to windows, or chunks, of WINDOW
-    tokens where theirs are longer."""
+    """Replace flash attention, whose kernel rounds, and shorten windows and chunks of attention to WINDOW tokens."""
     attention = model.config._attn_implementation
     names = ("sliding_window", "attention_chunk_size", "attention_window_size")
     places = [(part, name) for part in (model.config.get_text_config(), *model.modules()) for name in names]

@@ -1,1 +1,1 @@
-"""One module for each library of environments, which is imported in a process of its own."""
+"""One module for each library of environments; each is imported in a process of its own."""
