@@ -69,7 +69,7 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[key]
+        os.environ.pop(key, None)
         if previous is not None:
             os.environ[key] = previous
 

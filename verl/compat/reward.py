@@ -157,8 +157,8 @@ class RewardLoopWorker:
         self.custom_function = get_custom_reward_fn(config)
         function = self.custom_function or rule_reward(self.settings, workers=1)
         self.manager = loop_manager_class(get_manager_class(config))(
-            config, self.tokenizer, function, reward_router_address=reward_router_address,
-            reward_model_tokenizer=self.reward_model_tokenizer,
+            config=config, tokenizer=self.tokenizer, compute_score=function,
+            reward_router_address=reward_router_address, reward_model_tokenizer=self.reward_model_tokenizer,
         )  # fmt: skip
 
     async def compute_score_batch(self, data: DataProto) -> list[dict[str, Any]]:

@@ -97,7 +97,8 @@ class ActorConfig(BaseConfig, section="actor"):
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.config.batch_sizes import actor_problems
 
-        raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
+        samples = self.get("rollout_n", 1)
+        raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=samples))
 
 
 @dataclass

@@ -1,6 +1,5 @@
-"""Names of settings in later versions of verl become those of this project when a config is composed: old_keys.yaml.
-
-So a resolved config has one name for one thing, and everything behind it reads that name.
+"""Names of settings in later versions of verl, listed in old_keys.yaml, become those of this project when a config is
+composed. A resolved config then has one name for each setting.
 """
 
 import copy
@@ -21,13 +20,14 @@ from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, wrong
 
 ABSENT = object()
+_PLAIN = (str, bool, int, float, type(None))
 MODE = "trainer.v1.trainer_mode"
 _MODEL, _ACTOR, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A row of old_keys.yaml, which describes them: `old`, a key or section of verl since `since`, is `new` here."""
+    """A row of old_keys.yaml (see its header): `old`, a key or section of verl since `since`, is `new` here."""
 
     old: str
     since: str
@@ -49,8 +49,8 @@ class Alias:
         return f"{shown or 'nothing'} is accepted; otherwise: {self.otherwise}"
 
     def changes(self, value: Any) -> bool:
-        """Whether a value, ABSENT for none, is to be replaced; a key of the same name has only some values that are."""
-        return value is not ABSENT and (self.old != self.new or value in self.values)
+        """Whether a value (ABSENT: none) is replaced; where both names are the same, only keys of `values` are."""
+        return value is not ABSENT and (self.old != self.new or (isinstance(value, _PLAIN) and value in self.values))
 
     def settings(self, value: Any) -> Mapping[str, Any]:
         """{key: value} of a value that is no section. Raises ValueError for a value that has no counterpart."""
@@ -60,7 +60,9 @@ class Alias:
             return {}
         if self.old.endswith(".torch.schedule"):
             return _recorded(self.new.rpartition(".")[0], value)
-        return {self.new: self.values.get(value, self.values.get("*", value)) if self.values else value}
+        if self.values and isinstance(value, _PLAIN):
+            return {self.new: self.values.get(value, self.values.get("*", value))}
+        return {self.new: value}
 
 
 def _recorded(torch: str, schedule: Mapping[str, int]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """BaseConfig: what every component's settings have in common."""
 
+import copy
 import difflib
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from verl.config.inert import unread
 
 
 class AcceptsOldKeys(ABCMeta):
-    """Classes of settings that also take arguments which are no fields: those of `unread`.
+    """Metaclass of settings: their constructors also accept the names in `unread`, which are not fields.
 
     They are kept as they are, for code that was written for verl; a row with another name (`new`) also sets that field.
     """
@@ -65,7 +66,7 @@ class BaseConfig(Mapping, metaclass=AcceptsOldKeys):
         value = unread(type(self)).get(name, {"default": MISSING})["default"]
         if value == MISSING:
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        return value
+        return copy.deepcopy(value)
 
     def __getitem__(self, key: str) -> Any:
         """Any attribute that was set; AttributeError for an unknown name, TypeError for a key that is not a string."""

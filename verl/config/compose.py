@@ -46,6 +46,11 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
         section = section_type(field_types(config_type).get(name))
         nested = section is not None and isinstance(values[name], dict)
         known[name] = _typed(values[name], section, checked, strict) if nested else values[name]
+    if strict:
+        own = {f.name for f in fields(config_type)}
+        plain = {name: value for name, value in known.items() if name in own and not isinstance(value, BaseConfig)}
+        node = OmegaConf.merge(OmegaConf.structured(config_type), plain)  # converts, such as "1e-5" to a float
+        known |= {name: to_plain(node[name]) for name in plain}
     if checked:
         settings = config_type(**known)
     else:

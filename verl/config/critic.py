@@ -55,7 +55,7 @@ class CriticConfig(BaseConfig, section="critic"):
         from verl.config.batch_sizes import update_problems
 
         step = ("data.train_batch_size", train_batch_size)
-        raise_if_any(update_problems(self, "critic", n_gpus, step, self.rollout_n))
+        raise_if_any(update_problems(self, "critic", n_gpus, step, self.get("rollout_n", 1)))
 
 
 @dataclass

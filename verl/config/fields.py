@@ -1,5 +1,6 @@
 """Dataclass fields of settings: default, description, permitted values, and whether the setting is used."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -67,7 +68,7 @@ def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
 def default_of(owner: type, name: str) -> Any:
     """The default of a field, the factory's where it has one, or of a key of old scripts."""
     if name in unread(owner):
-        return unread(owner)[name]["default"]
+        return copy.deepcopy(unread(owner)[name]["default"])
     field = owner.__dataclass_fields__[name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 

@@ -1,4 +1,4 @@
-"""Keys without effect, as Class.field, which holds for subclasses too: of old scripts, and those of some rollouts."""
+"""Keys without effect, as Class.field (subclasses too): those of old scripts, and those some rollouts do not read."""
 
 import functools
 from collections.abc import Mapping
@@ -16,12 +16,13 @@ OLD_KEYS: dict[str, dict[str, Any]] = yaml.safe_load(
 
 @functools.cache
 def unread(owner: type) -> dict[str, dict[str, Any]]:
-    """{name: row of UNREAD in old_keys.yaml} of what scripts for verl give a class, and what is no field of it."""
+    """{name: row of UNREAD in old_keys.yaml} of a class's arguments in scripts for verl that are no fields."""
     rows: dict[str, dict[str, Any]] = {}
     for base in reversed(owner.__mro__):
         start = f"{base.__name__}."
         rows |= {key.removeprefix(start): row for key, row in OLD_KEYS["UNREAD"].items() if key.startswith(start)}
     return {name: row for name, row in rows.items() if name not in owner.__dataclass_fields__}
+
 
 # These generate with the actor's own module: no second engine, no second weights.
 ROLLOUTS_OF_THE_ACTOR = ("hf", *sorted(installed_plugins("rollouts_of_the_actor")))
@@ -46,6 +47,8 @@ _OF_SERVERS = ("over_sample_rate", "agent", "trace", "multi_turn", "prometheus")
 # What happens instead of reading the key, or any key below it; a mapping restricts this to those rollouts, by
 # "name" or "name/mode".
 UNUSED: dict[str, str | Mapping[str, str]] = {
+    "RolloutConfig.data_parallel_size":
+        "each tensor_model_parallel_size ranks are an engine, and all engines split the requests",
     "SeparateAgentLoopConfig.num_workers": "asynchronous training holds all conversations in the trainer's process",
     **{f"ServerConfig.{name}": _NO_CLIENT for name in _OF_CLIENTS},
     **{f"RolloutConfig.{name}": NO_ENGINE for name in _OF_ENGINES},

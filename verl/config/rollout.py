@@ -230,6 +230,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(True, "Free the KV cache during training.")
+    data_parallel_size: int = setting(1, "Engines that split the requests.", low=1)
     expert_parallel_size: int = setting(
         1, "Ranks of one engine that split the experts: 1, or tensor_model_parallel_size.", low=1
     )

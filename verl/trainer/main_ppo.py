@@ -126,8 +126,8 @@ def task_runner(config: PPOConfig) -> type["TaskRunner"]:
 class TaskRunner:
     """Builds the trainer and runs it; as an actor inside the cluster, so that a job can be submitted from anywhere.
 
-    `run` and `make_trainer` get the typed tree, those of a class that is given to `run_ppo` the composed config. The
-    methods that they call get the typed tree.
+    `run` and `make_trainer` get the typed tree, or the composed config if the class was given to `run_ppo`. The methods
+    that they call always get the typed tree.
     """
 
     def __init__(self) -> None:
@@ -185,6 +185,7 @@ class TaskRunner:
         from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+        config = to_settings(config, PPOConfig)
         return self.build(RayDAPOTrainer if _filters_groups(config) else RayPPOTrainer, config, stop_flag)
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:

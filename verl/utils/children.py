@@ -32,7 +32,6 @@ from verl.utils import supervisor
 from verl.utils.supervisor import end_with_parent, guard, kill_when_closed
 
 _MEMORY_BYTES = 4 << 30  # that a process of the fork server may allocate beyond what it starts with
-_LONGEST_REPORT = 1 << 16  # bytes
 _LAST_OUTPUT_S = 1.0  # for reading what an ended program has written: another process may keep a pipe open
 #: The rendezvous of the trainer's ranks must not reach programs.
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -258,7 +257,7 @@ class Program(Child):
         report = b""
         with contextlib.suppress(EOFError, OSError):  # it was killed
             if self.connection.poll(seconds):
-                report = self.connection.recv_bytes(_LONGEST_REPORT)
+                report = self.connection.recv_bytes(1 << 16)
         for thread in threads:
             thread.join(_LAST_OUTPUT_S)
         return report
@@ -279,8 +278,9 @@ class Program(Child):
 
 def _file_of(content: bytes) -> BinaryIO:
     """A file to read, which no longer has a name. Unlike a pipe it ends also if a fork of this process holds it."""
-    with tempfile.NamedTemporaryFile(buffering=0) as file:
+    with tempfile.NamedTemporaryFile() as file:
         file.write(content)
+        file.flush()
         return open(file.name, "rb")
 
 

@@ -237,6 +237,8 @@ def checkpoint_to_resume(trainer_config: RunConfig) -> Path | None:
         return None
     if trainer_config.resume_mode == "auto":
         return find_valid_checkpoint(trainer_config.default_local_dir)
+    if not trainer_config.resume_from_path:
+        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path: .../global_step_<N>.")
     path = Path(trainer_config.resume_from_path).expanduser().absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"trainer.resume_from_path={str(path)!r} does not exist.")
