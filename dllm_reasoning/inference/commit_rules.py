@@ -1,8 +1,8 @@
 """How a window's predictions become text: what a row feeds after its last committed token, and what it commits.
 
 By causality a prediction equals token-by-token decoding as soon as everything fed before it does: rules that commit
-only such tokens are lossless. AdaptiveWindows fits the window to the number of unfinished rows: wide for few
-rows, single tokens where arithmetic is the bottleneck.
+only such tokens are lossless. AdaptiveWindows fits the window to the number of unfinished rows: wide for few rows,
+single tokens where arithmetic is the bottleneck.
 """
 
 from __future__ import annotations

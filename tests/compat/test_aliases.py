@@ -4,8 +4,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl.config.aliases import CHOICE, RL, SFT, with_current_names
-from verl.config.compose import forced_override
+from verl.config.aliases import RL, SFT, with_current_names
+from verl.config.compose import CHOICE, forced_override
 from verl.planning.config_check import known_tree, unknown_keys
 from verl.utils.problems import ConfigError
 

@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.config.aliases import CHOICE, RL
+from verl.config.aliases import RL
+from verl.config.compose import CHOICE
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"```bash\n(.*?)```", re.S)

@@ -1,5 +1,6 @@
 """Worker processes: order, failures by item, kills, replacements, memory, the end of the owner."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -31,6 +32,11 @@ def test_results_keep_their_order_and_failures_stay_with_their_item():
     assert "exit code 3" in results[4].text
     assert pool.restarts == 2
     assert pool.map(items("a"))[0]["score"] == 2  # the pool is still usable
+
+    async def cell():  # of a notebook, in whose event loop a caller may be
+        return pool.map(items("a b"))
+
+    assert asyncio.run(cell())[0]["score"] == 3
     pool.close()
 
 

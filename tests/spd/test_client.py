@@ -112,6 +112,14 @@ def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
     assert first["model"] == "served" and first["max_tokens"] == 8 and first["stop_token_ids"] == [2]
 
 
+def test_a_caller_in_an_event_loop_gets_its_answers():
+    async def cell():  # of a notebook
+        return ask(c)
+
+    with FakeServer().running() as url, client(url) as c:
+        assert asyncio.run(cell()) == EXPECTED
+
+
 def test_every_request_states_greedy_sampling_without_penalties():
     server = FakeServer()
     with server.running() as url, client(url) as c:

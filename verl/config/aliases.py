@@ -13,7 +13,6 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
-from verl.config.compose import CHOICE as CHOICE
 from verl.config.compose import to_plain
 from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
@@ -48,6 +47,11 @@ class Alias:
         shown = " or ".join("null" if value is None else str(value).lower() for value in self.accepts)
         return f"{shown or 'nothing'} is accepted; otherwise: {self.otherwise}"
 
+    @property
+    def is_schedule(self) -> bool:
+        """Whether the value is a schedule of torch.profiler, which becomes a range of updates."""
+        return self.old.endswith(".torch.schedule")
+
     def changes(self, value: Any) -> bool:
         """Whether a value (ABSENT: none) is replaced; where both names are the same, only keys of `values` are."""
         return value is not ABSENT and (self.old != self.new or (isinstance(value, _PLAIN) and value in self.values))
@@ -58,7 +62,7 @@ class Alias:
             raise ValueError(self.otherwise)
         if not self.new:
             return {}
-        if self.old.endswith(".torch.schedule"):
+        if self.is_schedule:
             return _recorded(self.new.rpartition(".")[0], value)
         if self.values and isinstance(value, _PLAIN):
             return {self.new: self.values.get(value, self.values.get("*", value))}
@@ -172,8 +176,7 @@ def given_keys() -> set[str]:
 
 def _leaves(alias: Alias, value: Any) -> Iterator[tuple[str, Any]]:
     """(path below the alias, value) of each key of a section that is renamed as a whole; else ("", value)."""
-    renamed = bool(alias.new) and not alias.old.endswith(".torch.schedule")
-    if not renamed or not isinstance(value, Mapping):
+    if not alias.new or alias.is_schedule or not isinstance(value, Mapping):
         yield "", value
         return
     for name, below in value.items():

@@ -47,10 +47,7 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
         nested = section is not None and isinstance(values[name], dict)
         known[name] = _typed(values[name], section, checked, strict) if nested else values[name]
     if strict:
-        own = {f.name for f in fields(config_type)}
-        plain = {name: value for name, value in known.items() if name in own and not isinstance(value, BaseConfig)}
-        node = OmegaConf.merge(OmegaConf.structured(config_type), plain)  # converts, such as "1e-5" to a float
-        known |= {name: to_plain(node[name]) for name in plain}
+        known |= _converted(known, config_type)
     if checked:
         settings = config_type(**known)
     else:
@@ -60,6 +57,17 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
         value = values[name]
         object.__setattr__(settings, name, OmegaConf.create(value) if isinstance(value, dict | list) else value)
     return settings
+
+
+def _converted(values: Mapping[str, Any], config_type: type[BaseConfig]) -> dict[str, Any]:
+    """The values of fields that are no sections, as OmegaConf converts them: "1e-5" to a float, for example.
+
+    Raises omegaconf's MissingMandatoryValue for "???", and its ValidationError for a value of another type.
+    """
+    own = {f.name for f in fields(config_type)}
+    plain = {name: value for name, value in values.items() if name in own and not isinstance(value, BaseConfig)}
+    node = OmegaConf.merge(OmegaConf.structured(config_type), plain)
+    return {name: to_plain(node[name]) for name in plain}
 
 
 def to_plain(settings: Any) -> Any:

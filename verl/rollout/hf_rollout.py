@@ -184,8 +184,8 @@ def choose(
     Draws by inverting the cumulative distribution at `uniform`, over tokens in order of their ids, or of falling
     probability where top-k or top-p sort them. The log-probability is that of the tempered distribution before top-k
     and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn. What they leave:
-    numbers of tokens [B], ids [B, V] of which the first ones are left, and their probability before the filters [B];
-    None without filters.
+    how many tokens [B], ids [B, V] with those tokens first, and their probability before the filters [B]; None without
+    filters.
     """
     kept = None
     log_probs = (logits / sampling.temperature).log_softmax(-1)

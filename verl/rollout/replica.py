@@ -143,8 +143,7 @@ class ServerClient(HttpClient):
 
 
 class RolloutReplica:
-    """Engine number `replica_rank` of the rollout: its ranks, and its server after one of the `init_*` methods.
-    """
+    """Engine number `replica_rank` of the rollout: its ranks, and its server after one of the `init_*` methods."""
 
     def __init__(
         self, replica_rank: int, config: RolloutConfig, model_config: HFModelConfig, gpus_per_node: int = 8,

@@ -99,8 +99,8 @@ class RunningServer:
 class OwnedServer(RunningServer):
     """A server that this process starts and owns: with all its processes it ends with this one, SIGKILL included.
 
-    `log_file` gets the command line and the output; `environment` is added to the variables of this process, without
-    those that are None.
+    `log_file` gets the command line and the output; `environment` adds variables to those of this process, where None
+    removes one.
     """
 
     def __init__(

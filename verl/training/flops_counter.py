@@ -59,7 +59,7 @@ ESTIMATE_FUNC: dict[str, Callable[[Any, Sequence[int]], float]] = dict.fromkeys(
 
 
 class FlopsCounter:
-    """FLOPs of training steps of a model with this transformers configuration; any other is unknown.
+    """FLOPs of training steps of one model. `config` is its transformers configuration; any other object is unknown.
 
     `peak_tflops`: TFLOP/s of a device (trainer.peak_tflops); None looks its name up.
     """

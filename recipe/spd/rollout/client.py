@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,12 @@ class CompletionClient:
             async with HttpClient(max_connections=self.settings.concurrency) as self._http:
                 return await work
 
-        return asyncio.run(run())
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(run())
+        with ThreadPoolExecutor(1) as thread:  # this one runs an event loop, as in a notebook
+            return thread.submit(asyncio.run, run()).result()
 
     async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
         """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""

@@ -283,7 +283,7 @@ class Rollouter:
         return self._call_in_time(self._take(step), f"step {step} had no complete batch", limit)
 
     def _call_in_time(self, coroutine: Coroutine, what: str, limit: float | None) -> Any:
-        """As `call`; after `limit` seconds RuntimeError says `what` did not happen, or that a server has ended."""
+        """As `call`. After `limit` seconds RuntimeError begins with `what`, unless `check_servers` raises."""
         try:
             return self.call(coroutine, limit)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""How a run fails: by updates that are skipped repeatedly, and with which message."""
+"""The message of a failed run, and the error that ends a run whose updates are skipped repeatedly."""
 
 import os
 from pathlib import Path

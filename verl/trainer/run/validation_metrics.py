@@ -73,13 +73,14 @@ def _prompt_metrics(values: np.ndarray, votes: list[str] | None, seed: int) -> d
     if n == 1:
         return metrics
     metrics[f"std@{n}"] = values.std()
+    numbers = None if votes is None else np.array([votes.index(vote) for vote in votes])  # equal ones for equal votes
     powers = (2**exponent for exponent in range(1, n.bit_length()))
     for k in [*(k for k in powers if k < n), n]:
         draws = _draws(n, k, N_BOOTSTRAP, seed)  # [S, k]
         drawn = values[draws]
         statistics = {"best": drawn.max(1), "worst": drawn.min(1)}
-        if votes is not None:  # equal votes get equal numbers below n
-            numbers, resamples = np.array([votes.index(vote) for vote in votes]), np.arange(len(draws))
+        if numbers is not None:
+            resamples = np.arange(len(draws))
             slots = numbers[draws] + n * resamples[:, None]
             counts = np.bincount(slots.ravel(), minlength=n * len(draws))[slots]  # [S, k]: how often a vote was drawn
             statistics["maj"] = drawn[resamples, counts.argmax(1)]

@@ -30,7 +30,8 @@ def build_module(
 ) -> tuple[nn.Module, StoredWeights | None]:
     """The model with adapters, on the CPU, and where its weights are: its placeholders are filled when it is sharded.
 
-    A loader of the user's own gives all weights, without a second value.
+    Parameters that are not stored are the same on every rank, since every rank uses the same seed. A loader of the
+    user's own gives all weights, without a second value.
     """
     dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
     module, stored = load_without_weights(model_config, dtype) or (
