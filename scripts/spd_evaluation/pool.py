@@ -124,7 +124,7 @@ class Harm(_Undivided):
 class Scores(_Undivided):
     """Score the labelled validation blocks; the result is harm.labelled_scores."""
 
-    rules: tuple[str, ...]  # keys of Worker.scores or of rules.STATISTICS
+    rules: tuple[str, ...]  # keys of Worker.values
 
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""

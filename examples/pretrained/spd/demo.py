@@ -40,11 +40,6 @@ from recipe.spd.scorer.config import ScoringModelConfig
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
-# Few thresholds, since each decodes all validation questions; the first measurements had margins up to 9.
-RULES = ("--margins", 1, 2, 4, 8, "--typicals", 0.09, 0.03, 0.01, "--ranks", 2, 3, "--entropies", 0.1, 0.6,
-         "--divergences", 1, 3)  # fmt: skip
-# Dense where scorers start to lose accuracy: GRPO's scores fall from -5 to -50 between shares of 0.5 and 0.7.
-SHARES = ("--harmless-shares", 0.9, 0.8, 0.7, 0.65, 0.6, 0.55, 0.5, 0.4, 0.3)
 SEED = 0  # of questions, target and draft
 GAINS = ("spd_gain_over_best_rule", "spd_gain_over_exact")
 BATCH = 50  # questions that a process decodes together
@@ -290,7 +285,7 @@ def scorer_stages(
             "--questions", out / "evaluation_test.jsonl", "--val-questions", out / "evaluation_val.jsonl",
             "--harm-labels", prepared / "harm_labels.jsonl", "--val-harm-labels", prepared / "harm_labels_val.jsonl",
             "--max-new-tokens", limit_of(gsm8k), "--gamma", sizes.gamma, "--device", get_device_name(), "--all-rules",
-            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, *RULES, *SHARES, "--batch-size", BATCH,
+            "--target-first", "--max-val-drop", DROP, "--near-drop", DROP, "--batch-size", BATCH,
             "--parts", out / "evaluated", "--out", folder / "evaluation",
         ), folder / "evaluation", (supervised, grpo, refined),
         lambda: write_evaluation_questions(out, target, sizes, SEED, gsm8k),
