@@ -107,14 +107,14 @@ class Worker:
         """See harm.harm_shares."""
         self.first = 0  # the draws of `random` are the same whatever this process decoded before
         judges = [self.judges[run.rule](run.threshold) for run in task.runs]
-        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks, self.args.batch_size)
+        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks)
         self._count(len(self.job.blocks))
         return shares
 
     def labelled_scores(self, task: Scores) -> dict[str, list[list[tuple[float, bool]]]]:
         """See harm.labelled_scores."""
         wanted = {name: self.values[name] for name in task.rules}
-        scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation, self.args.batch_size)
+        scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation)
         self._count(len(self.job.validation))
         return scores
 

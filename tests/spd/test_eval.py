@@ -231,7 +231,7 @@ def test_harm_shares_by_hand(house):
 
         return judge
 
-    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks, 2)
+    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks)
     # The last label of the second block stands after a harmful one and counts nowhere: one harmless, two harmful.
     assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.0, 0.5)]
     assert [block.reachable() for block in blocks] == [{0: False, 2: True}, {1: True}]
@@ -353,7 +353,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
-    labelled = harm.labelled_scores({"z": model.block_scores()}, target, draft, blocks, 2)["z"]
+    labelled = harm.labelled_scores({"z": model.block_scores()}, target, draft, blocks)["z"]
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
     swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
     assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch

@@ -18,10 +18,12 @@ from torch import nn
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
+from recipe.spd.scorer.prefix_tree import PrefixTree
 from verl.models.grouped_attention import grouped_queries
 from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
+REPLAYED = 64  # blocks whose distinct tokens attend to each other in one mask
 
 
 @dataclass
@@ -185,11 +187,12 @@ def _generate(
 
 def replay_blocks(
     target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
-    batch_size: int = 256,
+    batch_size: int = REPLAYED,
 ) -> Iterator[Block]:  # fmt: skip
     """Recompute recorded blocks for a judge: yields Blocks whose `rows` are indices into the given lists.
 
-    The target's tokens are computed by these models, not taken from the record. Drafts of one length come together.
+    The target's tokens are computed by these models, not taken from the record. Drafts of one length come together, and
+    blocks that begin alike: each model reads what `batch_size` of them have in common once.
     """
     _check_prompts(context_ids, 1, 1)
     by_length: dict[int, list[int]] = {}
@@ -198,14 +201,21 @@ def replay_blocks(
     for length, indices in sorted(by_length.items()):
         if length == 0:
             raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
+        indices.sort(key=lambda k: list(context_ids[k]))
         for start in range(0, len(indices), batch_size):
-            chunk = sorted(indices[start : start + batch_size], key=lambda k: -len(context_ids[k]))
-            contexts = {index: list(context_ids[index]) for index in chunk}
+            chunk = indices[start : start + batch_size]
+            tree = PrefixTree([[*context_ids[k], *draft_ids[k]] for k in chunk])
+            at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
-                rows = _start([target, draft], contexts, length, spare=0)
-                given = torch.tensor([list(draft_ids[index]) for index in chunk], device=rows.last.device)
-                draft_logits = _forward(draft, rows, 1, *_verification_input(rows, given))[0][:, :-1].float()
-                yield _verify(target, rows, contexts, given, draft_logits)
+                (draft_logits, _), (logits, hidden) = (tree.outputs(model, at) for model in (draft, target))
+            size = min(draft_logits.shape[-1], logits.shape[-1])
+            given = tree.ids.to(target.device)[at[:, 1:]]
+            target_ids = logits[..., :size].argmax(-1)
+            yield Block(
+                context_ids=[list(context_ids[k]) for k in chunk], draft_ids=given, target_ids=target_ids,
+                target_logits=logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_hidden=hidden,
+                mismatch=given != target_ids[:, :-1], rows=torch.tensor(chunk, device=target.device),
+            )  # fmt: skip
 
 
 def _start(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+
+from recipe.spd.scorer.masks import refuse_other_attention
 
 
 class PrefixTree:
@@ -43,3 +46,16 @@ class PrefixTree:
             if parent >= 0:
                 sees[token] |= sees[parent]
         return torch.zeros(size, size, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
+
+    def outputs(self, model: nn.Module, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, n, V] float32 and last hidden states [B, n, H] of a causal model at the tokens `at` [B, n].
+
+        Raises ValueError for a model that would not attend to all of a text.
+        """
+        refuse_other_attention(model, int(self.positions.max()) + 1)
+        device = model.device
+        output = model(
+            input_ids=self.ids[None].to(device), position_ids=self.positions[None].to(device), use_cache=False,
+            attention_mask=self.mask(model.dtype).to(device), output_hidden_states=True, logits_to_keep=at.flatten(),
+        )  # fmt: skip
+        return output.logits[0].view(*at.shape, -1).float(), output.hidden_states[-1][0][at]
