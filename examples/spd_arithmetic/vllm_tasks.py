@@ -2,24 +2,32 @@
 
 vLLM batches requests by itself and shares prefixes, but has no forward that verifies a draft: `_read` takes the
 predictions along a text from its prompt log-probs. The path of exact match is the target's own text, so that the blocks
-on it follow from one reading by the draft, without a round for each block.
+on it follow from one reading by the draft, without a round for each block. On another path the draft writes several
+rounds ahead and the target reads them together: they hold as long as the target adds what the draft wrote there.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
+import psutil
+import torch
+from transformers import AutoConfig, PretrainedConfig
 
 from examples.spd_arithmetic.pair import EXACT, PairFiles, end_tokens
+from examples.spd_arithmetic.workers import tell_share
+from verl.models.loading import torch_dtype_of
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput, SamplingParams
 
-ENGINE_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
+LEAST_CACHE_BYTES = 16 << 20
+ENGINE_ROWS = 256  # that vLLM decodes together
+ROUNDS_AHEAD = 3  # that the draft writes before the target reads them
 
 
 @cache
@@ -28,20 +36,22 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
     from verl.rollout.vllm_rollout.vllm_rollout import start_engine
 
     on_cuda = files.device != "cpu"
-    os.environ.setdefault("OMP_NUM_THREADS", str(files.threads))
+    if not on_cuda:
+        os.environ["OMP_NUM_THREADS"] = str(files.threads)
+        torch.set_num_threads(files.threads)
     length = files.longest + 2 * files.max_new_tokens + 2 * files.gamma + 2  # a context, a completion, a draft
     engines = {}
     for role, share in zip(("target", "draft"), files.memory_shares, strict=True):
-        limit = AutoConfig.from_pretrained(files.folder / role).get_text_config().max_position_embeddings
+        config = AutoConfig.from_pretrained(files.folder / role).get_text_config()
         arguments: dict[str, Any] = {
             "model": str(files.folder / role), "dtype": files.dtype, "skip_tokenizer_init": True, "seed": 0,
-            "generation_config": "vllm", "max_model_len": min(length, limit), "enable_prefix_caching": True,
-            "disable_log_stats": True,
+            "generation_config": "vllm", "max_model_len": min(length, config.max_position_embeddings),
+            "enable_prefix_caching": True, "disable_log_stats": True,
         }  # fmt: skip
         if on_cuda:
             arguments |= {"gpu_memory_utilization": share}
         else:
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": ENGINE_CACHE_BYTES,
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(files, config, length),
                           "block_size": 32}  # the usual 128 tokens are more than a prefix to share
         if role == "target" and files.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": files.tensor_parallel, "distributed_executor_backend": "mp"}
@@ -49,9 +59,21 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
     return engines
 
 
-def complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Greedy continuation of each prompt by `target` or `draft`, its end token included."""
-    return _greedy(files, role, prompts, [files.max_new_tokens] * len(prompts))
+def _cache_bytes(files: PairFiles, config: PretrainedConfig, length: int) -> int:
+    """Memory for the keys and values of all rows that an engine decodes together, as far as there is enough.
+
+    Rows that do not fit wait, and contexts that do not fit are read again in each round.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * width * torch_dtype_of(files.dtype, "--dtype").itemsize
+    wanted = min(ENGINE_ROWS * length * token, psutil.virtual_memory().available // 8)
+    return max(wanted, LEAST_CACHE_BYTES)
+
+
+def complete(files: PairFiles, role: str, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+    """Greedy continuation of each prompt by `target` or `draft`, its end token included, of at most so many tokens."""
+    return _greedy(files, role, *zip(*rows, strict=True), share=1.0)
 
 
 def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]]) -> dict[str, list]:
@@ -59,27 +81,60 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
     prompts, offsets = zip(*rows, strict=True)
     if margin == EXACT:
         return _own_paths(files, prompts, offsets)
-    ends, count = end_tokens(files.folder), len(rows)
-    begun = _greedy(files, "target", prompts, offsets)
-    texts = [[] if ends.intersection(ids) else ids for ids in begun]  # a shorter answer is decoded from its beginning
-    limits = [len(ids) + files.max_new_tokens for ids in texts]
-    rounds, accepted, blocks, running = [0] * count, [0] * count, [], list(range(count))
-    while running:
-        contexts = [prompts[row] + texts[row] for row in running]
-        drafts = _greedy(files, "draft", contexts, [files.gamma] * len(running))
-        read = _read(files, "target", list(zip(contexts, drafts, strict=True)))
-        for row, draft, (target, gaps) in zip(running, drafts, read, strict=True):
-            wrong = [d != t for d, t in zip(draft, target, strict=False)]
+    ends = end_tokens(files.folder)
+    begun = [[] if ends.intersection(ids) else ids for ids in _greedy(files, "target", prompts, offsets)]
+    made = [_Row(prompt, ids, len(ids) + files.max_new_tokens) for prompt, ids in zip(prompts, begun, strict=True)]
+    while running := [row for row in made if not row.done(ends)]:
+        # Each round ends with a token of the target.
+        limits = [min(ROUNDS_AHEAD, -(-row.missing // (files.gamma + 1))) * (files.gamma + 1) - 1 for row in running]
+        contexts = [row.prompt + row.text for row in running]
+        ahead = _greedy(files, "draft", contexts, limits)
+        read = _read(files, "target", list(zip(contexts, ahead, strict=True)))
+        for row, ids, (target, gaps) in zip(running, ahead, read, strict=True):
+            row.advance(ids, target, gaps, margin, files.gamma, ends)
+        tell_share(1 - sum(row.missing for row in made if not row.done(ends)) / sum(row.limit for row in made))
+    blocks = [(number, *block) for number, row in enumerate(made) for block in row.blocks]
+    return {"tokens": [row.text for row in made], "rounds": [row.rounds for row in made],
+            "accepted": [row.accepted for row in made], "blocks": blocks}
+
+
+@dataclass
+class _Row:
+    """An answer that draft and target decode in rounds."""
+
+    prompt: list[int]
+    text: list[int]
+    limit: int
+    rounds: int = 0
+    accepted: int = 0
+    blocks: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # tokens before it, draft, target
+
+    @property
+    def missing(self) -> int:
+        return self.limit - len(self.text)
+
+    def done(self, ends: frozenset[int]) -> bool:
+        return self.missing <= 0 or bool(self.text) and self.text[-1] in ends
+
+    def advance(self, ahead: list[int], target: list[int], gaps: list[float], margin: float, gamma: int,
+                ends: frozenset[int]) -> None:  # fmt: skip
+        """Commit the rounds within `ahead`, the draft's continuation, that it holds for; `target` and `gaps`: the
+        target's predictions along it.
+        """
+        at = 0
+        while not self.done(ends) and (len(ahead) - at >= gamma or ahead[at:] and ahead[-1] in ends):
+            draft, chosen = ahead[at : at + gamma], target[at : at + gamma + 1]
+            wrong = [d != t for d, t in zip(draft, chosen, strict=False)]
             if any(wrong):
-                blocks.append((row, len(texts[row]), draft, target))
-            rejected = (i for i, w in enumerate(wrong) if w and gaps[i] > margin)
-            passed = next(rejected, len(draft))
-            tokens = _up_to_end([*draft[:passed], target[passed]], ends)[: limits[row] - len(texts[row])]
-            texts[row] = texts[row] + tokens
-            rounds[row] += 1
-            accepted[row] += min(passed, len(tokens))
-        running = [row for row in running if texts[row][-1] not in ends and len(texts[row]) < limits[row]]
-    return {"tokens": texts, "rounds": rounds, "accepted": accepted, "blocks": blocks}
+                self.blocks.append((len(self.text), draft, chosen))
+            passed = next((i for i, w in enumerate(wrong) if w and gaps[at + i] > margin), len(draft))
+            tokens = _up_to_end([*draft[:passed], chosen[passed]], ends)[: self.missing]
+            self.text = self.text + tokens
+            self.rounds += 1
+            self.accepted += min(passed, len(tokens))
+            if passed < gamma or ahead[at + gamma : at + gamma + 1] != tokens[gamma:]:
+                break
+            at += gamma + 1
 
 
 def complete_blocks(
@@ -89,9 +144,12 @@ def complete_blocks(
     ends = end_tokens(files.folder)
     missing = [0 if draft[-1] in ends else files.gamma - len(draft) for _, draft, _ in blocks]
     more = _greedy(files, "draft", [context + draft for context, draft, _ in blocks], missing)
-    texts = [(context, draft + added) for (context, draft, _), added in zip(blocks, more, strict=True)]
+    # Up to the mismatch the context is the target's own text, whose tokens are in the prefix cache.
+    texts = [(context + draft[:-1], draft[-1:] + added)
+             for (context, draft, _), added in zip(blocks, more, strict=True)]
     read = _read(files, "target", texts)
-    return [(draft, target) for (_, draft), (target, _) in zip(texts, read, strict=True)]
+    return [(draft + added, known[:-1] + target)
+            for (_, draft, known), added, (target, _) in zip(blocks, more, read, strict=True)]
 
 
 def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence[int]) -> dict[str, list]:
@@ -99,7 +157,8 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     ends, gamma = end_tokens(files.folder), files.gamma
     # The last block may reach over the limit, which counts from the first block.
     limits = [offset + files.max_new_tokens for offset in offsets]
-    own = _greedy(files, "target", prompts, [limit + gamma + 1 for limit in limits])
+    own = _greedy(files, "target", prompts, [limit + gamma + 1 for limit in limits], share=0.8)
+    _greedy(files, "draft", prompts, [1] * len(prompts))  # of prompts in the prefix cache no log-probs are computed
     heard = _read(files, "draft", list(zip(prompts, own, strict=True)))
     tokens, rounds, accepted, blocks = [], [], [], []
     for row, (text, (chosen, _), offset) in enumerate(zip(own, heard, offsets, strict=True)):
@@ -121,15 +180,19 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     return {"tokens": tokens, "rounds": rounds, "accepted": accepted, "blocks": blocks}
 
 
-def _greedy(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int]) -> list[list[int]]:
-    """Greedy continuation of each prompt by at most so many tokens, an end token included."""
+def _greedy(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int], share: float = 0.0
+            ) -> list[list[int]]:  # fmt: skip
+    """Greedy continuation of each prompt by at most so many tokens, an end token included.
+
+    `share`: of the work of this worker's part of the rows; 0 tells no progress.
+    """
     from vllm import SamplingParams
 
     stops = sorted(end_tokens(files.folder))
     asked = [k for k, limit in enumerate(limits) if limit > 0]
     params = {n: SamplingParams(temperature=0.0, max_tokens=n, stop_token_ids=stops, detokenize=False)
               for n in {limits[k] for k in asked}}
-    done = _generate(files, role, [prompts[k] for k in asked], [params[limits[k]] for k in asked])
+    done = _generate(files, role, [prompts[k] for k in asked], [params[limits[k]] for k in asked], share)
     continued: list[list[int]] = [[] for _ in prompts]
     for k, output in zip(asked, done, strict=True):
         continued[k] = list(output.outputs[0].token_ids)
@@ -149,7 +212,7 @@ def _read(
         # generated. Of tokens that come from the prefix cache there are none, or no valid ones.
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, flat_logprobs=True, detokenize=False,
                                 skip_reading_prefix_cache=not from_cache)
-        return _generate(files, role, [texts[k][0] + texts[k][1] for k in which], params)
+        return _generate(files, role, [texts[k][0] + texts[k][1] for k in which], [params] * len(which))
 
     done = ask(range(len(texts)), True)
     over = [k for k, (context, _) in enumerate(texts) if done[k].num_cached_tokens >= len(context)]
@@ -165,9 +228,23 @@ def _read(
     return results
 
 
-def _generate(files: PairFiles, role: str, prompts: Sequence[list[int]], params: Any) -> list[Any]:
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    return _engines(files)[role].generate(inputs, params, use_tqdm=False) if inputs else []
+def _generate(
+    files: PairFiles, role: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams], share: float = 0.0
+) -> list[RequestOutput]:
+    engine = _engines(files)[role].llm_engine
+    for k, (ids, asked) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(k), {"prompt_token_ids": ids}, asked)
+    done: dict[int, RequestOutput] = {}
+    tokens = dict.fromkeys(range(len(prompts)), 0)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            k = int(output.request_id)
+            tokens[k] = params[k].max_tokens if output.finished else len(output.outputs[0].token_ids)
+            if output.finished:
+                done[k] = output
+        if share:
+            tell_share(share * sum(tokens.values()) / sum(asked.max_tokens for asked in params))
+    return [done[k] for k in range(len(prompts))]
 
 
 def _up_to_end(ids: list[int], ends: frozenset[int]) -> list[int]:
