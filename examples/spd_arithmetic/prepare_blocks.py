@@ -65,6 +65,7 @@ DRIFT_MARGIN = 4.0  # of --target and --draft
 DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
+SPEED_SECONDS = 300.0  # over which the speed is measured that gives the time left
 
 
 @dataclass
@@ -80,22 +81,20 @@ class Phases:
         """Time a phase; the yielded function (done, in all, label) moves its bars."""
         begin = time.perf_counter()
         bars: dict[str, int] = {}
-        starts: dict[str, tuple[float, float]] = {}  # when a queue of rows began, and how many were there already
 
         def report(done: float, total: int, label: str = "") -> None:
-            title, now = f"{name} {label}".strip(), time.perf_counter()
+            title = f"{name} {label}".strip()
             if title not in bars:
                 bars[title] = self.progress.add_task(title, total=total)
-            if title not in starts or done < self.progress.tasks[bars[title]].completed:
-                starts[title] = now, done
-                self.progress.reset(bars[title])
-            self.progress.update(bars[title], completed=done, total=total)
+            bar = self.progress.tasks[bars[title]]
+            if done < bar.completed:  # another queue of rows begins
+                self.progress.reset(bar.id)
+            self.progress.update(bar.id, completed=done, total=total)
             # A bar is invisible in a log file, so a phase also logs its progress there at intervals.
-            if not self.progress.console.is_terminal and now - self.spoke > SECONDS_BETWEEN_LINES:
-                self.spoke = now
-                since, before = starts[title]
-                left = (total - done) * (now - since) / (done - before) if done > before else float("nan")
-                logger.info("{}: {:.0f} of {}, about {:.0f} s left", title, done, total, left)
+            if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
+                self.spoke = time.perf_counter()
+                left = "?" if bar.time_remaining is None else f"{bar.time_remaining:.0f}"
+                logger.info("{}: {:.0f} of {}, about {} s left", title, done, total, left)
 
         yield report
         self.seconds[name] = round(time.perf_counter() - begin, 2)
@@ -124,7 +123,7 @@ def main(argv: list[str] | None = None) -> Path:
         started: Workers = RayWorkers(args.processes, args.tensor_parallel if args.device == "cuda" else 0)
     else:
         started = Workers(args.processes)
-    with started as workers, Progress(*columns, console=console) as progress:
+    with started as workers, Progress(*columns, console=console, speed_estimate_period=SPEED_SECONDS) as progress:
         figures = build(args, unfinished, workers, Phases(progress), key)
     shutil.rmtree(unfinished / KEPT, ignore_errors=True)
     mark.unlink()
@@ -214,12 +213,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args.dtype = args.dtype or default_dtype(args.device)
     args.engine = args.engine or ("vllm" if args.device == "cuda" else "hf")
     args.ray = args.device == "cuda" if args.ray is None else args.ray
-    one_engine = args.engine == "vllm" and args.device == "cpu" and not args.ray
-    cores = torch.get_num_threads()
+    threaded = args.engine == "vllm" and args.device == "cpu" and not args.ray  # its rows share one copy of the weights
     args.batch_size = args.batch_size or (1000 if args.engine == "vllm" else 200)
     if not args.ray:
-        args.processes = args.processes or (1 if one_engine else len(os.sched_getaffinity(0)))
-    args.threads = args.threads or (max(1, cores // args.processes) if one_engine else 1)
+        args.processes = args.processes or (1 if threaded else len(os.sched_getaffinity(0)))
+    args.threads = args.threads or (max(1, torch.get_num_threads() // args.processes) if threaded else 1)
     if args.device == "cuda" and not args.ray:
         parser.error("--no-ray is for a CPU: Ray gives each process its GPUs")
     if args.tensor_parallel > 1 and args.engine != "vllm":

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from examples.spd_arithmetic.pair import EXACT, PairFiles, end_tokens
 from examples.spd_arithmetic.workers import tell_share
-from verl.models.loading import torch_dtype_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-LEAST_CACHE_BYTES = 16 << 20
-ENGINE_ROWS = 256  # that vLLM decodes together
+LEAST_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 ROUNDS_AHEAD = 3  # that the draft writes before the target reads them
 
 
@@ -42,33 +39,24 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
     length = files.longest + 2 * files.max_new_tokens + 2 * files.gamma + 2  # a context, a completion, a draft
     engines = {}
     for role, share in zip(("target", "draft"), files.memory_shares, strict=True):
-        config = AutoConfig.from_pretrained(files.folder / role).get_text_config()
+        limit = AutoConfig.from_pretrained(files.folder / role).get_text_config().max_position_embeddings
         arguments: dict[str, Any] = {
             "model": str(files.folder / role), "dtype": files.dtype, "skip_tokenizer_init": True, "seed": 0,
-            "generation_config": "vllm", "max_model_len": min(length, config.max_position_embeddings),
-            "enable_prefix_caching": True, "disable_log_stats": True,
+            "generation_config": "vllm", "max_model_len": min(length, limit), "enable_prefix_caching": True,
+            "disable_log_stats": True,
         }  # fmt: skip
         if on_cuda:
             arguments |= {"gpu_memory_utilization": share}
         else:
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(files, config, length),
+            # With a cache as large as the weights all rows run together, and no context is read again in each round.
+            weights = sum(file.stat().st_size for file in (files.folder / role).glob("*.safetensors"))
+            cache = max(LEAST_CACHE_BYTES, min(weights, psutil.virtual_memory().available // 8))
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache,
                           "block_size": 32}  # the usual 128 tokens are more than a prefix to share
         if role == "target" and files.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": files.tensor_parallel, "distributed_executor_backend": "mp"}
         engines[role] = start_engine(arguments, on_cuda)
     return engines
-
-
-def _cache_bytes(files: PairFiles, config: PretrainedConfig, length: int) -> int:
-    """Memory for the keys and values of all rows that an engine decodes together, as far as there is enough.
-
-    Rows that do not fit wait, and contexts that do not fit are read again in each round.
-    """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * width * torch_dtype_of(files.dtype, "--dtype").itemsize
-    wanted = min(ENGINE_ROWS * length * token, psutil.virtual_memory().available // 8)
-    return max(wanted, LEAST_CACHE_BYTES)
 
 
 def complete(files: PairFiles, role: str, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
@@ -81,60 +69,32 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
     prompts, offsets = zip(*rows, strict=True)
     if margin == EXACT:
         return _own_paths(files, prompts, offsets)
-    ends = end_tokens(files.folder)
-    begun = [[] if ends.intersection(ids) else ids for ids in _greedy(files, "target", prompts, offsets)]
-    made = [_Row(prompt, ids, len(ids) + files.max_new_tokens) for prompt, ids in zip(prompts, begun, strict=True)]
-    while running := [row for row in made if not row.done(ends)]:
-        # Each round ends with a token of the target.
-        limits = [min(ROUNDS_AHEAD, -(-row.missing // (files.gamma + 1))) * (files.gamma + 1) - 1 for row in running]
-        contexts = [row.prompt + row.text for row in running]
-        ahead = _greedy(files, "draft", contexts, limits)
-        read = _read(files, "target", list(zip(contexts, ahead, strict=True)))
-        for row, ids, (target, gaps) in zip(running, ahead, read, strict=True):
-            row.advance(ids, target, gaps, margin, files.gamma, ends)
-        tell_share(1 - sum(row.missing for row in made if not row.done(ends)) / sum(row.limit for row in made))
-    blocks = [(number, *block) for number, row in enumerate(made) for block in row.blocks]
-    return {"tokens": [row.text for row in made], "rounds": [row.rounds for row in made],
-            "accepted": [row.accepted for row in made], "blocks": blocks}
-
-
-@dataclass
-class _Row:
-    """An answer that draft and target decode in rounds."""
-
-    prompt: list[int]
-    text: list[int]
-    limit: int
-    rounds: int = 0
-    accepted: int = 0
-    blocks: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # tokens before it, draft, target
-
-    @property
-    def missing(self) -> int:
-        return self.limit - len(self.text)
-
-    def done(self, ends: frozenset[int]) -> bool:
-        return self.missing <= 0 or bool(self.text) and self.text[-1] in ends
-
-    def advance(self, ahead: list[int], target: list[int], gaps: list[float], margin: float, gamma: int,
-                ends: frozenset[int]) -> None:  # fmt: skip
-        """Commit the rounds within `ahead`, the draft's continuation, that it holds for; `target` and `gaps`: the
-        target's predictions along it.
-        """
-        at = 0
-        while not self.done(ends) and (len(ahead) - at >= gamma or ahead[at:] and ahead[-1] in ends):
-            draft, chosen = ahead[at : at + gamma], target[at : at + gamma + 1]
-            wrong = [d != t for d, t in zip(draft, chosen, strict=False)]
-            if any(wrong):
-                self.blocks.append((len(self.text), draft, chosen))
-            passed = next((i for i, w in enumerate(wrong) if w and gaps[at + i] > margin), len(draft))
-            tokens = _up_to_end([*draft[:passed], chosen[passed]], ends)[: self.missing]
-            self.text = self.text + tokens
-            self.rounds += 1
-            self.accepted += min(passed, len(tokens))
-            if passed < gamma or ahead[at + gamma : at + gamma + 1] != tokens[gamma:]:
-                break
-            at += gamma + 1
+    ends, count, step = end_tokens(files.folder), len(rows), files.gamma + 1
+    begun = _greedy(files, "target", prompts, offsets)
+    texts = [[] if ends.intersection(ids) else ids for ids in begun]  # a shorter answer is decoded from its beginning
+    limits = [len(ids) + files.max_new_tokens for ids in texts]
+    rounds, accepted, blocks, running = [0] * count, [0] * count, [], list(range(count))
+    while running:
+        contexts = [prompts[row] + texts[row] for row in running]
+        left = [-(-(limits[row] - len(texts[row])) // step) for row in running]  # rounds, if all drafts are accepted
+        drafts = _greedy(files, "draft", contexts, [min(ROUNDS_AHEAD, most) * step - 1 for most in left])
+        read = _read(files, "target", list(zip(contexts, drafts, strict=True)))
+        for row, ahead, (predicted, gaps) in zip(running, drafts, read, strict=True):
+            for at in range(0, len(ahead), step):
+                draft, target = ahead[at : at + files.gamma], predicted[at : at + step]
+                wrong = [d != t for d, t in zip(draft, target, strict=False)]
+                if any(wrong):
+                    blocks.append((row, len(texts[row]), draft, target))
+                passed = next((i for i, w in enumerate(wrong) if w and gaps[at + i] > margin), len(draft))
+                tokens = _up_to_end([*draft[:passed], target[passed]], ends)[: limits[row] - len(texts[row])]
+                texts[row] = texts[row] + tokens
+                rounds[row] += 1
+                accepted[row] += min(passed, len(tokens))
+                if tokens != ahead[at : at + step]:  # the draft has written the rest after other tokens
+                    break
+        running = [row for row in running if texts[row][-1] not in ends and len(texts[row]) < limits[row]]
+        tell_share(1 - sum(limits[row] - len(texts[row]) for row in running) / sum(limits))
+    return {"tokens": texts, "rounds": rounds, "accepted": accepted, "blocks": blocks}
 
 
 def complete_blocks(
@@ -234,17 +194,14 @@ def _generate(
     engine = _engines(files)[role].llm_engine
     for k, (ids, asked) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(k), {"prompt_token_ids": ids}, asked)
-    done: dict[int, RequestOutput] = {}
-    tokens = dict.fromkeys(range(len(prompts)), 0)
+    latest: dict[int, RequestOutput] = {}
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            k = int(output.request_id)
-            tokens[k] = params[k].max_tokens if output.finished else len(output.outputs[0].token_ids)
-            if output.finished:
-                done[k] = output
+        latest |= {int(output.request_id): output for output in engine.step()}
         if share:
-            tell_share(share * sum(tokens.values()) / sum(asked.max_tokens for asked in params))
-    return [done[k] for k in range(len(prompts))]
+            made = sum(params[k].max_tokens if output.finished else len(output.outputs[0].token_ids)
+                       for k, output in latest.items())
+            tell_share(share * made / sum(asked.max_tokens for asked in params))
+    return [latest[k] for k in range(len(prompts))]
 
 
 def _up_to_end(ids: list[int], ends: frozenset[int]) -> list[int]:

@@ -456,6 +456,17 @@ def test_results_come_in_order_and_progress_reaches_the_end(shared_work):
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+def half_told(part):
+    workers.tell_share(0.5)
+    return part
+
+
+def test_progress_counts_the_shares_that_running_parts_tell(shared_work):
+    seen = []
+    assert shared_work.map(half_told, [1, 2], 2, lambda *at: seen.append(at)) == [[1], [2]]
+    assert seen[:2] == [(0, 2), (0.5, 2)] and seen[-1] == (2, 2)
+
+
 def fail(number):
     if number == 2:
         raise KeyError("part 2 is bad")
