@@ -3,8 +3,9 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
-from examples.spd_arithmetic.pair import EXACT, Pair
+from examples.spd_arithmetic.pair import EXACT, Decoding, Pair, Recorded
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress
 
@@ -47,22 +48,34 @@ class OwnPath:
     tokens_per_forward: float
 
 
-def own_path(
-    pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress, offsets: int = 0
-) -> OwnPath:
-    """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met.
+def own_paths(
+    pair: Pair, asked: Sequence[tuple[Sequence[Question], int, int]], seed: int, progress: Progress
+) -> list[OwnPath]:
+    """For each (questions, count, offsets): decode by exact match, which is the target's own greedy text, and sample
+    `count` of the blocks met. `offsets`: see drawn_offsets.
 
-    `offsets`: see drawn_offsets.
+    All questions are decoded together. No question may be asked twice.
     """
-    decoding = pair.speculative(questions, EXACT, progress, drawn_offsets(len(questions), offsets, seed))
-    if count and not decoding.blocks:
-        raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
-                         "nothing to judge; use another draft")
+    offsets = [offset for questions, _, largest in asked for offset in drawn_offsets(len(questions), largest, seed)]
+    whole = pair.speculative(list(chain(*(questions for questions, *_ in asked))), EXACT, progress, offsets)
+    met, first = [], 0
+    for questions, count, _ in asked:
+        met.append(whole.part(questions, first))
+        first += len(questions)
+        if count and not met[-1].blocks:
+            raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
+                             "nothing to judge; use another draft")
+    sampled = [sample(part.blocks, count, seed) for part, (_, count, _) in zip(met, asked, strict=True)]
+    completed = iter(pair.complete_blocks(list(chain(*sampled)), progress))
+    return [_own_path(pair, questions, part, list(islice(completed, len(drawn))))
+            for (questions, *_), part, drawn in zip(asked, met, sampled, strict=True)]
+
+
+def _own_path(pair: Pair, questions: Sequence[Question], decoding: Decoding, sampled: Sequence[Recorded]) -> OwnPath:
     correct, lengths = {}, {}
     for q, ids in zip(questions, decoding.tokens, strict=True):
         correct[q.question_id] = pair.is_right(ids, q)
         lengths[q.question_id] = len(q.prompt_ids) + pair.spoken(ids)
-    sampled = pair.complete_blocks(sample(decoding.blocks, count, seed), progress)
     blocks = [_block(q, c, d, t, correct[q.question_id], lengths[q.question_id] - len(c), "own")
               for q, c, d, t in sampled]
     rounds = sum(decoding.rounds)

@@ -26,10 +26,12 @@ def _load(files: PairFiles) -> dict[str, nn.Module]:
             for name in ("target", "draft")}
 
 
-def complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Greedy continuation of each prompt by `target` or `draft`, its end token included."""
-    return greedy_generate(_load(files)[role], prompts, max_new_tokens=files.max_new_tokens,
+def complete(files: PairFiles, role: str, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+    """Greedy continuation of each prompt by `target` or `draft`, its end token included, of at most so many tokens."""
+    prompts, limits = zip(*rows, strict=True)
+    made = greedy_generate(_load(files)[role], prompts, max_new_tokens=max(limits),
                            eos_token_id=end_tokens(files.folder), batch_size=files.batch_size).tokens
+    return [ids[:limit] for ids, limit in zip(made, limits, strict=True)]
 
 
 def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]]) -> dict[str, list]:

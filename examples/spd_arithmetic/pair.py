@@ -51,6 +51,13 @@ class Decoding:
     blocks: list[Recorded]
     decoded: list[int] = field(default_factory=list)  # tokens that the forwards gave, before answers are cut
 
+    def part(self, questions: Sequence[Question], first: int) -> "Decoding":
+        """The entries of these questions, of which the first one has number `first`."""
+        ids, last = {q.question_id for q in questions}, first + len(questions)
+        lists = (values[first:last] for values in (self.tokens, self.rounds, self.accepted))
+        return Decoding(*lists, [block for block in self.blocks if block[0].question_id in ids],
+                        self.decoded[first:last])
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -71,17 +78,23 @@ class Pair:
         """Number of tokens before the end token."""
         return len(ids) - (bool(ids) and ids[-1] in self.ends)
 
-    def greedy(self, role: str, prompts: Sequence[list[int]], progress: Progress) -> list[list[int]]:
-        """Greedy continuation of every prompt by `target` or `draft`."""
-        return list(chain(*self._map(partial(self._tasks.complete, self.files, role), prompts, progress)))
+    def greedy(self, role: str, prompts: Sequence[list[int]], progress: Progress, limits: Sequence[int] | None = None
+               ) -> list[list[int]]:  # fmt: skip
+        """Greedy continuation of every prompt by `target` or `draft`, of at most `limits` tokens (default: those of an
+        answer).
+        """
+        rows = list(zip(prompts, limits or [self.files.max_new_tokens] * len(prompts), strict=True))
+        return list(chain(*self._map(partial(self._tasks.complete, self.files, role), rows, progress)))
 
     def answers(self, questions: Sequence[Question], contexts: Sequence[list[int]], progress: Progress
                 ) -> list[list[int]]:
         """The target's answer to each question whose context has begun it; together they have the usual limit."""
-        running = [k for k, context in enumerate(contexts) if context[-1] not in self.ends]
-        completed = dict(zip(running, self.greedy("target", [contexts[k] for k in running], progress), strict=True))
-        whole = zip(questions, (context + completed.get(k, []) for k, context in enumerate(contexts)), strict=True)
-        return [ids[len(q.prompt_ids) :][: self.files.max_new_tokens] for q, ids in whole]
+        begun = [context[len(q.prompt_ids) :] for q, context in zip(questions, contexts, strict=True)]
+        left = [self.files.max_new_tokens - len(ids) for ids in begun]
+        running = [k for k, context in enumerate(contexts) if context[-1] not in self.ends and left[k] > 0]
+        made = self.greedy("target", [contexts[k] for k in running], progress, [left[k] for k in running])
+        completed = dict(zip(running, made, strict=True))
+        return [(ids + completed.get(k, []))[: self.files.max_new_tokens] for k, ids in enumerate(begun)]
 
     def speculative(
         self, questions: Sequence[Question], margin: float, progress: Progress, offsets: Sequence[int] | None = None

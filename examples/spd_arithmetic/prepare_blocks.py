@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pandas as pd
+import torch
 from loguru import logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,7 +28,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from examples.spd_arithmetic import train_pair
-from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, drifted_blocks, harm_labels, own_paths
 from examples.spd_arithmetic.pair import EVERYTHING, Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import (
     INSTRUCTION,
@@ -64,6 +65,7 @@ DRIFT_MARGIN = 4.0  # of --target and --draft
 DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
+SPEED_SECONDS = 300.0  # over which the speed is measured that gives the time left
 
 
 @dataclass
@@ -80,15 +82,19 @@ class Phases:
         begin = time.perf_counter()
         bars: dict[str, int] = {}
 
-        def report(done: int, total: int, label: str = "") -> None:
+        def report(done: float, total: int, label: str = "") -> None:
             title = f"{name} {label}".strip()
             if title not in bars:
                 bars[title] = self.progress.add_task(title, total=total)
-            self.progress.update(bars[title], completed=done, total=total)
+            bar = self.progress.tasks[bars[title]]
+            if done < bar.completed:  # another queue of rows begins
+                self.progress.reset(bar.id)
+            self.progress.update(bar.id, completed=done, total=total)
             # A bar is invisible in a log file, so a phase also logs its progress there at intervals.
             if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
                 self.spoke = time.perf_counter()
-                logger.info("{}: {} of {}", title, done, total)
+                left = "?" if bar.time_remaining is None else f"{bar.time_remaining:.0f}"
+                logger.info("{}: {:.0f} of {}, about {} s left", title, done, total, left)
 
         yield report
         self.seconds[name] = round(time.perf_counter() - begin, 2)
@@ -116,8 +122,8 @@ def main(argv: list[str] | None = None) -> Path:
     if args.ray:
         started: Workers = RayWorkers(args.processes, args.tensor_parallel if args.device == "cuda" else 0)
     else:
-        started = Workers(args.processes or len(os.sched_getaffinity(0)))
-    with started as workers, Progress(*columns, console=console) as progress:
+        started = Workers(args.processes)
+    with started as workers, Progress(*columns, console=console, speed_estimate_period=SPEED_SECONDS) as progress:
         figures = build(args, unfinished, workers, Phases(progress), key)
     shutil.rmtree(unfinished / KEPT, ignore_errors=True)
     mark.unlink()
@@ -150,8 +156,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
     add("--gamma", type=int, default=8, help="drafted tokens per round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
-    add("--batch-size", type=int, default=200, help="rows that a process decodes together, and that "
-        "are lost when it is killed")
+    add("--batch-size", type=int, help="rows that a process decodes together, and that are lost when it is killed "
+        "(default 200; 1000 for vLLM, which batches them by itself)")
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
     add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
     for name in ("questions", "train-questions", "val-questions", "test-questions"):
@@ -173,9 +179,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="fractions of each GPU's memory for the two engines, weights and cache included (vLLM)")
     add("--ray", action=argparse.BooleanOptionalAction, help="the work goes to Ray actors, on all nodes of the cluster "
         "in RAY_ADDRESS, or of one that is started here (default: on cuda)")
-    add("--threads", type=int, default=1, help="CPU threads of a process that decodes; may change last digits")
+    add("--threads", type=int, help="CPU threads of a process that decodes; may change last digits (default 1; for "
+        "vLLM on a CPU the cores are shared among the processes)")
     add("--processes", type=int, help="processes that share the questions, each with both models in its memory "
-        "(default: one per core; on cuda one for each --tensor-parallel GPUs); changes no result")
+        "(default: one per core; for vLLM on a CPU a single one; on cuda one for each --tensor-parallel GPUs); "
+        "changes no result")
     args = parser.parse_args(argv)
     splits = [args.train_questions, args.test_questions]
     real = args.questions is not None or any(splits)
@@ -199,12 +207,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {value}: expected 0 to 1")
     if args.offsets < 0:
         parser.error(f"--offsets {args.offsets}: expected 0 or more")
-    for name in ("processes", "tensor_parallel"):
+    for name in ("processes", "tensor_parallel", "threads", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
     args.dtype = args.dtype or default_dtype(args.device)
     args.engine = args.engine or ("vllm" if args.device == "cuda" else "hf")
     args.ray = args.device == "cuda" if args.ray is None else args.ray
+    threaded = args.engine == "vllm" and args.device == "cpu" and not args.ray  # its rows share one copy of the weights
+    args.batch_size = args.batch_size or (1000 if args.engine == "vllm" else 200)
+    if not args.ray:
+        args.processes = args.processes or (1 if threaded else len(os.sched_getaffinity(0)))
+    args.threads = args.threads or (max(1, torch.get_num_threads() // args.processes) if threaded else 1)
     if args.device == "cuda" and not args.ray:
         parser.error("--no-ray is for a CPU: Ray gives each process its GPUs")
     if args.tensor_parallel > 1 and args.engine != "vllm":
@@ -268,28 +281,30 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
     files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
                       longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares), args.dtype)
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
-    paths, written, drifted = {}, {}, []
-    for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
-        with phases.phase(f"blocks of {split} questions") as report:
-            n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
-            paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report, args.offsets)
-            blocks = list(paths[split].blocks)
-            if n_drifted:
-                # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
-                drifted = drifted_blocks(
-                    pair, splits[split], args.drift_margin, n_drifted, args.seed, report, args.offsets)
-                blocks += drifted
+    written, drifted, n_drifted = {}, [], round(args.drift_share * args.n_train_blocks)
+    # About two blocks of a question have a mismatch.
+    asked = {"train": (splits["train"], args.n_train_blocks - n_drifted, args.offsets),
+             "val": (splits["val"], args.n_val_blocks, args.offsets),
+             "test": (splits["test"][: max(1, args.n_harm_blocks // 2)], args.n_harm_blocks, 0)}
+    with phases.phase("own answers") as report:
+        paths = dict(zip(asked, own_paths(pair, list(asked.values()), args.seed, report), strict=True))
+    with phases.phase("blocks after mismatches") as report:
+        if n_drifted:
+            # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
+            drifted = drifted_blocks(
+                pair, splits["train"], args.drift_margin, n_drifted, args.seed, report, args.offsets)
+        for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
+            blocks = paths[split].blocks + (drifted if split == "train" else [])
             if len(blocks) < n_blocks:
                 logger.warning("{} {} blocks instead of {}: only blocks with a mismatch count, and the questions have "
                                "no more; raise --n-{}-questions", len(blocks), split, n_blocks, split)  # fmt: skip
             write_split(out, split, splits[split], blocks, paths[split])
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
-        questions = splits["test"]
-        # About two blocks of a question have a mismatch.
-        own = own_path(pair, questions[: max(1, args.n_harm_blocks // 2)], args.n_harm_blocks, args.seed, report)
-        labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
-        validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)
+        questions = {q.question_id: q for split in ("test", "val") for q in splits[split]}
+        both = harm_labels(pair, paths["test"].blocks + paths["val"].blocks, questions, report)
+        labels, validation = ([label for label in both if label.question_id in paths[split].correct]
+                              for split in ("test", "val"))
         for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
             rows = [asdict(label) for label in labelled]
             pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
@@ -365,7 +380,7 @@ def write_split(out: Path, split: str, questions: list[Question], blocks: list[D
 def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train_pair.Report) -> dict[str, float]:
     """Values that distinguish a good test bed from a bad one; none of them uses test questions."""
     val = splits["val"]
-    right = [r for path in paths.values() for r in path.correct.values()]
+    right = [r for split in ("train", "val") for r in paths[split].correct.values()]
     drafted = pair.greedy("draft", [q.prompt_ids for q in val], report)
     lenient = val[:SANITY_QUESTIONS]
     everything = pair.speculative(lenient, EVERYTHING, report)

@@ -20,11 +20,12 @@ from loguru import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
+Progress = Callable[[float, int], None]
 """Called with (done, in all)."""
 SECONDS_BETWEEN_LOOKS = 0.5
 START_TIMEOUT_S = 600  # of Ray's actors
 _channel: tuple[Any, Any] | None = None  # in a worker: the queue of messages, and the event that asks it to end
+_part = 0  # in a worker: number of the part that `map` has given it
 
 
 class Workers:
@@ -37,6 +38,7 @@ class Workers:
     def __init__(self, count: int, start: str = "fork"):
         context = multiprocessing.get_context(start)
         self._messages, self._stop = context.SimpleQueue(), context.Event()
+        self._count = count
         self._pool = ProcessPoolExecutor(count, context, _begin, (self._messages, self._stop))
         self._pool.submit(int).result()  # a pool forks all its processes at its first call
 
@@ -77,23 +79,31 @@ class Workers:
     ) -> list[Any]:
         """The task's result, which JSON can hold, for each of the parts of at most `most` rows, in order.
 
-        `progress` counts rows. Finished parts are written to the folder `kept`; those that exist are not done again.
+        `progress` counts rows, with the shares of running parts that their tasks tell by `tell_share`. Finished parts
+        are written to the folder `kept`; those that exist are not done again.
         """
-        pieces = parts(rows, most)
-        results = {} if kept is None else {
-            i: json.loads(file.read_text()) for i in range(len(pieces)) if (file := kept / f"{i}.json").exists()}
+        pieces = parts(rows, most, self._count)
+        # The cut depends on the number of processes, so a run with another number does its parts again.
+        files = [] if kept is None else [kept / f"{i}-of-{len(pieces)}.json" for i in range(len(pieces))]
+        results = {i: json.loads(file.read_text()) for i, file in enumerate(files) if file.exists()}
         if results:
             logger.info("{} of {} parts are there from an earlier run", len(results), len(pieces))
         done = sum(len(pieces[i]) for i in results)
         progress(done, len(rows))
         missing = [i for i in range(len(pieces)) if i not in results]
-        for number, result in self.finished([partial(task, pieces[i]) for i in missing]):
+        shares: dict[int, float] = {}
+
+        def heard(part: int, share: float) -> None:
+            shares[part] = share
+            progress(done + sum(len(pieces[i]) * share for i, share in shares.items() if i not in results), len(rows))
+
+        for number, result in self.finished([partial(_do_part, task, i, pieces[i]) for i in missing], heard):
             i = missing[number]
             text = json.dumps(result)
             if kept is not None:
                 kept.mkdir(parents=True, exist_ok=True)
                 (kept / "partial").write_text(text)
-                os.replace(kept / "partial", kept / f"{i}.json")
+                os.replace(kept / "partial", files[i])
             results[i] = json.loads(text)  # the same types as from a file
             done += len(pieces[i])
             progress(done, len(rows))
@@ -119,7 +129,7 @@ class RayWorkers(Workers):
         if (count or 1) > fitting:
             raise ValueError(f"{count or 1} x {each} {kind}s are asked for, but the nodes of the Ray cluster have "
                              f"{have}; lower --processes or --tensor-parallel")
-        count = count or fitting
+        self._count = count = count or fitting
         actor = ray.remote(num_gpus=gpus, num_cpus=1)(_Performer)
         self._actors = [actor.remote() for _ in range(count)]
         ready = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -171,9 +181,20 @@ def say(*message: Any) -> None:
     messages.put(message)
 
 
-def parts(rows: Sequence, most: int) -> list[Sequence]:
-    """Rows cut into an even number of equal parts of at most `most`: cores come in even numbers."""
-    count = min(len(rows), 2 * -(-len(rows) // (2 * most)))
+def tell_share(share: float) -> None:
+    """Within a task of `Workers.map`: tell the parent which share of its rows is done."""
+    say(_part, share)
+
+
+def _do_part(task: Callable[[Sequence], Any], part: int, rows: Sequence) -> Any:
+    global _part
+    _part = part
+    return task(rows)
+
+
+def parts(rows: Sequence, most: int, processes: int) -> list[Sequence]:
+    """Rows cut into equal parts of at most `most`, as many for each of the processes."""
+    count = min(len(rows), processes * -(-len(rows) // (processes * most)))
     return [rows[len(rows) * i // count : len(rows) * (i + 1) // count] for i in range(count)]
 
 

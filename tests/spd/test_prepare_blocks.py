@@ -1,5 +1,6 @@
 """prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command resumes; prompts."""
 
+import io
 import json
 import os
 import random
@@ -12,6 +13,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from loguru import logger
+from rich.console import Console
+from rich.progress import Progress
 
 from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
 from examples.spd_arithmetic.blocks import DraftedBlock, drawn_offsets
@@ -186,6 +190,32 @@ def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_pat
     files = PairFiles(Path(given[1]).parent, "cpu", 1, 4, max_new_tokens=8, batch_size=2, dtype="bfloat16")
     models = hf_tasks._load(files)
     assert [models[name].dtype for name in ("target", "draft")] == [torch.bfloat16, torch.bfloat16]
+
+
+def test_vllm_on_a_cpu_has_one_process_with_the_threads_of_all_cores(tmp_path):
+    def chosen(*options):
+        args = prepare_blocks.parse_arguments(["--out", str(tmp_path), *options])
+        return args.processes, args.threads, args.batch_size
+
+    cores = len(os.sched_getaffinity(0))
+    assert chosen() == (cores, 1, 200)
+    assert chosen("--engine", "vllm") == (1, torch.get_num_threads(), 1000)
+    assert chosen("--engine", "vllm", "--processes", "64", "--batch-size", "7") == (64, 1, 7)
+
+
+def test_lines_of_the_log_name_the_time_that_is_left(monkeypatch):
+    monkeypatch.setattr(prepare_blocks, "SECONDS_BETWEEN_LINES", 0.0)
+    now, lines = [0.0], []
+    handler = logger.add(lines.append, format="{message}")
+    with Progress(console=Console(file=io.StringIO()), get_time=lambda: now[0]) as progress:
+        with prepare_blocks.Phases(progress).phase("own answers") as report:
+            for now[0], done, total in (0, 0, 40), (5, 8, 40), (15, 12.4, 40), (20, 0, 6), (21, 2, 6), (22, 4, 6):
+                report(done, total)
+    logger.remove(handler)
+    assert [line.strip() for line in lines[:-1]] == [
+        f"own answers: {line} s left" for line in (
+            "0 of 40, about ?", "8 of 40, about ?", "12 of 40, about 63",
+            "0 of 6, about ?", "2 of 6, about ?", "4 of 6, about 1")]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_harm_is_counterfactual():
     scripted = pair.Pair(files, encoder.decode, frozenset([EOS_ID]), None)
     calls = []
 
-    def complete(role, prompts, progress):
+    def complete(role, prompts, progress, limits):
         assert role == "target"
         calls.extend(prompts)
         said = ["4" if encoder.ids["half"] in prompt else "3" for prompt in prompts]
@@ -379,7 +379,7 @@ def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
     drifted = blocks.drifted_blocks(both, asked, 1e9, 1000, 0, quiet)
     prompts = {q.question_id: q.prompt_ids for q in asked}
     said = {q.question_id: tokens for q, tokens in zip(asked, everything.tokens, strict=True)}
-    own = blocks.own_path(both, asked, 1000, 0, quiet).blocks
+    own = blocks.own_paths(both, [(asked, 1000, 0)], 0, quiet)[0].blocks
     ids = {b.block_id for b in [*drifted, *own]}
     assert len(drifted) == len(everything.blocks) and len(ids) == len(drifted) + len(own)
     for block in drifted:
@@ -407,7 +407,7 @@ def test_blocks_start_anywhere_in_the_answer_and_stay_on_the_same_text(tiny_test
 
 def test_tokens_before_the_first_block_count_in_no_forward(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
-    path = blocks.own_path(both, asked, 1000, 0, quiet, offsets=8)
+    (path,) = blocks.own_paths(both, [(asked, 1000, 8)], 0, quiet)
     starts = blocks.drawn_offsets(len(asked), 8, 0)
     decoding = both.speculative(asked, pair.EXACT, quiet, starts)
     assert sum(starts) > 0 and path.tokens_per_forward == sum(decoding.decoded) / sum(decoding.rounds)
@@ -436,10 +436,11 @@ def test_two_vocabularies_are_refused(tiny_testbed, shared_work, tmp_path):
         tiny_pair(tmp_path, shared_work)
 
 
-@pytest.mark.parametrize(("rows", "most", "sizes"), [
-    (1000, 200, [166, 167, 167, 166, 167, 167]), (400, 200, [200, 200]), (5, 200, [2, 3]), (1, 4, [1]), (0, 4, [])])
-def test_parts_are_equal_and_even_in_number(rows, most, sizes):
-    cut = workers.parts(range(rows), most)
+@pytest.mark.parametrize(("rows", "most", "processes", "sizes"), [
+    (1000, 200, 2, [166, 167, 167, 166, 167, 167]), (400, 200, 2, [200, 200]), (5, 200, 2, [2, 3]), (1, 4, 2, [1]),
+    (5, 200, 1, [5]), (5, 2, 1, [1, 2, 2]), (0, 4, 2, [])])
+def test_parts_are_equal_and_as_many_for_each_process(rows, most, processes, sizes):
+    cut = workers.parts(range(rows), most, processes)
     assert [len(part) for part in cut] == sizes
     assert [row for part in cut for row in part] == list(range(rows))
 
@@ -453,6 +454,17 @@ def test_results_come_in_order_and_progress_reaches_the_end(shared_work):
     seen = []
     assert shared_work.map(slowest_first, [1, 2, 3, 4], 1, lambda *at: seen.append(at)) == [1, 2, 3, 4]
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def half_told(part):
+    workers.tell_share(0.5)
+    return part
+
+
+def test_progress_counts_the_shares_that_running_parts_tell(shared_work):
+    seen = []
+    assert shared_work.map(half_told, [1, 2], 2, lambda *at: seen.append(at)) == [[1], [2]]
+    assert seen[:2] == [(0, 2), (0.5, 2)] and seen[-1] == (2, 2)
 
 
 def fail(number):
