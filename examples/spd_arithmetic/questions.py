@@ -57,7 +57,7 @@ class PromptStyle:
             return tokenizer((f"{self.system}\n\n" if self.system else "") + "".join(turns))["input_ids"]
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in [*shots, (text, None)]:
-            messages.append({"role": "user", "content": f"{question}\n{self.instruction}"})
+            messages.append({"role": "user", "content": f"{question}\n{self.instruction}".rstrip()})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
         prompt = render_chat(tokenizer, messages, **{"add_generation_prompt": True, **settings})

@@ -1,6 +1,6 @@
 """What a worker of the test bed does with vLLM: the same answers and blocks as hf_tasks, from two engines.
 
-vLLM batches requests by itself and shares prefixes, but has no forward that verifies a draft: `_read` takes the
+vLLM batches requests by itself and shares prefixes, but has no forward that verifies a draft: `predictions` takes the
 predictions along a text from its prompt log-probs. The path of exact match is the target's own text, so that the blocks
 on it follow from one reading by the draft, without a round for each block. On another path the draft writes several
 rounds ahead and the target reads them together: they hold as long as the target adds what the draft wrote there.
@@ -61,7 +61,7 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
 
 def complete(files: PairFiles, role: str, rows: Sequence[tuple[list[int], int]]) -> list[list[int]]:
     """Greedy continuation of each prompt by `target` or `draft`, its end token included, of at most so many tokens."""
-    return _greedy(files, role, *zip(*rows, strict=True), share=1.0)
+    return continued(files, role, *zip(*rows, strict=True), share=1.0)
 
 
 def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]]) -> dict[str, list]:
@@ -70,15 +70,15 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
     if margin == EXACT:
         return _own_paths(files, prompts, offsets)
     ends, count, step = end_tokens(files.folder), len(rows), files.gamma + 1
-    begun = _greedy(files, "target", prompts, offsets)
+    begun = continued(files, "target", prompts, offsets)
     texts = [[] if ends.intersection(ids) else ids for ids in begun]  # a shorter answer is decoded from its beginning
     limits = [len(ids) + files.max_new_tokens for ids in texts]
     rounds, accepted, blocks, running = [0] * count, [0] * count, [], list(range(count))
     while running:
         contexts = [prompts[row] + texts[row] for row in running]
         left = [-(-(limits[row] - len(texts[row])) // step) for row in running]  # rounds, if all drafts are accepted
-        drafts = _greedy(files, "draft", contexts, [min(ROUNDS_AHEAD, most) * step - 1 for most in left])
-        read = _read(files, "target", list(zip(contexts, drafts, strict=True)))
+        drafts = continued(files, "draft", contexts, [min(ROUNDS_AHEAD, most) * step - 1 for most in left])
+        read = predictions(files, "target", list(zip(contexts, drafts, strict=True)))
         for row, ahead, (predicted, gaps) in zip(running, drafts, read, strict=True):
             for at in range(0, len(ahead), step):
                 draft, target = ahead[at : at + files.gamma], predicted[at : at + step]
@@ -103,11 +103,11 @@ def complete_blocks(
     """Draft and target ids of (context, draft, target) that `decode` recorded with margin EXACT."""
     ends = end_tokens(files.folder)
     missing = [0 if draft[-1] in ends else files.gamma - len(draft) for _, draft, _ in blocks]
-    more = _greedy(files, "draft", [context + draft for context, draft, _ in blocks], missing)
+    more = continued(files, "draft", [context + draft for context, draft, _ in blocks], missing)
     # Up to the mismatch the context is the target's own text, whose tokens are in the prefix cache.
     texts = [(context + draft[:-1], draft[-1:] + added)
              for (context, draft, _), added in zip(blocks, more, strict=True)]
-    read = _read(files, "target", texts)
+    read = predictions(files, "target", texts)
     return [(draft + added, known[:-1] + target)
             for (_, draft, known), added, (target, _) in zip(blocks, more, read, strict=True)]
 
@@ -117,9 +117,9 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     ends, gamma = end_tokens(files.folder), files.gamma
     # The last block may reach over the limit, which counts from the first block.
     limits = [offset + files.max_new_tokens for offset in offsets]
-    own = _greedy(files, "target", prompts, [limit + gamma + 1 for limit in limits], share=0.8)
-    _greedy(files, "draft", prompts, [1] * len(prompts))  # of prompts in the prefix cache no log-probs are computed
-    heard = _read(files, "draft", list(zip(prompts, own, strict=True)))
+    own = continued(files, "target", prompts, [limit + gamma + 1 for limit in limits], share=0.8)
+    continued(files, "draft", prompts, [1] * len(prompts))  # of prompts in the prefix cache no log-probs are computed
+    heard = predictions(files, "draft", list(zip(prompts, own, strict=True)))
     tokens, rounds, accepted, blocks = [], [], [], []
     for row, (text, (chosen, _), offset) in enumerate(zip(own, heard, offsets, strict=True)):
         start = 0 if ends.intersection(text[:offset]) else offset
@@ -140,7 +140,7 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     return {"tokens": tokens, "rounds": rounds, "accepted": accepted, "blocks": blocks}
 
 
-def _greedy(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int], share: float = 0.0
+def continued(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: Sequence[int], share: float = 0.0
             ) -> list[list[int]]:  # fmt: skip
     """Greedy continuation of each prompt by at most so many tokens, an end token included.
 
@@ -159,7 +159,7 @@ def _greedy(files: PairFiles, role: str, prompts: Sequence[list[int]], limits: S
     return continued
 
 
-def _read(
+def predictions(
     files: PairFiles, role: str, texts: Sequence[tuple[list[int], list[int]]]
 ) -> list[tuple[list[int], list[float]]]:
     """Of each (context, text) the model's predictions of text[0], ..., text[-1] and of the token after it, and by how
