@@ -112,8 +112,9 @@ class Worker:
         """See harm.labelled_scores."""
         known = {**rules.STATISTICS, **self.scores}
         wanted = {name: known[name] for name in task.rules}
-        scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation, self.args.batch_size)
-        self._count(len(self.job.validation))
+        blocks = self.job.labelled(task.split)
+        scores = harm.labelled_scores(wanted, self.target, self.draft, blocks, self.args.batch_size)
+        self._count(len(blocks))
         return scores
 
     def _count(self, more: int) -> None:
