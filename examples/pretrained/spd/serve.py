@@ -138,9 +138,9 @@ def ratios(rows: Sequence[Row], drafts: str) -> dict[str, dict[int, float]]:
 def result_table(record: dict[str, Any]) -> Table:
     """A row for each way of decoding and kind of drafts, each with its best number of draft tokens in brackets."""
     columns = [f"tokens/s, {n} at once" for n in CONCURRENT]
-    table = Table("", "drafts", "accuracy %", "tokens/draft", *columns,
-                  title=f"{record['questions']} test questions over HTTP, threshold {record['threshold']:.3g}; accuracy and "
-                  f"tokens per draft at {CONCURRENT[0]} request at a time")
+    title = (f"{record['questions']} test questions over HTTP, threshold {record['threshold']:.3g}; accuracy and "
+             f"tokens per draft at {CONCURRENT[0]} request at a time")  # fmt: skip
+    table = Table("", "drafts", "accuracy %", "tokens/draft", *columns, title=title)
     for decoding, drafts in dict.fromkeys((row["decoding"], row["drafts"]) for row in record["rows"]):
         shown = [fastest(record["rows"], decoding, drafts, n) for n in CONCURRENT]
         per_draft = "-" if shown[0]["tokens_per_draft"] is None else f"{shown[0]['tokens_per_draft']:.2f}"
