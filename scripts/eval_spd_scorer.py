@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipe.spd.scorer.config import ScoringModelConfig  # noqa: E402
-from scripts.spd_evaluation import harm, measures  # noqa: E402
+from scripts.spd_evaluation import harm, measures, rules  # noqa: E402
 from scripts.spd_evaluation.curves import best_mix, curves_of, speed, speed_at  # noqa: E402
-from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
+from scripts.spd_evaluation.measures import EvaluationRow, Labelled  # noqa: E402
 from scripts.spd_evaluation.plot import curves_in, save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, Task, visible_gpus  # noqa: E402
 from verl.data.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
@@ -47,7 +47,14 @@ FIXED_RULES = (
 )  # fmt: skip
 FINISHED = "finished_runs"  # in --out: what an evaluation that was stopped has computed
 NGRAM = 3  # most tokens of the n-grams whose continuation is drafted, of the row `ngram`
-STATISTICS = ("margin", "probability", "rank", "entropy", "divergence")  # keys of spd_evaluation.rules.STATISTICS
+SWEPT = {"margin": "margins", "typical": "typicals"}  # rule: option of its thresholds
+MORE_SWEPT = {"top_rank": "ranks", "rank_margin": "margins", "deferred": "entropies", "entropy": "entropies",
+              "divergence": "divergences", "divergence_strict": "divergences"}  # with --all-rules  # fmt: skip
+# Thresholds of rules and scorers without labels, from which they would be chosen.
+UNLABELLED = {"margins": [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], "typicals": [0.09, 0.06, 0.045, 0.03, 0.015],
+              "ranks": [2, 3, 5], "entropies": [0.01, 0.1, 0.3, 0.6], "divergences": [1.0, 2.0, 3.0, 6.0],
+              "scorer_thresholds": [-1.0, 0.0, 0.5, 1.0, 2.0]}  # fmt: skip
+SHARES = [k / 20 for k in range(1, 20)]  # of the harmless mismatches that a threshold accepts
 Areas = dict[str, dict[str, float | None]]  # split -> scorer or statistic -> area
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
@@ -88,24 +95,25 @@ def evaluate(
     """
     job = load_job(args)
     split_runs = {split: [Run(split, "target"), Run(split, "exact")] for split in ("validation", "test")}
-    free = rules_without_training(args)
     kept = args.parts or args.out / FINISHED
     if kept.exists():
         console.print(f"continues with the {len(list(kept.iterdir()))} finished parts in {kept}")
     with Pool(job, args.processes, progress, functools.partial(part_file, kept, fingerprint(args), args)) as pool:
+        wanted = args.all_rules or args.harmless_shares or not (args.margins and args.typicals)
         # Two tasks: with --parts, evaluations of other scorers share the second.
-        scores = [Scores(names) for names in (tuple(args.scorers), STATISTICS)[: 1 + args.all_rules] if job.validation]
-        pool.submit([*scores, *split_runs["validation"]])
-        known = [pool.result(task) for task in scores]
-        labelled = known[0] if known else {}
-        if len(known) > 1:
-            values = labelled | known[1]
-            show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in values.items()})
+        names = [tuple(args.scorers), (*rules.STATISTICS, "deferred")][: 1 + bool(wanted)]
+        scores = [Scores(some) for some in names if job.validation]
+        pool.submit([*scores, *split_runs["validation"], *split_runs["test"]])
+        labelled = {name: blocks for task in scores for name, blocks in pool.result(task).items()}
+        if labelled and args.all_rules:
+            show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in labelled.items()})
             exact, best = measures.accepted_without_error(job.validation)
             console.print(f"of their blocks exact match accepts {exact:.2f} draft tokens, a judge without error "
                           f"{best:.2f}", soft_wrap=True, highlight=False)  # fmt: skip
-        swept = {name: args.scorer_thresholds or measures.spread_thresholds(labelled[name], args.harmless_shares)
-                 for name in args.scorers}
+        judged = pool.result(split_runs["validation"][1]).result.judged_mismatches if labelled else [0]
+        swept = thresholds_of(args, labelled, sum(judged) / len(judged))
+        free = rules_without_training(args, swept)
+        swept = {name: swept[name] for name in args.scorers}
         sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}
         scorers_of = {split: [run for runs in by_name.values() for run in runs] for split, by_name in sweeps.items()}
         validation = [*split_runs["validation"], *scorers_of["validation"]]
@@ -178,7 +186,7 @@ def evaluate(
 def areas_of(pool: Pool) -> Areas:
     """How well the scorers, and with --all-rules what the rules compare, tell harmless from harmful mismatches: for
     each split, the area under the ROC curve on its labelled mismatches."""
-    kinds = (tuple(pool.job.args.scorers), STATISTICS)[: 1 + pool.job.args.all_rules]
+    kinds = (tuple(pool.job.args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + pool.job.args.all_rules]
     splits = [split for split in pool.job.questions if any(block.harmful for block in pool.job.labelled(split))]
     tasks = {split: [Scores(names, split) for names in kinds] for split in splits}
     pool.submit(task for of_split in tasks.values() for task in of_split)
@@ -191,7 +199,7 @@ def runs_near(rows: Sequence[EvaluationRow], drop: float, scorers: Collection[st
 
     Of each, the two thresholds between which a coin for each question does so; `rows`: of validation questions.
     """
-    rules_of = {legend: rules for rules, legend, *_ in curves_in(row.rule for row in rows)}
+    rules_of = {legend: names for names, legend, *_ in curves_in(row.rule for row in rows)}
     curves, near = curves_of(rows), []
     for trained in (False, True):
         legends = (legend for legend in curves if (rules_of[legend][0] in scorers) == trained)
@@ -223,7 +231,8 @@ def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
 
 DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
             "dtype")  # fmt: skip
-CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")), "verl/models/kv_cache.py",
+CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")),
+        *(f"verl/models/{name}.py" for name in ("kv_cache", "grouped_attention")),
         *(f"recipe/spd/scorer/{name}.py" for name in ("cached_scorer", "heads", "masks", "model", "own", "target")),
         *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 
@@ -261,15 +270,27 @@ def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -
     return folder / f"{digest.hexdigest()[:24]}.json"
 
 
-def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
+def thresholds_of(args: argparse.Namespace, labelled: Mapping[str, Labelled], judged: float) -> dict[str, list[float]]:
+    """Thresholds of each swept rule and each scorer: those that the command names or whose shares it names; else those
+    that labelled mismatches leave, with `judged` mismatches judged per question; without labels UNLABELLED.
+    """
+    options = SWEPT | (MORE_SWEPT if args.all_rules else {}) | dict.fromkeys(args.scorers, "scorer_thresholds")
+    drops = args.max_val_drop, args.max_val_drop if args.near_drop is None else args.near_drop
+    chosen = {rule: getattr(args, option) or UNLABELLED[option] for rule, option in options.items()}
+    for rule in (rule for rule, option in options.items() if rule in labelled and not getattr(args, option)):
+        if args.harmless_shares:
+            values = measures.spread_thresholds(labelled[rule], args.harmless_shares)
+        else:
+            values = measures.preselected(labelled[rule], SHARES, judged, *drops)
+        chosen[rule] = [-value for value in values] if rule in rules.FALLING else values
+    return chosen
+
+
+def rules_without_training(args: argparse.Namespace, swept: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
     """(rule, threshold) of every swept rule that needs no training."""
-    swept = [("margin", gap) for gap in args.margins] + [("typical", eps) for eps in args.typicals]
-    if args.all_rules:
-        swept += [("top_rank", count) for count in args.ranks] + [("rank_margin", gap) for gap in args.margins]
-        swept += [(rule, entropy) for rule in ("deferred", "entropy") for entropy in args.entropies]
-        swept += [("words", 0.0)]  # without a threshold
-        swept += [(rule, nats) for nats in args.divergences for rule in ("divergence", "divergence_strict")]
-    return swept + [(name, value) for name, (_, _, values) in args.rules.items() for value in values]
+    free = [(rule, threshold) for rule, values in swept.items() if rule not in args.scorers for threshold in values]
+    free += [("words", 0.0)] if args.all_rules else []  # without a threshold
+    return free + [(name, value) for name, (_, _, values) in args.rules.items() for value in values]
 
 
 def make_rows(pool: Pool, runs: Sequence[Run], chosen: Sequence[Run] = ()) -> list[EvaluationRow]:
@@ -352,8 +373,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
     add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
-    add("--val-harm-labels", type=Path, help="the same of validation questions: thresholds are then spread over the "
-        "accepted share of harmless mismatches, and chosen by harmful accepts as well as by whole answers")
+    add("--val-harm-labels", type=Path, help="the same of validation questions: they choose the thresholds of rules "
+        "and scorers with which answers are decoded at all, and count in the choice among these")
     add("--out", type=Path, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
@@ -369,16 +390,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "and with those of the one rule and the one scorer that accept the most at this drop on validation questions")
     add("--parts", type=Path, help="folder of finished parts, which evaluations of other scorers on the same pair "
         "share; without it they are in --out, and are removed at the end")
-    add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
-        "--val-harm-labels -1 0 0.5 1 2")
-    add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5],
-        help="scorer thresholds to try accept these shares of the harmless labelled mismatches")
-    add("--typicals", type=float, nargs="+", default=[0.09, 0.06, 0.045, 0.03, 0.015], help="eps; delta is eps / 0.3")
-    add("--ranks", type=int, nargs="+", default=[2, 3, 5], help="accept draft tokens among the target's top N")
-    add("--entropies", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6], help="of the deferred rule, in nats")
-    add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
-        help="largest gap between the target's top logit and the draft token's")
-    add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0], help="largest KL(draft, target), in nats")
+    add("--harmless-shares", type=float, nargs="+", help="decode with all thresholds that accept these shares of the "
+        "harmless labelled mismatches; left out: of shares from 0.05 to 0.95, with at most three thresholds of each "
+        "rule and scorer whose drop, by the labels, is next to --max-val-drop and --near-drop")
+    for option, kind, text in (
+        ("scorer-thresholds", float, "on z of each scorer"), ("typicals", float, "eps; delta is eps / 0.3"),
+        ("ranks", int, "accept draft tokens among the target's top N"),
+        ("entropies", float, "of the deferred rule, in nats"),
+        ("margins", float, "largest gap between the target's top logit and the draft token's"),
+        ("divergences", float, "largest KL(draft, target), in nats"),
+    ):  # fmt: skip
+        default = " ".join(map("{:g}".format, UNLABELLED[option.replace("-", "_")]))
+        add(f"--{option}", type=kind, nargs="+", help=f"{text}: thresholds in place of those that labels choose "
+            f"(without --val-harm-labels {default})")  # fmt: skip
     add("--max-val-drop", type=float, default=0.01,
         help="the fastest scorer threshold is chosen whose accuracy drop on validation questions is at most this at "
         "the upper end of its 95 %% interval; if there is none, the one with the lowest upper end")
@@ -407,8 +431,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.rules[given[1]] = (given[2], given[3], [float(value) for value in (given[4] or "0").split(",")])
     if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
         parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")
-    if args.val_harm_labels is None and args.scorer_thresholds is None:
-        args.scorer_thresholds = [-1.0, 0.0, 0.5, 1.0, 2.0]
     if args.samples < 1 or args.temperature < 0 or (args.samples > 1 and not args.temperature):
         parser.error(f"--samples {args.samples} --temperature {args.temperature}: several samples need a temperature")
     if args.processes < 1:

@@ -37,7 +37,6 @@ NUMBERS = ("harmless", "margin", "probability", "entropy")
 #: Of a test bed that is only labelled: blocks of train questions are not used.
 SIZES = ("--n-train-questions", 1, "--n-train-blocks", 0, "--drift-share", 0, "--n-val-questions", 600,
          "--n-val-blocks", 1200, "--n-test-questions", 1, "--n-harm-blocks", 1)  # fmt: skip
-BATCH = 50
 CLOSE = 0.07
 TABLE_WIDTH = 170  # a pipe counts as 80 columns wide, too narrow for the table
 
@@ -48,7 +47,7 @@ def numbers(folder: Path, dtype: str) -> dict[str, float]:
     blocks = harm.read_labels(folder / "harm_labels_val.jsonl")
     compared = {name: STATISTICS[name] for name in NUMBERS[1:]}
     found = {}
-    for name, labelled in harm.labelled_scores(compared, target, draft, blocks, BATCH).items():
+    for name, labelled in harm.labelled_scores(compared, target, draft, blocks).items():
         share, area = harmless_share_and_auc(labelled)
         if area is None:
             raise ValueError(f"{folder}: {share:.0%} of the labelled validation mismatches are harmless")

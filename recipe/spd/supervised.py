@@ -12,6 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from hydra import compose, initialize_config_module
 from loguru import logger
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
+from tqdm import tqdm
 
 from recipe.spd.data.dataset import SPDRLHFDataset
 from recipe.spd.rollout.client import Completer
@@ -46,8 +48,10 @@ MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from wh
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
 
 BLOCKS_AT_A_TIME = 512  # labelled together
+ROWS_OF_A_TREE = 64  # blocks whose states are computed together, sorted by context
 
-Labels = Mapping[int, Sequence[bool]]  # number of a block -> harmless or not of its first mismatches
+# Number of a block -> of each of its first mismatches, whether it is harmless, or to which share.
+Labels = Mapping[int, Sequence[float]]
 
 
 class LabelledBlocks(Dataset):
@@ -61,6 +65,10 @@ class LabelledBlocks(Dataset):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def context(self, item: int) -> list[int]:
+        """Token ids before the draft of a block."""
+        return self.blocks.rows[self.rows[item][0]]["extra_info"]["context_ids"]
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         row, number = self.rows[item]
@@ -101,6 +109,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         self.training, self.patience = training, patience
         self.losses: list[float] = []  # of each step
         self.validation: dict[int, float] = {}  # after a step
+        self.blocks: list[LabelledBlocks] = [each for each in arguments if isinstance(each, LabelledBlocks)]
         super().__init__(*arguments)
 
     def engine_parts(self, config: Any) -> tuple[Any, ...]:
@@ -114,6 +123,17 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
 
     def cut(self, batch: TensorDict) -> list[TensorDict]:
         return list(batch.split(self.config.data.micro_batch_size_per_gpu))
+
+    def fit(self) -> int:
+        """As usual; the target's states are computed before, blocks of like contexts together."""
+        if getattr(self.engine.module, "features", None) is not None:
+            with self.engine.eval_mode(), torch.no_grad():
+                for blocks in self.blocks:
+                    order = sorted(range(len(blocks)), key=blocks.context)
+                    for first in tqdm(range(0, len(order), ROWS_OF_A_TREE), "Target's states", unit="batch"):
+                        rows = default_collate([blocks[k] for k in order[first : first + ROWS_OF_A_TREE]])
+                        self.policy.scores(self.engine.module, TensorDict(rows, len(rows["labels"])))
+        return super().fit()
 
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
         labels = micro["labels"]
@@ -195,6 +215,16 @@ def label_blocks(
     return labels, len(used)
 
 
+def given_labels(infos: Sequence[dict[str, Any]], budget: int | None) -> dict[int, list[float]]:
+    """Index in `infos` -> the labels that the data has of its mismatches, `budget` of them at most; empty without."""
+    labels, count = {}, 0
+    for i, info in enumerate(infos):
+        if info.get("labels") and (budget is None or count + len(info["labels"]) <= budget):
+            labels[i] = info["labels"]
+            count += len(info["labels"])
+    return labels
+
+
 def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
@@ -210,25 +240,25 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
     orders = [list(range(len(blocks))) for blocks in sets]
     random.Random(config.data.seed).shuffle(orders[0])
-    rollout = SPDRollout(
-        omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig), SimpleNamespace(tokenizer=tokenizer),
-        None,
-    )  # fmt: skip
     labelled, completions = [], []
-    try:
+    with ExitStack() as stack:
+        rollout = None
         for blocks, order, limit in zip(sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
-            labels, used = label_blocks(
-                infos, rollout.completer, tokenizer, rollout.eos, rollout.settings.rollout.max_tokens, limit
-            )
+            labels, used = given_labels(infos, limit), 0
+            if not labels:
+                if rollout is None:
+                    settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+                    rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
+                    stack.callback(rollout.close)
+                limits = rollout.eos, rollout.settings.rollout.max_tokens, limit
+                labels, used = label_blocks(infos, rollout.completer, tokenizer, *limits)
             labelled.append(LabelledBlocks(blocks, order, labels))
             completions.append(used)
-    finally:
-        rollout.close()
     for blocks, what in zip(labelled, ("training", "validation"), strict=False):
         if not len(blocks):
             raise ValueError(f"no block of the {what} data has a right baseline to label; prepare others.")
-    harmful = sum(not all(values) for values in labelled[0].labels.values())
+    harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
     logger.info(
         "{} of {} blocks labelled by {} completions, {} with a harmful mismatch; left out: those whose own answer by "
         "the target is wrong, and those beyond --label-budget",

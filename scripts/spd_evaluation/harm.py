@@ -36,7 +36,7 @@ class LabelledBlock:
 
 
 def harm_shares(
-    judges: Sequence[Judge], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock], batch_size: int
+    judges: Sequence[Judge], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
 ) -> list[tuple[float | None, float | None]]:
     """For each judge: (share of the harmless, share of the harmful) mismatches it accepts; None where there are none.
 
@@ -47,7 +47,7 @@ def harm_shares(
     passed = [[0, 0] for _ in judges]
     total = [0, 0]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
-    for view in replay_blocks(target, draft, contexts, drafts, batch_size=batch_size):
+    for view in replay_blocks(target, draft, contexts, drafts):
         verdicts = [judge(view).tolist() for judge in judges]
         for k, place in enumerate(view.rows.tolist()):
             for position, harmful in blocks[place].reachable().items():
@@ -62,14 +62,14 @@ def harm_shares(
 
 def labelled_scores(
     scores: Mapping[str, Callable[[Block], torch.Tensor]], target: nn.Module, draft: nn.Module,
-    blocks: Sequence[LabelledBlock], batch_size: int,
+    blocks: Sequence[LabelledBlock],
 ) -> dict[str, list[list[tuple[float, bool]]]]:  # fmt: skip
     """By name of a score (Block -> z [B, g]), for each block (z, harmful) of its reachable mismatches, in order."""
     from recipe.spd.rollout.decoder import replay_blocks
 
     labelled: dict[str, list[list[tuple[float, bool]]]] = {name: [[] for _ in blocks] for name in scores}
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
-    for view in replay_blocks(target, draft, contexts, drafts, batch_size=batch_size):
+    for view in replay_blocks(target, draft, contexts, drafts):
         for name, score in scores.items():
             z = score(view).tolist()
             for k, place in enumerate(view.rows.tolist()):

@@ -5,6 +5,7 @@ Accuracies, drops and shares are fractions (a drop of 0.015 is 1.5 points); a po
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -192,11 +193,44 @@ def accepted_without_error(blocks: Sequence[LabelledBlock]) -> tuple[float, floa
 
 
 def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
-    """The thresholds above which these shares of the harmless mismatches lie: z has another scale in each scorer."""
+    """The thresholds above which these shares of the harmless mismatches lie, largest first: z has another scale in
+    each scorer and rule. Each lies halfway between two values that occur, where rules with > and >= agree.
+    """
     harmless = sorted((z for block in blocks for z, harmful in block if not harmful), reverse=True)
     if not harmless:
         raise ValueError("no labelled mismatch of the validation blocks is harmless; label more blocks")
-    return sorted({harmless[min(int(share * len(harmless)), len(harmless) - 1)] for share in shares}, reverse=True)
+    below = {z: (z + larger) / 2 for larger, z in itertools.pairwise(dict.fromkeys(harmless))}
+    last = {harmless[min(int(share * len(harmless)), len(harmless) - 1)] for share in shares}
+    return sorted((below.get(z, z) for z in last), reverse=True)
+
+
+def preselected(
+    blocks: Labelled, shares: Sequence[float], judged: float, max_drop: float, near_drop: float
+) -> list[float]:  # fmt: skip
+    """At most three of `spread_thresholds`, by their `labelled_drop` with `judged` mismatches judged per question: the
+    last one whose drop is at most `max_drop` at the upper end of its 95 % interval, the last one whose drop is at most
+    `near_drop`, and the next one. The first of all where no drop is that small.
+    """
+    tried = spread_thresholds(blocks, shares)
+    drops = [labelled_drop(threshold, blocks, judged) for threshold in tried]
+    sure = max((k for k, (drop, error) in enumerate(drops) if drop + 1.96 * error <= max_drop), default=0)
+    near = max((k for k, (drop, _) in enumerate(drops) if drop <= near_drop), default=0)
+    return [tried[k] for k in sorted({sure, near, near + 1}) if k < len(tried)]
+
+
+def labelled_drop(threshold: float, blocks: Labelled, judged: float) -> tuple[float, float]:
+    """The drop at a threshold and its standard error, from the rate of harmful accepts among the labelled mismatches
+    that would be judged, times the mismatches `judged` per question.
+    """
+    seen = broken = 0
+    for block in blocks:
+        for z, harmful in block:
+            seen += 1
+            if z <= threshold:
+                break
+            broken += harmful  # the last reachable mismatch
+    rate = (broken + 0.5) / (seen + 1)
+    return judged * rate, judged * math.sqrt(rate * (1 - rate) / (seen + 1))
 
 
 def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelled) -> tuple[float, float, float]:
@@ -204,19 +238,10 @@ def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelle
     that of the second estimate alone).
 
     The first is the row's own, paired on `questions` whole answers; 1 / questions is added in quadrature to its error,
-    so that no difference on few questions does not count as certain. The second counts harmful accepts among the
-    labelled mismatches that would be judged, and multiplies their rate by the mismatches judged per question (`judged`
-    in all): many more events of one kind than answers that happen to break.
+    so that no difference on few questions does not count as certain. The second is `labelled_drop` (`judged`: in all):
+    many more events of one kind than answers that happen to break.
     """
-    seen = broken = 0
-    for block in blocks:
-        for z, harmful in block:
-            seen += 1
-            if z <= row.threshold:
-                break
-            broken += harmful  # the last reachable mismatch
-    rate, per_question = (broken + 0.5) / (seen + 1), judged / questions
-    counted = per_question * rate, per_question * math.sqrt(rate * (1 - rate) / (seen + 1))
+    counted = labelled_drop(row.threshold, blocks, judged / questions)
     whole = row.drop, math.hypot(row.drop_se, 1 / questions)
     weights = [1 / error**2 for _, error in (counted, whole)]
     drop = sum(w * d for w, (d, _) in zip(weights, (counted, whole), strict=True)) / sum(weights)

@@ -128,7 +128,7 @@ class Harm(_Undivided):
 class Scores(_Undivided):
     """Score the labelled blocks of a split; the result is harm.labelled_scores."""
 
-    rules: tuple[str, ...]  # keys of Worker.scores or of rules.STATISTICS
+    rules: tuple[str, ...]  # keys of Worker.values
     split: str = "validation"
 
     def size(self, job: Job) -> int:

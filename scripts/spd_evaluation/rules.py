@@ -14,6 +14,8 @@ import torch
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.scorer.model import ScoringActor
 
+NEVER = -1e9  # a statistic below every threshold, and a number in JSON
+TYPICAL = 0.3  # eps / delta, as in the published pair: eps 0.09, delta 0.3
 FIGURE = re.compile(r"[\d+*/=<>^%×÷−-]")
 
 
@@ -58,16 +60,21 @@ def deferred(entropy: float, window: int, end_ids: frozenset[int] = frozenset())
     agrees with the next `window` drafted tokens; at the end of a block with those that are left, as before an end token
     of the draft.
     """
+    return above(deferred_entropy(window, end_ids), entropy)
 
-    def judge(block: Block) -> torch.Tensor:
+
+def deferred_entropy(window: int, end_ids: frozenset[int] = frozenset()) -> Callable[[Block], torch.Tensor]:
+    """What `deferred` compares with its entropy, [B, g] of a Block."""
+
+    def value(block: Block) -> torch.Tensor:
         ended = torch.isin(block.draft_ids, torch.tensor(sorted(end_ids), device=block.draft_ids.device)).cumsum(-1) > 0
         differs, later = block.mismatch.clone(), torch.zeros_like(block.mismatch)
         differs[:, 1:] &= ~ended[:, :-1]  # what follows an end token is never read
         for step in range(1, window + 1):
             later[:, :-step] |= differs[:, step:]
-        return (_entropy(block) > entropy) & ~later
+        return _entropy(block).masked_fill(later, NEVER)
 
-    return judge
+    return value
 
 
 def typical(eps: float, delta: float) -> Judge:
@@ -89,7 +96,7 @@ def divergence(threshold: float, *, strict: bool = False, confident: float = 0.9
     def judge(block: Block) -> torch.Tensor:
         accept = _divergence(block) < threshold
         if strict:
-            accept &= block.target_logits[:, :-1].softmax(-1).amax(-1) <= confident
+            accept &= ~_is_confident(block, confident)
         return accept
 
     return judge
@@ -131,19 +138,34 @@ def _entropy(block: Block) -> torch.Tensor:
     return torch.special.entr(block.target_logits[:, :-1].softmax(-1)).sum(-1)
 
 
+def _is_confident(block: Block, confident: float = 0.9) -> torch.Tensor:
+    return block.target_logits[:, :-1].softmax(-1).amax(-1) > confident
+
+
 def _divergence(block: Block) -> torch.Tensor:
     log_p, log_q = block.target_logits[:, :-1].log_softmax(-1), block.draft_logits.log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
+def _typical(block: Block) -> torch.Tensor:
+    """The largest eps with which `typical` accepts, where delta is eps / TYPICAL."""
+    limit = (torch.exp(-_entropy(block)) / TYPICAL).clamp(max=1.0)
+    return _at(block.target_logits[:, :-1].softmax(-1), block.draft_ids) / limit
+
+
 STATISTICS: dict[str, Callable[[Block], torch.Tensor]] = {
     "margin": lambda block: -_gap(block),
     "probability": lambda block: _at(block.target_logits[:, :-1].log_softmax(-1), block.draft_ids),
-    "rank": lambda block: -_rank(block).float(),
+    "typical": _typical,
+    "top_rank": lambda block: -_rank(block).float(),
+    "rank_margin": lambda block: -_gap(block).masked_fill(_rank(block) >= 3, -NEVER),
     "entropy": _entropy,
     "divergence": lambda block: -_divergence(block),
+    "divergence_strict": lambda block: -_divergence(block).masked_fill(_is_confident(block), -NEVER),
 }
-"""What the rules above compare with a threshold, as [B, g] of a Block, larger where a rule rather accepts."""
+"""What the rules above compare with a threshold, as [B, g] of a Block, larger where a rule rather accepts. The
+thresholds of the rules in FALLING are its negative."""
+FALLING = frozenset({"margin", "top_rank", "rank_margin", "divergence", "divergence_strict"})
 
 
 def scorer(model: ScoringActor, threshold: float, **tokens: Any) -> Judge:

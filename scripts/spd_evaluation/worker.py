@@ -1,5 +1,6 @@
 """The models of one worker process, and the execution of its tasks."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -51,18 +52,20 @@ class Worker:
         self.eos = stop_ids(self.tokenizer, self.args.target)
         self.scores = {name: scores_of(model, self.tokenizer, self.eos) for name, model in self._load_scorers().items()}
         figures = rules.figure_ids(self.tokenizer, self.target.config.get_text_config().vocab_size)
+        deferred = rules.deferred_entropy(6, end_ids(self.eos))  # the published window
+        self.values = {**rules.STATISTICS, "deferred": deferred, **self.scores}
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),
             "all": lambda _: rules.accept_all(),
             "random": lambda share: rules.random_share(share, self.args.seed + self.first),
             **{name: partial(rules.above, z_of) for name, z_of in self.scores.items()},
             "margin": rules.margin,
-            "top_rank": lambda count: rules.top_rank(int(count)),
+            "top_rank": lambda count: rules.top_rank(math.ceil(count)),
             "rank_margin": lambda gap: rules.top_rank(3, gap),
-            "deferred": lambda entropy: rules.deferred(entropy, 6, end_ids(self.eos)),  # the published window
+            "deferred": partial(rules.above, deferred),
             "entropy": rules.entropy,
             "words": lambda _: rules.words(figures),
-            "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
+            "typical": lambda eps: rules.typical(eps, eps / rules.TYPICAL),
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),
             **{name: load_extern_object(file, function) for name, (file, function, _) in self.args.rules.items()},
@@ -104,16 +107,15 @@ class Worker:
         """See harm.harm_shares."""
         self.first = 0  # the draws of `random` are the same whatever this process decoded before
         judges = [self.judges[run.rule](run.threshold) for run in task.runs]
-        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks, self.args.batch_size)
+        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks)
         self._count(len(self.job.blocks))
         return shares
 
     def labelled_scores(self, task: Scores) -> dict[str, list[list[tuple[float, bool]]]]:
         """See harm.labelled_scores."""
-        known = {**rules.STATISTICS, **self.scores}
-        wanted = {name: known[name] for name in task.rules}
+        wanted = {name: self.values[name] for name in task.rules}
         blocks = self.job.labelled(task.split)
-        scores = harm.labelled_scores(wanted, self.target, self.draft, blocks, self.args.batch_size)
+        scores = harm.labelled_scores(wanted, self.target, self.draft, blocks)
         self._count(len(blocks))
         return scores
 

@@ -23,6 +23,7 @@ from recipe.spd.rollout.decoder import (
 )
 from scripts.spd_evaluation import rules
 from tests.helpers.models import WORDS, make_tokenizer
+from verl.models import kv_cache
 from verl.models.kv_cache import Prefills
 
 VOCAB = 23
@@ -244,11 +245,27 @@ def test_decodings_of_the_same_prompts_read_them_once(monkeypatch):
     assert 2000 < spent < 2100  # of both models, although neither read the prompts
 
 
+def test_a_common_prefix_is_read_once_and_little_padding(monkeypatch):
+    target = tiny_llama(0, kv_heads=1)
+    prompts = [[3, 4, 5, 6, *tokens] for tokens in ragged_prompts(8)]
+    monkeypatch.setattr(kv_cache, "READ_TOKENS", 16)  # two columns of eight rows
+    fed = []
+    hook = target.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(tuple(kwargs["position_ids"].shape)), with_kwargs=True
+    )
+    result = greedy_generate(target, prompts, max_new_tokens=6, eos_token_id=None)
+    hook.remove()
+    assert result.tokens == [hf_greedy(target, prompt, 6, [VOCAB + 5]) for prompt in prompts]
+    read = [len(prompt) - 1 for prompt in prompts]
+    blocks = [(sum(length > start for length in read), min(2, max(read) - start)) for start in range(4, max(read), 2)]
+    assert fed == [(1, 4), *blocks, *[(8, 1)] * 6]
+
+
 def test_models_are_left_as_they_were():
-    target, draft = tiny_llama(0).train(), tiny_llama(1)
+    target, draft = tiny_llama(0, kv_heads=1).train(), tiny_llama(1)
     greedy_generate(target, [[3, 4]], max_new_tokens=2, eos_token_id=None)
     speculative_generate(target, draft, [[3, 4]], reject_all, max_new_tokens=2, eos_token_id=None)
-    assert target.training and not draft.training
+    assert target.training and not draft.training and target.config._attn_implementation == "sdpa"
 
 
 def test_wrong_input_is_named():

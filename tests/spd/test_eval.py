@@ -91,10 +91,24 @@ LABELLED = [[(2.0, False), (1.0, True)], [(0.5, False), (0.2, False), (-1.0, Fal
 
 
 def test_thresholds_are_spread_over_the_harmless_mismatches():
-    # harmless z: 2, 0.5, 0.2, -1
-    assert measures.spread_thresholds(LABELLED, [0.25, 0.5, 0.75, 0.8]) == [0.5, 0.2, -1.0]
+    # harmless z: 2, 0.5, 0.2, -1; each threshold halfway to the next larger one
+    assert measures.spread_thresholds(LABELLED, [0, 0.25, 0.5, 0.75, 0.8]) == pytest.approx([2.0, 1.25, 0.35, -0.4])
     with pytest.raises(ValueError, match="no labelled mismatch of the validation blocks is harmless"):
         measures.spread_thresholds([[(1.0, True)]], [0.5])
+
+
+def test_at_most_three_thresholds_are_left_by_the_labelled_mismatches():
+    # Blocks of one mismatch each: z = 100, 99, ..., 1 and harmful below 20.5. Of 100 judged, k are accepted above
+    # 100.5 - k and max(0, k - 80) break, so that the rate is (max(0, k - 80) + 0.5) / 101.
+    blocks = [[(float(z), z < 20.5)] for z in range(100, 0, -1)]
+    shares = [0.5, 0.75, 0.9, 0.99]  # of 80 harmless ones: above 60.5, 40.5, 28.5 and 21.5
+    error = 4 * math.sqrt(0.5 * 100.5) / 101**1.5  # 0.028: the interval of no broken answer ends at 0.0745
+    assert measures.labelled_drop(28.5, blocks, 4.0) == pytest.approx((4 * 0.5 / 101, error))
+    assert measures.preselected(blocks, shares, 4.0, 0.08, 0.03) == pytest.approx([21.5])
+    assert measures.preselected(blocks, shares, 4.0, 0.05, 0.03) == pytest.approx([60.5, 21.5])
+    harmful_first = [*blocks, [(50.0, True)], [(35.0, True)]]  # drops: 0.019, 0.058, 0.097, 0.097
+    assert measures.preselected(harmful_first, shares, 4.0, 0.08, 0.06) == pytest.approx([60.5, 40.5, 28.5])
+    assert measures.preselected(harmful_first, shares, 4.0, 0.02, 0.01) == pytest.approx([60.5, 40.5])
 
 
 def test_areas_by_hand():
@@ -217,7 +231,7 @@ def test_harm_shares_by_hand(house):
 
         return judge
 
-    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks, 2)
+    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks)
     # The last label of the second block stands after a harmful one and counts nowhere: one harmless, two harmful.
     assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.0, 0.5)]
     assert [block.reachable() for block in blocks] == [{0: False, 2: True}, {1: True}]
@@ -285,12 +299,12 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert re.search(line, shown)
     assert list(record) == ["questions", "dtype", "areas", "rows"] and record["dtype"] == default_dtype("cpu")
     assert record["questions"] == 12
-    assert list(record["areas"]) == ["test"] and list(record["areas"]["test"]) == ["scorer", "twin", *rules.STATISTICS]
-    assert record["areas"]["test"]["scorer"] == record["areas"]["test"]["twin"]
+    (areas,) = record["areas"].values()  # of test questions
+    assert list(areas) == ["scorer", "twin", *rules.STATISTICS, "deferred"] and areas["scorer"] == areas["twin"]
     assert all(list(row) == KEYS for row in record["rows"])
     assert [row["rule"] for row in record["rows"]] == [
         "target", "exact", "all", "scorer", "twin", "random", "scorer_untrained", "margin", "margin", "typical",
-        "top_rank", "rank_margin", "rank_margin", "deferred", "entropy", "words", "divergence", "divergence_strict",
+        "top_rank", "rank_margin", "rank_margin", "deferred", "entropy", "divergence", "divergence_strict", "words",
         "scorer_sweep", "twin_sweep", "ngram",
     ]  # fmt: skip
     twins = [[row[k] for k in KEYS if k not in ("rule", "seconds")] for row in record["rows"] if row["rule"] in
@@ -306,7 +320,7 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert by_rule["target"]["harmless_accepted"] is None
     assert [row["rule"] for row in choice["rows"]] == [
         "target", "exact", *["scorer_sweep"] * 2, *["twin_sweep"] * 2, "margin", "margin", "typical", "top_rank",
-        "rank_margin", "rank_margin", "deferred", "entropy", "words", "divergence", "divergence_strict",
+        "rank_margin", "rank_margin", "deferred", "entropy", "divergence", "divergence_strict", "words",
     ]  # fmt: skip
     assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
     chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:4]], 0.01).threshold
@@ -326,7 +340,6 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search("of their blocks exact match accepts [\\d.]+ draft tokens, a judge without error [\\d.]+", shown)
     assert re.search("33 % are harmless; area under the ROC curve: scorer [\\d.]+, margin [\\d.]+, probability", shown)
-    assert tuple(rules.STATISTICS) == load_script().STATISTICS
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
     one, mine = ({**row, "rule": "", "seconds": 0} for row in rows
                  if row["rule"] in ("margin", "mine") and row["threshold"] == 1)  # fmt: skip
@@ -342,7 +355,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
-    labelled = harm.labelled_scores({"z": model.block_scores()}, target, draft, blocks, 2)["z"]
+    labelled = harm.labelled_scores({"z": model.block_scores()}, target, draft, blocks)["z"]
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
     swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
     assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch

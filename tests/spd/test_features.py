@@ -111,3 +111,18 @@ def test_a_torn_file_and_a_file_for_a_folder_are_named(tmp_path):
         FeatureStore(tmp_path / "s", "t").get_many([(1,)])
     with pytest.raises(StoreError, match="must name a folder"):
         FeatureStore(file, "t")
+
+
+def test_blocks_of_one_answer_are_read_as_a_tree(tiny_llama, tmp_path):
+    """Eight blocks along one text: a forward over its distinct tokens gives the states of eight rows."""
+    answer = list(range(10, 40))
+    blocks = {"contexts": [answer[: 20 + k] for k in range(8)], "drafts": [[40 + k, 5] for k in range(8)],
+              "targets": [[30, 48 + k, 7] for k in range(8)]}
+    given = SPDInputData.from_blocks(**blocks, sep_token_id=3, pad_token_id=0).as_kwargs()
+    model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
+    lengths = []
+    model.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    torch.testing.assert_close(model(**given), build(tiny_llama, None)(**given), atol=1e-5, rtol=1e-5)
+    assert lengths == [(1, 27 + 8 * 2)]  # the longest context and each block's draft

@@ -97,6 +97,21 @@ def test_divergence_is_kl_from_draft_to_target():
     assert rules.divergence(9.0, strict=True, confident=0.96)(block).tolist() == [[True, True]]
 
 
+def test_what_rules_compare_decides_as_they_do():
+    even, sure = [0.5, 0.3, 0.2], [0.98, 0.015, 0.005]
+    block = block_of([[even, even, sure, even, even, even]], [[1, 2, 1, 0, 1]], [[[0.3, 0.3, 0.4]] * 5])
+    values = {**rules.STATISTICS, "deferred": rules.deferred_entropy(1)}
+    made = {"margin": rules.margin, "typical": lambda eps: rules.typical(eps, eps / 0.3), "top_rank": rules.top_rank,
+            "rank_margin": lambda gap: rules.top_rank(3, gap), "entropy": rules.entropy,
+            "deferred": lambda entropy: rules.deferred(entropy, 1), "divergence": rules.divergence,
+            "divergence_strict": lambda nats: rules.divergence(nats, strict=True)}  # fmt: skip
+    assert {*made, "probability"} == set(values) and rules.FALLING < set(made)
+    for rule, judge in made.items():
+        for threshold in (0.05, 0.25, 0.4, 0.6, 1.5, 2.5):
+            accepts = values[rule](block) > (-threshold if rule in rules.FALLING else threshold)
+            assert judge(threshold)(block).tolist() == accepts.tolist(), (rule, threshold)
+
+
 def test_random_share_is_met_and_repeatable():
     big = SimpleNamespace(draft_ids=torch.zeros(1000, 10, dtype=torch.long))
     first, second = rules.random_share(0.3, seed=1)(big), rules.random_share(0.3, seed=1)(big)
@@ -186,7 +201,7 @@ def test_figures_are_digits_operators_and_special_tokens():
 
 def test_statistics_order_mismatches_as_the_rules_do():
     values = {name: statistic(BLOCK)[0].tolist() for name, statistic in rules.STATISTICS.items()}
-    assert values["margin"] == pytest.approx([-0.6931, -3.8607], abs=1e-4) and values["rank"] == [-1.0, -2.0]
+    assert values["margin"] == pytest.approx([-0.6931, -3.8607], abs=1e-4) and values["top_rank"] == [-1.0, -2.0]
     assert values["probability"] == pytest.approx([math.log(0.3), math.log(0.02)])
     assert values["entropy"] == pytest.approx([0.8979, 0.2319], abs=1e-3)
     assert values["divergence"][0] > values["divergence"][1]  # the draft is uniform, the second target is sure

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import train_spd_scorer as entry
 from recipe.spd.rollout.client import CompletionCounts
 from recipe.spd.rollout.store import Completion
-from recipe.spd.supervised import SampledShares, label_blocks
+from recipe.spd.supervised import SampledShares, given_labels, label_blocks
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 
@@ -153,3 +154,23 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
     assert z[0, 2] > 0 > z[1, 2] and z[0, 0] > 0 > z[2, 0]  # the same draft tokens, distinguished by the target's
     with pytest.raises(SystemExit):
         entry.parse_args([*options, "--label-budget", "3"])
+
+
+def test_labels_of_the_data_need_no_server(tiny_llama, tmp_path):
+    """A budget takes the first blocks whose labels fit into it; a label between 0 and 1 is a share."""
+    given = [{"labels": [1.0]}, {"labels": None}, {"labels": [0.0, 1.0]}, {"labels": [0.25]}]
+    assert given_labels(given, None) == {0: [1.0], 2: [0.0, 1.0], 3: [0.25]}
+    assert given_labels(given, 2) == {0: [1.0], 3: [0.25]}
+    blocks, metadata = written(tmp_path, "train", {name: BLOCKS[name] for name in ("harmless", "first")})
+    lines = [json.loads(line) | {"labels": label} for line, label in
+             zip(Path(blocks).read_text().splitlines(), ([1, 1], [0]), strict=True)]  # fmt: skip
+    Path(blocks).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    code = entry.main([
+        "--blocks", blocks, "--metadata", metadata, "--model", tiny_llama, "--tokenizer",
+        str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "trainer.device=cpu", "--supervised",
+        "data.train_batch_size=2", "trainer.total_training_steps=20",
+    ])  # fmt: skip
+    figures = json.loads((tmp_path / "run" / "supervised" / "supervised.json").read_text())
+    assert code == 0 and figures["completions"] == 0 and figures["blocks"] == 2 and figures["harmful"] == 1
+    assert figures["loss"][-1] < 0.5 * figures["loss"][0]

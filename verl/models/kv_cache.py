@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+READ_TOKENS = 1024  # of a forward that reads prompts of several lengths: fewer take longer each
+
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """A layer's keys and values [B, heads, slots, head_dim]."""
 
@@ -82,12 +84,29 @@ class RowCache(Cache):
             if n > 1 and layer.is_initialized:
                 layer.keys, layer.values = (states.repeat_interleave(n, 0) for states in (layer.keys, layer.values))
 
-    def read(self, model: nn.Module, ids: torch.Tensor) -> None:
-        """Fill the first slots by a forward of the model over right-padded ids, int64 [rows, width]."""
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    def read(self, model: nn.Module, ids: torch.Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Fill the first slots by forwards of the model over right-padded ids, int64 [rows, width].
+
+        What all rows begin with is read once. With the tokens of each row, `lengths`, the rest is read column block by
+        column block, each without the rows after the last one that reaches it: the longest should come first.
+        """
+        rows, width = ids.shape
+        shared = int((ids == ids[0]).all(0).long().cumprod(0).sum()) if rows > 1 else 0
+        if shared:
+            self._read_columns(model, ids[:1], 0, shared)
+            for states in (states for layer in self.layers for states in (layer.keys, layer.values)):
+                states[1:, :, :shared] = states[:1, :, :shared]
+        lengths = lengths or [width] * rows
+        step = width if min(lengths) == width else max(1, READ_TOKENS // rows)
+        for start in range(shared, max(lengths), step):
+            reached = max(row for row, length in enumerate(lengths) if length > start) + 1
+            self._read_columns(model, ids[:reached], start, min(start + step, width))
+
+    def _read_columns(self, model: nn.Module, ids: torch.Tensor, start: int, end: int) -> None:
+        positions = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
         mask = self.announce(positions, model.dtype)
-        model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self, use_cache=True,
-              logits_to_keep=1)  # fmt: skip
+        model(input_ids=ids[:, start:end], position_ids=positions, attention_mask=mask, past_key_values=self,
+              use_cache=True, logits_to_keep=1)  # fmt: skip
 
     def copied(self, slots: int) -> list[KeysValues]:
         """Copies of the keys and values of each layer in the first `slots` slots."""
@@ -135,8 +154,10 @@ class Prefills:
     prompts: torch.Tensor | None = None  # [B, width] ids, right-padded
     kept: dict[nn.Module, tuple[list[KeysValues], float]] = field(default_factory=dict)  # with the seconds they took
 
-    def fill(self, model: nn.Module, prompts: torch.Tensor, cache: RowCache) -> float:
-        """Fill `cache` with a model's states over `prompts`, by reading them if they are not kept.
+    def fill(
+        self, model: nn.Module, prompts: torch.Tensor, cache: RowCache, lengths: Sequence[int] | None = None
+    ) -> float:
+        """Fill `cache` with a model's states over `prompts` of these lengths, by reading them if they are not kept.
 
         Returns the seconds that an earlier call spent on reading them, which a decoding that is compared with others
         must count as its own; 0 for one that reads them itself.
@@ -151,7 +172,7 @@ class Prefills:
         if prompts.is_cuda:
             torch.cuda.synchronize()
         started = time.perf_counter()
-        cache.read(model, prompts)
+        cache.read(model, prompts, lengths)
         if prompts.is_cuda:
             torch.cuda.synchronize()
         self.kept[model] = cache.copied(prompts.shape[1]), time.perf_counter() - started

@@ -113,7 +113,7 @@ def pair_stages(pair: Pair, sizes: Sizes, own_labels: bool) -> list[Stage]:
         ]  # fmt: skip
     blocks = Stage("blocks", python(
         "examples.pretrained.spd.blocks", "--labels", pair.out / "labels" if own_labels else LABELS, "--gsm8k",
-        pair.gsm8k, *models, "--out", pair.prepared,
+        pair.gsm8k, "--target", pair.target, "--out", pair.prepared,
     ), pair.prepared, tuple(labels))  # fmt: skip
     return [*labels, blocks]
 

@@ -15,7 +15,7 @@ from verl.utils.problems import one_line
 
 IDS = ("context_ids", "draft_ids", "target_ids")
 # Of a block; the first then comes from the metadata.
-OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len")
+OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len", "labels")
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
 
 
@@ -134,6 +134,9 @@ def validate_optional(block: Mapping[str, Any]) -> str:
         value = block.get(name)
         if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
             return f"{name} must be {rule}, not {one_line(value)}."
+    labels = block.get("labels")
+    if labels is not None and not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
+        return f"labels must be a list of numbers from 0 (harmful) to 1 (harmless), not {one_line(labels)}."
     return ""
 
 

@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         ("extra_info", pa.struct([
             ("index", pa.int64()), ("question_id", pa.string()), *((name, pa.list_(pa.int32())) for name in IDS),
             ("is_correct_baseline", pa.int64()), ("baseline_length", pa.int64()), ("question_len", pa.int64()),
+            ("labels", pa.list_(pa.float32())),
         ])),
         ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
     ]
@@ -113,6 +114,7 @@ def _rows(
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
             **{name: None if block.get(name) is None else int(block[name])
                for name in ("baseline_length", "question_len")},
+            "labels": block.get("labels"),
         }  # fmt: skip
         kept += 1
         yield {

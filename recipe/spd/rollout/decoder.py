@@ -18,9 +18,12 @@ from torch import nn
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
+from recipe.spd.scorer.prefix_tree import PrefixTree
+from verl.models.grouped_attention import grouped_queries
 from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
+REPLAYED = 64  # blocks whose distinct tokens attend to each other in one mask
 
 
 @dataclass
@@ -158,7 +161,8 @@ def _generate(
     started = time.perf_counter()
     with _inference(*models):
         for first in range(0, len(prompts), batch_size):
-            contexts = {first + k: list(tokens) for k, tokens in enumerate(prompts[first : first + batch_size])}
+            chunk = range(len(prompts))[first : first + batch_size]
+            contexts = {k: list(prompts[k]) for k in sorted(chunk, key=lambda k: -len(prompts[k]))}  # see RowCache.read
             rows = _start(models, contexts, max_new_tokens, gamma, prefills)
             started -= rows.seconds
             rounds = 0
@@ -183,11 +187,12 @@ def _generate(
 
 def replay_blocks(
     target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
-    batch_size: int = 256,
+    batch_size: int = REPLAYED,
 ) -> Iterator[Block]:  # fmt: skip
     """Recompute recorded blocks for a judge: yields Blocks whose `rows` are indices into the given lists.
 
-    The target's tokens are computed by these models, not taken from the record. Drafts of one length come together.
+    The target's tokens are computed by these models, not taken from the record. Drafts of one length come together, and
+    blocks that begin alike: each model reads what `batch_size` of them have in common once.
     """
     _check_prompts(context_ids, 1, 1)
     by_length: dict[int, list[int]] = {}
@@ -196,14 +201,21 @@ def replay_blocks(
     for length, indices in sorted(by_length.items()):
         if length == 0:
             raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
+        indices.sort(key=lambda k: list(context_ids[k]))
         for start in range(0, len(indices), batch_size):
             chunk = indices[start : start + batch_size]
-            contexts = {index: list(context_ids[index]) for index in chunk}
+            tree = PrefixTree([[*context_ids[k], *draft_ids[k]] for k in chunk])
+            at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
-                rows = _start([target, draft], contexts, length, spare=0)
-                given = torch.tensor([list(draft_ids[index]) for index in chunk], device=rows.last.device)
-                draft_logits = _forward(draft, rows, 1, *_verification_input(rows, given))[0][:, :-1]
-                yield _verify(target, rows, contexts, given, draft_logits)
+                (draft_logits, _), (logits, hidden) = (tree.outputs(model, at) for model in (draft, target))
+            size = min(draft_logits.shape[-1], logits.shape[-1])
+            given = tree.ids.to(target.device)[at[:, 1:]]
+            target_ids = logits[..., :size].argmax(-1)
+            yield Block(
+                context_ids=[list(context_ids[k]) for k in chunk], draft_ids=given, target_ids=target_ids,
+                target_logits=logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_hidden=hidden,
+                mismatch=given != target_ids[:, :-1], rows=torch.tensor(chunk, device=target.device),
+            )  # fmt: skip
 
 
 def _start(
@@ -224,7 +236,8 @@ def _start(
         vocabulary=min(model.config.get_text_config().vocab_size for model in models),
     )
     # Right padding fills slots after each row's end, which are masked until a real token overwrites them.
-    width = max(lengths) - 1
+    read = [length - 1 for length in lengths]
+    width = max(read)
     padded = torch.tensor([(tokens[:-1] + [0] * width)[:width] for tokens in contexts.values()], device=device)
     for model in models:
         limit = model.config.get_text_config().max_position_embeddings
@@ -237,9 +250,9 @@ def _start(
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width and prefills is not None:
-            rows.seconds += prefills.fill(model, padded, cache)
+            rows.seconds += prefills.fill(model, padded, cache, read)
         elif width:
-            cache.read(model, padded)
+            cache.read(model, padded, read)
         rows.caches.append(cache)
     return rows
 
@@ -251,13 +264,14 @@ def _propose(
     # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
-    draft_ids, draft_logits = [tokens[:, :0]], [torch.empty(len(tokens), 0, 0, device=tokens.device)]
+    draft_ids = [tokens[:, :0]]
+    draft_logits = torch.empty(len(tokens), gamma, rows.vocabulary, device=tokens.device)
     for step in range(gamma):
-        logits = _forward(draft, rows, 1, tokens, positions)[0][:, -1:]
-        draft_logits.append(logits)
+        logits = draft_logits[:, step : step + 1]
+        logits.copy_(_forward(draft, rows, 1, tokens, positions, keep=1)[0])
         draft_ids.append(sampling.draw(sampling.probabilities(logits)) if sampling else logits.argmax(-1))
         tokens, positions = draft_ids[-1], rows.length[:, None] + step
-    return torch.cat(draft_ids, dim=1), torch.cat(draft_logits[min(gamma, 1) :], dim=1)
+    return torch.cat(draft_ids, dim=1), draft_logits
 
 
 def _verification_input(rows: _Rows, draft_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,6 +286,7 @@ def _verify(
 ) -> Block:  # fmt: skip
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
     logits, hidden = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
+    logits = logits.float()
     target_ids = sampling.choices(draft_ids, draft_logits, logits) if sampling else logits.argmax(-1)
     return Block(
         context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
@@ -282,10 +297,10 @@ def _verify(
 
 def _forward(
     model: nn.Module, rows: _Rows, which: int, tokens: torch.Tensor, positions: torch.Tensor, *,
-    with_hidden: bool = False,
+    keep: int = 0, with_hidden: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] float32 and
-    the last hidden state [B, q, H].
+    """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] in the
+    model's dtype, only of the last `keep` tokens if that is given, and the last hidden state [B, q, H].
     """
     cache = rows.caches[which]
     mask = cache.announce(positions, model.dtype)
@@ -293,9 +308,9 @@ def _forward(
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
         input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
-        use_cache=True, output_hidden_states=with_hidden,
+        use_cache=True, output_hidden_states=with_hidden, logits_to_keep=keep,
     )  # fmt: skip
-    return output.logits[..., : rows.vocabulary].float(), output.hidden_states[-1] if with_hidden else None
+    return output.logits[..., : rows.vocabulary], output.hidden_states[-1] if with_hidden else None
 
 
 def _commit(
@@ -363,6 +378,7 @@ def _inference(*models: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             stack.callback(model.train, model.training)
+            stack.enter_context(grouped_queries(model))
             model.eval()
         # Not inference_mode: a judge's caller may train on the tensors of a recorded block.
         stack.enter_context(torch.no_grad())

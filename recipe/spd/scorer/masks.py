@@ -101,3 +101,12 @@ def refuse_other_attention(model: nn.Module, length: int) -> None:
             f"{type(model).__name__} attends to a sliding window of {config['sliding_window']} tokens; a prompt and "
             f"its answer of {length} tokens exceed it: shorten the prompt or lower max_new_tokens"
         )
+
+
+def sees_everything(model: nn.Module, length: int) -> bool:
+    """Whether every layer takes a mask [1, 1, length, length] and attends to all that it leaves visible."""
+    try:
+        refuse_other_attention(model, length)
+    except ValueError:
+        return False
+    return model.config.get_text_config()._attn_implementation in ("eager", "sdpa")

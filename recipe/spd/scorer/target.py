@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
+from recipe.spd.scorer.masks import sees_everything
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
+from recipe.spd.scorer.prefix_tree import PrefixTree
 from verl.trainer.run.ranks import any_rank
 from verl.training.parallel.sharding import full_tensor
 from verl.training.policy.packing import OnHost
 
 LOGIT_ROWS = 512  # positions whose logits are in memory at once
+WORTH_A_TREE = 4  # times fewer tokens, for a mask of their square
 
 
 class TargetHeadScorer(ScoringActor):
@@ -132,12 +135,33 @@ class TargetHeadScorer(ScoringActor):
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
-            hidden = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
-            fresh = [hidden[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
+            fresh = self._forward_tree([blocks[i] for i in rows], input_ids.device)
+            if fresh is None:
+                hidden = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
+                fresh = [hidden[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks)
         hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, H]
         return F.pad(hidden, (0, 0, 0, gamma + 1 - hidden.shape[1])).to(input_ids.device)
+
+    @torch.no_grad()
+    def _forward_tree(self, blocks: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor] | None:
+        """States [g + 1, H] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
+        None where the target's attention excludes that, or where blocks have little in common.
+        """
+        drafts = [len(block) - next(i for i, token in enumerate(block) if token < 0) - 1 for block in blocks]
+        texts = [[token for token in block if token >= 0] for block in blocks]
+        tree = PrefixTree(texts)
+        if len(tree.ids) * WORTH_A_TREE > len(texts) * max(map(len, texts)) or not sees_everything(
+            self.backbone, max(map(len, texts))
+        ):
+            return None
+        inputs = {"input_ids": tree.ids, "position_ids": tree.positions}
+        states = self.backbone(
+            **{name: ids[None].to(device) for name, ids in inputs.items()}, use_cache=False,
+            attention_mask=tree.mask(self.backbone.dtype).to(device),
+        ).last_hidden_state[0]  # fmt: skip
+        return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
 
     def _forward_target(
         self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool

@@ -1,0 +1,61 @@
+"""One forward over texts that begin alike, in which each distinct beginning is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from recipe.spd.scorer.masks import refuse_other_attention
+
+
+class PrefixTree:
+    """The distinct tokens of some texts as one row, in which a token attends to its own text alone.
+
+    `ids`, `positions`: int64 [N], a token after the one before it in its text. `paths[k]`: int64 [len(texts[k])], where
+    the tokens of text k are in that row.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        number: dict[tuple[int, int], int] = {}  # (number of the token before, id) -> number
+        parents: list[int] = []
+        self.paths = []
+        for text in texts:
+            path, before = [], -1
+            for token in text:
+                known = number.setdefault((before, token), len(parents))
+                if known == len(parents):
+                    parents.append(before)
+                before = known
+                path.append(known)
+            self.paths.append(torch.tensor(path))
+        self.parents = parents
+        self.ids = torch.tensor([token for _, token in number])
+        depth: list[int] = []
+        for parent in parents:
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        self.positions = torch.tensor(depth)
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """The additive attention mask [1, 1, N, N]: 0 where the row's token sees the column's, else the least number.
+        """
+        size = len(self.parents)
+        sees = torch.eye(size, dtype=torch.bool)
+        for token, parent in enumerate(self.parents):
+            if parent >= 0:
+                sees[token] |= sees[parent]
+        return torch.zeros(size, size, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
+
+    def outputs(self, model: nn.Module, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, n, V] float32 and last hidden states [B, n, H] of a causal model at the tokens `at` [B, n].
+
+        Raises ValueError for a model that would not attend to all of a text.
+        """
+        refuse_other_attention(model, int(self.positions.max()) + 1)
+        device = model.device
+        output = model(
+            input_ids=self.ids[None].to(device), position_ids=self.positions[None].to(device), use_cache=False,
+            attention_mask=self.mask(model.dtype).to(device), output_hidden_states=True, logits_to_keep=at.flatten(),
+        )  # fmt: skip
+        return output.logits[0].view(*at.shape, -1).float(), output.hidden_states[-1][0][at]
