@@ -4,9 +4,11 @@
 #   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
-#   make demo-pretrained-spd      a scorer for speculative decoding of that model, from its weights to a server (about an hour on 2 cores; resumes)
-#   make demo-pretrained-dllm     iterative refinement of the scorer's target next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
-#                                 the three take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"; demo-pretrained-dllm also PAIR=DIR, the OUT of demo-pretrained-spd
+#   make demo-pretrained-dllm     iterative refinement of that model after fine-tuning, next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
+#                                 both take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"
+#   make demo-pretrained-spd      a scorer for speculative decoding of Qwen2.5-Coder-1.5B-Instruct with the 0.5B model's drafts on GSM8K=DIR
+#                                 (train.jsonl, test.jsonl), up to vLLM's server (hours on 2 cores; resumes); of another pair by TARGET=DIR
+#                                 DRAFT=DIR, and OUT=DIR, SEEDS="0 1 2"
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -73,19 +75,20 @@ demo-grpo: env
 
 # What examples/pretrained needs, next to the environment.
 PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/pretrained.txt
-PRETRAINED_OPTIONS = $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT)) $(if $(SEEDS),--seeds $(SEEDS))
+OUT_AND_SEEDS = $(if $(OUT),--out $(OUT)) $(if $(SEEDS),--seeds $(SEEDS))
+PAIR_OPTIONS = $(if $(TARGET),--target $(TARGET)) $(if $(DRAFT),--draft $(DRAFT)) $(if $(GSM8K),--gsm8k $(GSM8K))
 
 demo-pretrained: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.demo $(PRETRAINED_OPTIONS)
+	@$(PY) -m examples.pretrained.demo $(if $(MODEL),--model $(MODEL)) $(OUT_AND_SEEDS)
 
 demo-pretrained-spd: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.spd.demo $(PRETRAINED_OPTIONS)
+	@$(PY) -m examples.pretrained.spd.demo $(PAIR_OPTIONS) $(OUT_AND_SEEDS)
 
 demo-pretrained-dllm: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.dllm.demo $(PRETRAINED_OPTIONS) $(if $(PAIR),--pair $(PAIR))
+	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL)) $(OUT_AND_SEEDS)
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo

@@ -15,10 +15,10 @@ OUT = ROOT / "outputs" / "pretrained_spd"
 
 
 def run() -> list[Row]:
-    """The command, whose stages are kept, and the rows of what it measured."""
+    """The command, whose stages are kept, with GSM8K in its default folder, and the rows of what it measured."""
     command = [sys.executable, "-m", "examples.pretrained.spd.demo", "--out", str(OUT), "--seeds"]
     subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    served = [json.loads((OUT / f"seed{seed}" / "served.json").read_text()) for seed in SEEDS]
+    served = [json.loads((OUT / f"seed{seed}" / "served" / "served.json").read_text()) for seed in SEEDS]
     return [*gained(json.loads((OUT / "gains.json").read_text())["seeds"]), *served_rows(served)]
 
 
@@ -34,8 +34,9 @@ def gained(seeds: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def served_rows(records: list[Mapping[str, Any]]) -> list[Row]:
-    """Means over the records that examples.pretrained.spd.serve wrote."""
-    speeds = [{name: part["tokens_per_cpu_second"] for name, part in record["results"].items()} for record in records]
-    unit = f"times, tokens per CPU second in vLLM, {records[0]['questions']} questions, {records[0]['dtype']}"
-    return [mean_row(f"spd_served_over_{name}", [speed["scorer"] / speed[name] for speed in speeds], unit)
-            for name in ("exact", "greedy")]  # fmt: skip
+    """Means over the records that examples.pretrained.spd.serve wrote, with drafts of the model; names end with the
+    number of concurrent requests, except of one."""
+    unit = f"times, tokens per second in vLLM, {records[0]['questions']} questions, {records[0]['dtype']}"
+    of_model = [record["ratios"]["model"] for record in records]
+    return [mean_row(name if count == "1" else f"{name}_{count}", [ratios[name][count] for ratios in of_model], unit)
+            for name in of_model[0] for count in of_model[0][name]]  # fmt: skip

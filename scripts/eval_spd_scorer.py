@@ -55,6 +55,7 @@ UNLABELLED = {"margins": [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], "typicals": [0.09,
               "ranks": [2, 3, 5], "entropies": [0.01, 0.1, 0.3, 0.6], "divergences": [1.0, 2.0, 3.0, 6.0],
               "scorer_thresholds": [-1.0, 0.0, 0.5, 1.0, 2.0]}  # fmt: skip
 SHARES = [k / 20 for k in range(1, 20)]  # of the harmless mismatches that a threshold accepts
+Areas = dict[str, dict[str, float | None]]  # split -> scorer or statistic -> area
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
 
@@ -85,8 +86,9 @@ def load_job(args: argparse.Namespace) -> Job:
 
 def evaluate(
     args: argparse.Namespace, progress: Progress
-) -> tuple[list[EvaluationRow], list[EvaluationRow], int, dict[str, bool]]:
-    """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
+) -> tuple[list[EvaluationRow], list[EvaluationRow], int, dict[str, bool], Areas]:
+    """All runs: (rows of the test questions, rows of the validation questions, number of test questions, whether each
+    scorer's threshold keeps to --max-val-drop, areas_of).
 
     Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
     --near-drop they follow, for the chosen thresholds and those that `runs_near` gives. Writes by_question.json.
@@ -167,6 +169,7 @@ def evaluate(
             runs.insert(len(test) + len(chosen), chance)
         rows = make_rows(pool, runs, chosen)
         write_by_question(pool, {"validation": (validation, chooser), "test": (runs, rows)})
+        areas = areas_of(pool)
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
     for run, row in zip(runs, rows, strict=True):
         row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
@@ -177,7 +180,18 @@ def evaluate(
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
         rows[-1].seconds = None
-    return rows, chooser, len(job.questions["test"]), kept
+    return rows, chooser, len(job.questions["test"]), kept, areas
+
+
+def areas_of(pool: Pool) -> Areas:
+    """How well the scorers, and with --all-rules what the rules compare, tell harmless from harmful mismatches: for
+    each split, the area under the ROC curve on its labelled mismatches."""
+    kinds = (tuple(pool.job.args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + pool.job.args.all_rules]
+    splits = [split for split in pool.job.questions if any(block.harmful for block in pool.job.labelled(split))]
+    tasks = {split: [Scores(names, split) for names in kinds] for split in splits}
+    pool.submit(task for of_split in tasks.values() for task in of_split)
+    return {split: {name: measures.harmless_share_and_auc(blocks)[1] for task in of_split
+                    for name, blocks in pool.result(task).items()} for split, of_split in tasks.items()}  # fmt: skip
 
 
 def runs_near(rows: Sequence[EvaluationRow], drop: float, scorers: Collection[str]) -> list[Run]:
@@ -434,9 +448,9 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        rows, validation, questions, kept = evaluate(args, progress)
+        rows, validation, questions, kept, areas = evaluate(args, progress)
     shutil.rmtree(args.out / FINISHED, ignore_errors=True)
-    record = {"questions": questions, "dtype": args.dtype, "rows": [asdict(row) for row in rows]}
+    record = {"questions": questions, "dtype": args.dtype, "areas": areas, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
     rule = f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval"

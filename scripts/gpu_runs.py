@@ -26,8 +26,7 @@ REFERENCE = "GRPO, reference update (stores the samples)"
 STEPS = 3  # of GRPO
 DEMO_LIMIT_S = 7200
 #: The demos of examples/pretrained, which need a model of the user, by their modules' names.
-DEMOS = {"demo": "GRPO of a pretrained model", "spd.demo": "SPD scorer of a pretrained pair",
-         "dllm.demo": "refinement of a pretrained model"}  # fmt: skip
+DEMOS = {"demo": "GRPO of a pretrained model", "dllm.demo": "refinement of a pretrained model"}
 BFLOAT16 = (f"{ENGINE}.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16")
 #: dtype of the update -> largest differences from REFERENCE: gradient norm (relative), loss (absolute)
 TOLERANCES = {"float32": (1e-2, 1e-3), "bfloat16": (5e-2, 1e-2)}
@@ -253,19 +252,16 @@ def _at(metrics: Mapping[tuple[int, str], float], step: int, name: str) -> float
 
 def run_demo(name: str, model: Path, work: Path) -> Iterator[Result]:
     """A demo of DEMOS with a model of the user: a failure for each criterion of GRPO's that is missed, and the figures
-    of the others, whose bounds are those of one model. They share the pair, which the SPD demo trains."""
-    out = {other: work / f"pretrained.{other}" for other in DEMOS}
-    command = [sys.executable, "-m", f"examples.pretrained.{name}", "--model", str(model), "--out", str(out[name])]
-    if name == "dllm.demo":
-        command += ["--pair", str(out["spd.demo"])]
+    of refinement, whose bounds are those of one model."""
+    out = work / f"pretrained.{name}"
+    command = [sys.executable, "-m", f"examples.pretrained.{name}", "--model", str(model), "--out", str(out)]
     run(command, ROOT, work / f"pretrained.{name}.log", DEMO_LIMIT_S)
     if name == "demo":
-        for criterion in json.loads((out[name] / "result.json").read_text())["criteria"].values():
+        for criterion in json.loads((out / "result.json").read_text())["criteria"].values():
             shown = f"{DEMOS[name]}: {criterion['what']}: {criterion['value']}"
             yield Result(shown, float(not criterion["met"]), "failures", 0)
         return
-    file = out[name] / ("gains.json" if name == "spd.demo" else "result.json")
-    for figure, value in json.loads(file.read_text())["means"].items():
+    for figure, value in json.loads((out / "result.json").read_text())["means"].items():
         yield Result(f"{DEMOS[name]}: {figure}", value, "points" if figure == "gap" else "times")
 
 

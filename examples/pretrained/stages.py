@@ -1,10 +1,12 @@
 """Stages of a long command: each is a command that runs once for its settings and those of the stages it reads."""
 
+import argparse
 import hashlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.demo_runner import ROOT, TrainingWatch, console, make_progress, run_logged
+from examples.demo_runner import ROOT, PhaseFailed, TrainingWatch, console, make_progress, run_logged
+from examples.pretrained import fetch
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,10 @@ def has_other_settings(stage: Stage, out: Path) -> bool:
     return file.exists() and json.loads(file.read_text())["key"] != stage.key
 
 
-def refuse_other_settings(stage: Stage, out: Path, option: str = "--out", variable: str = "OUT") -> None:
+def refuse_other_settings(stage: Stage, out: Path) -> None:
     """Raise SystemExit if OUT has a result of this stage with other settings, such as that of another model, or one
     without a record, which may be that of another command."""
-    file, advice = out / "stages" / f"{stage.name}.json", f"Name another folder with {option} ({variable}=DIR of make)"
+    file, advice = out / "stages" / f"{stage.name}.json", "Name another folder with --out (OUT=DIR of make)"
     if stage.result.exists() and not file.exists():
         raise SystemExit(f"{stage.result} exists, but was not made by this command. {advice}, or delete this one.")
     if has_other_settings(stage, out):
@@ -114,3 +117,47 @@ def run_stages(
             continue
         with make_progress() as progress:
             run(stage, out, TrainingWatch(progress, {stage.name: training}, describe))
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """A command of a module or of a script with its arguments."""
+    name = [module] if module.endswith(".py") else ["-m", module]
+    return [sys.executable, *name, *map(str, arguments)]
+
+
+def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.ArgumentParser:
+    """The options that commands of stages share: `sizes` has the default of each size."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"of the {seeds_of}")
+    parser.add_argument("--out", type=Path, default=out, help=f"default: {out.relative_to(ROOT)}")
+    parser.add_argument("--until", help="the last stage to run")
+    for name, value in vars(sizes).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
+    return parser
+
+
+def begin(title: str) -> None:
+    """Show the title, and make SIGTERM end the running command too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    console.rule(title)
+
+
+def until(stages: Sequence[Stage], name: str | None) -> Sequence[Stage]:
+    """The stages up to the one of this name, all without a name; ends the command if there is none."""
+    names = [stage.name for stage in stages]
+    if name and name not in names:
+        raise SystemExit(f"--until {name}: the stages are {', '.join(names)}")
+    return stages[: names.index(name) + 1 if name else None]
+
+
+def run_and_report(run_all: Callable[[], None], show: Callable[[], None], fetched: bool) -> int:
+    """Run the stages, then show the results, with a note on the weights of fetched models; returns the exit code."""
+    try:
+        run_all()
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return 1
+    show()
+    if fetched:
+        console.print(f"The models: {fetch.NOTE}.")
+    return 0

@@ -1,6 +1,6 @@
 """Measure settings of the test bed and rank them by how closely its mismatches resemble those of a real pair of models.
 
-    python -m examples.spd_arithmetic.fit_testbed {--pair outputs/pretrained_spd/pair | --wanted 0.20 0.45 0.44 0.51}
+    python -m examples.spd_arithmetic.fit_testbed {--pair DIR | --wanted 0.20 0.45 0.44 0.51}
         [--softness 0.1 0.2] [--draft-softness 0.0 0.001] [--draft-house-share 0.965 0.975] [--target-steps 1000]
         [--draft-steps 300] [--seeds 0 1 2] [--out DIR]
 

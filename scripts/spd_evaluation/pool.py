@@ -40,6 +40,10 @@ class Job:
     blocks: list[LabelledBlock]  # of test questions
     validation: list[LabelledBlock]
 
+    def labelled(self, split: str) -> list[LabelledBlock]:
+        """The labelled blocks of a split."""
+        return {"test": self.blocks, "validation": self.validation}[split]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -122,13 +126,14 @@ class Harm(_Undivided):
 
 @dataclass(frozen=True)
 class Scores(_Undivided):
-    """Score the labelled validation blocks; the result is harm.labelled_scores."""
+    """Score the labelled blocks of a split; the result is harm.labelled_scores."""
 
     rules: tuple[str, ...]  # keys of Worker.values
+    split: str = "validation"
 
     def size(self, job: Job) -> int:
         """Blocks, for the progress bar."""
-        return len(job.validation)
+        return len(job.labelled(self.split))
 
     def perform(self, worker: Worker) -> dict[str, list[list[tuple[float, bool]]]]:
         return worker.labelled_scores(self)

@@ -114,8 +114,9 @@ class Worker:
     def labelled_scores(self, task: Scores) -> dict[str, list[list[tuple[float, bool]]]]:
         """See harm.labelled_scores."""
         wanted = {name: self.values[name] for name in task.rules}
-        scores = harm.labelled_scores(wanted, self.target, self.draft, self.job.validation)
-        self._count(len(self.job.validation))
+        blocks = self.job.labelled(task.split)
+        scores = harm.labelled_scores(wanted, self.target, self.draft, blocks)
+        self._count(len(blocks))
         return scores
 
     def _count(self, more: int) -> None:

@@ -21,16 +21,17 @@ def test_gains_of_the_scorer_are_means_over_its_seeds():
         assert "a drop of 2 points, 1000 questions" in gained.unit
 
 
-def test_served_scorers_are_compared_by_tokens_per_cpu_second():
-    def record(*speeds):
-        ways = zip(("greedy", "exact", "scorer"), speeds, strict=True)
-        results = {name: {"tokens_per_cpu_second": speed} for name, speed in ways}
-        return {"questions": 100, "dtype": "float32", "results": results}
+def test_served_scorers_have_a_row_for_each_number_of_requests():
+    def record(*ratios):
+        of_model = {f"spd_served_over_{name}": {"1": one, "4": four}
+                    for name, (one, four) in zip(("exact", "greedy"), ratios, strict=True)}  # fmt: skip
+        return {"questions": 48, "dtype": "float32", "ratios": {"model": of_model, "n-gram": {}}}
 
-    exact, greedy = pretrained_spd.served_rows([record(10, 20, 30), record(10, 20, 25)])
-    assert (exact.name, exact.value, greedy.name, greedy.value) == (
-        "spd_served_over_exact", 1.375, "spd_served_over_greedy", 2.75
-    )  # fmt: skip
+    rows = pretrained_spd.served_rows([record((1.5, 1.25), (3, 2)), record((1.25, 1), (2.5, 1.5))])
+    assert {row.name: row.value for row in rows} == {
+        "spd_served_over_exact": 1.375, "spd_served_over_exact_4": 1.125,
+        "spd_served_over_greedy": 2.75, "spd_served_over_greedy_4": 1.75,
+    }  # fmt: skip
 
 
 def test_refinement_has_a_row_for_each_figure():

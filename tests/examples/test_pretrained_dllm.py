@@ -12,15 +12,79 @@ import pytest
 
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from examples.dllm_arithmetic.curves import accuracy_under_parallelism
-from examples.pretrained.dllm import demo, serve
-from examples.pretrained.spd import tasks
+from examples.pretrained.dllm import demo, serve, target, tasks
 from examples.pretrained.stages import Stage
+from recipe.spd.rollout.answers import final_answer, is_correct
 from tests.dllm_reasoning.test_vllm_drafter import prompts, refined  # noqa: F401
 from tests.examples.test_dllm_demo import read
 from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.demo
+COUNTS = {"train": 30, "val": 12, "test": 15}
+
+
+@pytest.fixture(scope="module")
+def splits():
+    pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
+    return tasks.draw(COUNTS)
+
+
+def test_questions_occur_once_and_more_training_questions_change_no_others(splits):
+    texts = [asked.question for asked in sum(splits.values(), [])]
+    assert {split: len(asked) for split, asked in splits.items()} == COUNTS and len(set(texts)) == sum(COUNTS.values())
+    assert {asked.task for asked in splits["val"]} == set(tasks.TASKS)
+    more = tasks.draw({**COUNTS, "train": 60})
+    assert (more["val"], more["test"], more["train"][:30]) == (splits["val"], splits["test"], splits["train"])
+    further = tasks.draw(COUNTS, further={"val": 3, "test": 20})
+    assert {split: asked[: COUNTS[split]] for split, asked in further.items()} == splits
+    texts = [asked.question for asked in sum(further.values(), [])]
+    assert len(further["test"]) == 35 and len(set(texts)) == len(texts) == sum(COUNTS.values()) + 23
+
+
+def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
+    """Words decide some answers, and digits others."""
+    kinds = {asked.task: asked.answer[-1].isdigit() for asked in splits["train"]}
+    assert set(kinds.values()) == {True, False}
+    for one, other in zip(splits["test"], splits["test"][3:], strict=False):  # of the same task
+        for answer in (one.answer, other.answer):
+            text = f"Some words. So the answer is {answer}."
+            assert one.is_right(final_answer(text)) == is_correct(text, one.answer) == (answer == one.answer)
+    assert not splits["train"][0].is_right(final_answer("no answer at all"))
+
+
+def test_gsm8k_is_a_further_task_with_its_own_answers(tmp_path, monkeypatch, splits):
+    monkeypatch.setattr(tasks, "GSM8K_VALIDATION", 5)
+    for name in ("train", "test"):
+        rows = ({"question": f"{name} {i}", "answer": f"It is 2*{i}=<<2*{i}={2 * i}>>{2 * i}.\n#### {2 * i}"}
+                for i in range(20))  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = tasks.draw({"train": 18, "val": 16, "test": 8}, gsm8k=tmp_path)
+    given = {split: [a for a in asked if a.task == tasks.GSM8K] for split, asked in mixed.items()}
+    assert {split: len(asked) for split, asked in given.items()} == {"train": 3, "val": 4, "test": 2}
+    assert {a.question for a in given["val"]} <= {f"train {i}" for i in range(15, 20)}
+    one = given["test"][0]
+    assert one.worked == f"It is 2*{int(one.answer) // 2}={one.answer}.\nThe answer is {one.answer}."
+    assert one.is_right(final_answer(one.worked)) and not one.is_right("1")
+
+
+def test_answers_that_come_with_the_questions_are_right_and_short(splits):
+    """Calculations of gsm_symbolic have steps in words with small whole numbers; the other answers are one sentence."""
+    for asked in sum(splits.values(), []):
+        assert asked.is_right(final_answer(asked.worked)) and asked.worked.endswith(f"The answer is {asked.answer}.")
+        assert ("=" in asked.worked) == (asked.task == "gsm_symbolic")
+        numbers = tasks.NUMBER.findall(asked.question + asked.worked)
+        assert all(int(number) <= tasks.LARGEST for number in numbers)
+    shares = [sum(asked.task == "gsm_symbolic" for asked in splits[split]) / COUNTS[split] for split in COUNTS]
+    assert shares == pytest.approx([3 / 5, 1 / 3, 1 / 3])
+
+
+def test_the_model_learns_from_given_answers(tmp_path, splits):
+    target.write_given_answers(tmp_path / "target", COUNTS)
+    train, val = [[row["messages"] for row in target.read_rows(tmp_path / f"target.{split}.jsonl")]
+                  for split in ("train", "val")]  # fmt: skip
+    assert [turns[-1]["content"] for turns in train + val] == [asked.worked for asked in splits["train"]]
+    assert [turn["role"] for turn in train[0]] == ["system", "user", "assistant"] and len(val) == 24
 
 
 def test_refinement_and_its_twin_learn_the_same_tokens(tmp_path, tiny_llama):
@@ -38,7 +102,7 @@ def test_refinement_and_its_twin_learn_the_same_tokens(tmp_path, tiny_llama):
             assert learned[0] == learned[1] and prompt[0] == prompt[1] and learned[0][-1] == tokenizer.eos_token_id
 
 
-def test_test_questions_are_read_by_no_stage_of_the_pair(tmp_path, tiny_llama):
+def test_test_questions_are_trained_on_by_no_stage(tmp_path, tiny_llama):
     pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
     counts = {"train": 6, "val": 3, "test": 6}
     demo.write_test(Path(tiny_llama), tmp_path / "test.parquet", counts, 3, 0)
@@ -67,7 +131,6 @@ def test_both_trainings_have_the_same_steps_batches_and_learning_rate(tmp_path):
     for number, stage in enumerate(stages):
         known = {"answers_train", *(earlier.name for earlier in stages[:number])}
         assert {part.name for part in stage.reads} <= known
-    assert demo.read_by(stages[-1]) == [answers, stages[0], answers, stages[1]]
 
 
 def row(mode, accuracy, tokens_per_forward, same=1.0):
@@ -93,19 +156,20 @@ def test_figures_of_a_seed_by_hand():
 
 def test_a_window_that_is_too_wide_for_branches_is_refused_at_the_start(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        demo.main(["--block", "33", "--pair", str(tmp_path / "pair"), "--out", str(tmp_path / "out")])
+        demo.main(["--block", "33", "--out", str(tmp_path / "out")])
     assert "--block 33: give 2 to 32" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_pair_with_other_settings_is_kept(tmp_path, tiny_llama):
-    pair = tmp_path / "pair"
-    (pair / "stages").mkdir(parents=True)
-    record = pair / "stages" / "target.json"
-    record.write_text('{"key": "of other steps", "command": [], "seconds": 9.0, "ended": true}')
-    (pair / "target_run").mkdir()
-    with pytest.raises(SystemExit, match="stages/target.json: target was made by another command .* --pair .PAIR=DIR"):
-        demo.main(["--pair", str(pair), "--model", tiny_llama, "--out", str(tmp_path / "out")])
-    assert (pair / "target_run").exists() and json.loads(record.read_text())["seconds"] == 9.0
+def test_the_target_of_another_model_is_kept(tmp_path, tiny_llama):
+    out, model = tmp_path / "out", Path(tiny_llama).resolve()
+    made = [part.replace(str(model), "/models/other") for part in target.target_stages(model, out)[0].command]
+    record = out / "stages" / "target.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"key": "of another model", "command": made, "seconds": 9.0, "ended": True}))
+    (out / "target_run").mkdir()
+    with pytest.raises(SystemExit, match=f"command .now with model.partial_pretrain={model}.. Name .* --out"):
+        demo.main(["--model", tiny_llama, "--out", str(out)])
+    assert (out / "target_run").exists() and json.loads(record.read_text())["seconds"] == 9.0
 
 
 def test_what_exists_is_reported(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The demo of a scorer on a pretrained pair: questions, training data, stages, draft, commands.
+"""The demo of a scorer on a pretrained pair: stages, commands, gains, server.
 
 Not covered: the figures of the pretrained pair (`make demo-pretrained-spd` shows them).
 """
@@ -7,142 +7,33 @@ import json
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from examples.demo_runner import PhaseFailed
-from examples.pretrained.spd import cut, demo, gains, reward, serve, tasks
+from examples.pretrained.spd import demo, gains, serve
 from examples.pretrained.stages import Stage, run
-from examples.spd_arithmetic.questions import PromptStyle, read_splits
-from recipe.spd.rollout.answers import final_answer, is_correct
-from tests.examples.test_grpo_demo import trained_config
+from tests.examples.test_spd_commands import evaluated, trained_config
 from tests.helpers.models import save_tiny_llama
-from tests.spd.vllm_plugin.pair import GAMMA, make_pair, make_prompts
+from tests.spd.vllm_plugin.pair import make_pair, make_prompts
+from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.demo
-COUNTS = {"train": 30, "val": 12, "test": 15}
 
 
-@pytest.fixture(scope="module")
-def splits():
-    pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
-    return tasks.draw(COUNTS)
+@pytest.fixture
+def pair(tmp_path):
+    return demo.Pair(tmp_path / "target", tmp_path / "draft", tmp_path / "gsm8k", tmp_path / "out")
 
 
-def test_questions_occur_once_and_more_training_questions_change_no_others(splits):
-    texts = [asked.question for asked in sum(splits.values(), [])]
-    assert {split: len(asked) for split, asked in splits.items()} == COUNTS and len(set(texts)) == sum(COUNTS.values())
-    assert {asked.task for asked in splits["val"]} == set(tasks.TASKS)
-    more = tasks.draw({**COUNTS, "train": 60})
-    assert (more["val"], more["test"], more["train"][:30]) == (splits["val"], splits["test"], splits["train"])
-    further = tasks.draw(COUNTS, further={"val": 3, "test": 20})
-    assert {split: asked[: COUNTS[split]] for split, asked in further.items()} == splits
-    texts = [asked.question for asked in sum(further.values(), [])]
-    assert len(further["test"]) == 35 and len(set(texts)) == len(texts) == sum(COUNTS.values()) + 23
+def all_stages(pair, roles=("supervised",), own_labels=True, **sizes):
+    of_pair = demo.pair_stages(pair, demo.Sizes(**sizes), own_labels)
+    return of_pair + [stage for seed in (0, 1)
+                      for stage in demo.scorer_stages(of_pair[-1], pair, demo.Sizes(**sizes), seed, roles)]  # fmt: skip
 
 
-def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
-    """Words decide some answers, and digits others."""
-    kinds = {asked.task: asked.answer[-1].isdigit() for asked in splits["train"]}
-    assert set(kinds.values()) == {True, False}
-    for one, other in zip(splits["test"], splits["test"][3:], strict=False):  # of the same task
-        for answer in (one.answer, other.answer):
-            text = f"Some words. So the answer is {answer}."
-            assert one.is_right(final_answer(text)) == is_correct(text, one.answer) == (answer == one.answer)
-    assert not splits["train"][0].is_right(final_answer("no answer at all"))
-
-
-def test_gsm8k_is_a_further_task_with_its_own_answers(tmp_path, monkeypatch, splits):
-    monkeypatch.setattr(tasks, "GSM8K_VALIDATION", 5)
-    for name in ("train", "test"):
-        rows = ({"question": f"{name} {i}", "answer": f"It is 2*{i}=<<2*{i}={2 * i}>>{2 * i}.\n#### {2 * i}"}
-                for i in range(20))  # fmt: skip
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mixed = tasks.draw({"train": 18, "val": 16, "test": 8}, gsm8k=tmp_path)
-    given = {split: [a for a in asked if a.task == tasks.GSM8K] for split, asked in mixed.items()}
-    assert {split: len(asked) for split, asked in given.items()} == {"train": 3, "val": 4, "test": 2}
-    assert {a.question for a in given["val"]} <= {f"train {i}" for i in range(15, 20)}
-    one = given["test"][0]
-    assert one.worked == f"It is 2*{int(one.answer) // 2}={one.answer}.\nThe answer is {one.answer}."
-    assert one.is_right(final_answer(one.worked)) and not one.is_right("1")
-
-
-def test_answers_that_come_with_the_questions_are_right_and_short(splits):
-    """Calculations of gsm_symbolic have steps in words with small whole numbers; the other answers are one sentence."""
-    for asked in sum(splits.values(), []):
-        assert asked.is_right(final_answer(asked.worked)) and asked.worked.endswith(f"The answer is {asked.answer}.")
-        assert ("=" in asked.worked) == (asked.task == "gsm_symbolic")
-        numbers = tasks.NUMBER.findall(asked.question + asked.worked)
-        assert all(int(number) <= tasks.LARGEST for number in numbers)
-    shares = [sum(asked.task == "gsm_symbolic" for asked in splits[split]) / COUNTS[split] for split in COUNTS]
-    assert shares == pytest.approx([3 / 5, 1 / 3, 1 / 3])
-
-
-def test_prepare_blocks_asks_as_the_target_was_trained(splits, tmp_path, tiny_llama):
-    demo.write_question_files(tmp_path, COUNTS, 0)
-    style = PromptStyle(tasks.INSTRUCTION, tasks.SYSTEM)
-    files = {split: tmp_path / f"questions_{split}.jsonl" for split in COUNTS}
-    tokenizer = hf_tokenizer(tiny_llama)
-    read = read_splits(files, COUNTS, 0, tokenizer, style)
-    by_text = {asked.question: asked for asked in splits["test"]}
-    for question in read["test"]:
-        assert question.ground_truth == by_text[question.question].answer
-        rendered = tokenizer.apply_chat_template(
-            tasks.messages(question.question), tokenize=False, add_generation_prompt=True
-        )
-        assert question.prompt_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-
-
-def test_the_evaluation_asks_further_questions(splits, tmp_path, tiny_llama):
-    (tmp_path / "pair").mkdir()
-    for split in ("val", "test"):
-        (tmp_path / "pair" / f"questions_{split}.jsonl").write_text('{"question": "of the pair"}\n')
-    demo.write_evaluation_questions(tmp_path, tiny_llama, demo.Sizes(**COUNTS, further_val=1, further_test=4), 0)
-    rows = {split: demo.read_rows(tmp_path / f"evaluation_{split}.jsonl") for split in ("val", "test")}
-    assert {split: len(of_split) for split, of_split in rows.items()} == {"val": 2, "test": 5}
-    assert rows["test"][0] == {"question": "of the pair"}
-    asked = tasks.draw(COUNTS, further={"val": 1, "test": 4})["test"][-1]
-    last = rows["test"][-1]
-    assert (last["question"], last["ground_truth"]) == (asked.question, asked.answer)
-    tokenizer = hf_tokenizer(tiny_llama)
-    rendered = tokenizer.apply_chat_template(tasks.messages(asked.question), tokenize=False, add_generation_prompt=True)
-    assert last["prompt_ids"] == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-
-
-def test_the_target_learns_from_given_answers_and_the_draft_from_the_targets_own(tmp_path, splits):
-    def read(name):
-        return [[json.loads(line)["messages"] for line in (tmp_path / f"{name}.{split}.jsonl").read_text().splitlines()]
-                for split in ("train", "val")]  # fmt: skip
-
-    demo.write_target_data(tmp_path, COUNTS, 0)
-    train, val = read("target")
-    assert [turns[-1]["content"] for turns in train + val] == [asked.worked for asked in splits["train"]]
-    assert [turn["role"] for turn in train[0]] == ["system", "user", "assistant"] and len(val) == 24
-    rows = [{"question": f"q{i}", "answer": f"a{i}", "ended": i % 2 == 0} for i in range(60)]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    demo.write_draft_data(tmp_path / "answers.jsonl", tmp_path)
-    train, val = read("draft")
-    assert [turns[-1]["content"] for turns in train + val] == [f"a{i}" for i in range(0, 60, 2)]
-
-
-def test_grpo_sees_more_questions_and_rewards_what_the_verifier_accepts(tmp_path, splits):
-    sizes = demo.Sizes(**COUNTS, rl_questions=45)
-    demo.write_rl_data(tmp_path, sizes, 0)
-    rows = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "val")}
-    assert {split: len(of_split) for split, of_split in rows.items()} == {"train": 45, "val": 12}
-    for row, asked in zip(rows["val"].itertuples(), splits["val"], strict=True):
-        assert list(row.prompt) == tasks.messages(asked.question) and row.data_source == asked.task
-        for answer, right in ((asked.answer, 1.0), ("a stepson", 0.0)):
-            given = (row.data_source, f"So the answer is {answer}.", row.reward_model["ground_truth"], row.extra_info)
-            assert reward.compute_score(*given) == {"score": right, "acc": right, "answered": 1.0}
-    assert reward.compute_score(row.data_source, "no", "x", row.extra_info)["answered"] == 0.0
-    command = demo.rl_command(tmp_path / "model", tmp_path, tmp_path / "run", 6, 0, limit=64)
-    config = trained_config([*command, "trainer.dry_run=true"])
-    assert config.data.max_response_length == 64
-    assert "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+def option(stage, name):
+    return stage.command[list(stage.command).index(name) + 1]
 
 
 def test_a_stage_runs_once_resumes_and_starts_again_with_other_settings(tmp_path):
@@ -180,115 +71,177 @@ def test_gains_at_an_equal_drop_by_hand():
     assert low < result["spd_gain_over_best_rule"] < high
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_draft_has_the_first_layers_and_the_last_one(tmp_path, tied):
-    target = save_tiny_llama(tmp_path / "target", layers=4, tied=tied)
-    assert cut.cut(Path(target), tmp_path / "draft", 3) == [0, 1, 3]
-    whole, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, tmp_path / "draft"))
-    whole.model.layers = torch.nn.ModuleList(whole.model.layers[i] for i in (0, 1, 3))
-    for place, layer in enumerate(whole.model.layers):
-        layer.self_attn.layer_idx = place
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(whole(ids, use_cache=False).logits, draft(ids).logits) and draft.config.num_hidden_layers == 3
-    with pytest.raises(SystemExit, match="give 2 to 4"):
-        cut.cut(Path(target), tmp_path / "none", 5)
-    assert demo.head_inputs(Path(target)) == ("logits" if tied else "pair")
+def test_labels_are_computed_for_every_pair_but_the_one_whose_labels_are_stored(pair, tmp_path, monkeypatch):
+    for number, folder in enumerate((pair.target, pair.draft)):
+        save_tiny_llama(folder, seed=number)
+    monkeypatch.setattr(demo, "LABELS", tmp_path)
+    assert not demo.fits_stored_labels(pair)
+    prints = {name: model_dir_fingerprint(getattr(pair, name)) for name in ("target", "draft")}
+    (tmp_path / "models.json").write_text(json.dumps(prints))
+    assert demo.fits_stored_labels(pair)
+    assert not demo.fits_stored_labels(demo.Pair(pair.draft, pair.target, pair.gsm8k, pair.out))
+    stored, own = (demo.pair_stages(pair, demo.Sizes(train=70, val=30), own) for own in (False, True))
+    assert [stage.name for stage in stored] == ["blocks"] and option(stored[0], "--labels") == str(tmp_path)
+    assert [stage.name for stage in own] == ["labels_train", "labels_val", "labels_test", "blocks"]
+    folder = option(own[-1], "--labels")
+    assert all(stage.result == Path(folder) / f"{stage.name[7:]}.parquet" for stage in own[:3])
+    # Validation questions are the first ones of the training file, which training questions follow.
+    asked = [[option(stage, name) for name in ("--skip", "--count")] for stage in own[:3]]
+    assert asked == [["30", "70"], ["0", "30"], ["0", "300"]]
+    assert [Path(option(stage, "--questions")).name for stage in own[:3]] == ["train.jsonl"] * 2 + ["test.jsonl"]
 
 
-def test_a_model_without_a_chat_template_or_a_list_of_layers_is_refused_before_it_is_trained(tmp_path, tiny_llama):
-    model, tokenizer = tmp_path / "model", hf_tokenizer(tiny_llama)
-    GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=32).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    with pytest.raises(SystemExit, match="cannot be cut from gpt2 models"):
-        demo.main(["--model", str(model), "--out", str(tmp_path / "out")])
-    tokenizer.chat_template = None
-    for file in model.glob("*chat_template*"):
-        file.unlink()
-    tokenizer.save_pretrained(model)
-    with pytest.raises(SystemExit, match="its tokenizer has no chat template"):
-        demo.main(["--model", str(model), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
+def test_every_stage_follows_those_that_it_reads(pair):
+    def changed(**sizes):
+        return {a.name for a, b in zip(stages, all_stages(pair, demo.ROLES, **sizes), strict=True) if a.key != b.key}
 
-
-def test_a_pair_of_another_model_is_kept(tmp_path, tiny_llama):
-    out, model = tmp_path / "out", Path(tiny_llama).resolve()
-    command = ["--out", str(out), "--until", "target", "--draft-layers", "2", "--model"]
-    made = demo.pair_stages(model, out, demo.Sizes(draft_layers=2), demo.SEED)[0].command
-    made = [str(part).replace(str(model), "/models/other") for part in made]
-    file = out / "stages" / "target.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"key": "of another model", "command": made, "seconds": 5.0, "ended": True}))
-    (out / "target_run").mkdir()
-    with pytest.raises(SystemExit, match=f"command .now with model.partial_pretrain={model}.. Name .* --out"):
-        demo.main([*command, tiny_llama])
-    file.unlink()
-    with pytest.raises(SystemExit, match="target_run exists, but was not made by this command"):
-        demo.main([*command, tiny_llama])
-    assert (out / "target_run").exists()
-    with pytest.raises(SystemExit, match="no-model: there is no such folder"):
-        demo.main([*command, str(tmp_path / "no-model")])
-
-
-def test_every_stage_follows_those_that_it_reads(tmp_path):
-    def all_stages(**sizes):
-        pair = demo.pair_stages(tmp_path / "model", tmp_path, demo.Sizes(**sizes), 0)
-        return pair + [s for seed in (0, 1) for s in demo.scorer_stages(pair[-1], tmp_path, demo.Sizes(**sizes), seed)]
-
-    def equal(**sizes):
-        return [a.key == b.key for a, b in zip(stages, all_stages(**sizes), strict=True)]
-
-    stages = all_stages()
+    stages = all_stages(pair, demo.ROLES)
     assert len({stage.name for stage in stages}) == len({stage.result for stage in stages}) == len(stages)
     for number, stage in enumerate(stages):
         assert {read.name for read in stage.reads} <= {earlier.name for earlier in stages[:number]}
-    names = [stage.name for stage in stages]
-    assert names[:6] == ["target", "answers_val", "answers_train", "cut", "draft", "blocks"]
-    same = equal(draft_layers=5)
-    assert same[:3] == [True] * 3 and not any(same[3:])  # the target stays, what follows the draft does not
-    assert not any(equal(train=1700))  # of which the target's command has the file only
-    again = {stage.name for stage, kept in zip(stages, equal(further_test=9), strict=True) if not kept}
-    assert again == {f"seed{seed}/{name}" for seed in (0, 1) for name in ("evaluation", "served")}
-    watched = [stage.name for stage in stages if demo.watched(stage, demo.Sizes())]
-    assert watched[:2] == ["target", "draft"] and len(watched) == 8
-    reinforced = all_stages(rl_steps=4)
-    assert [stage.name for stage in reinforced[:5]] == [
-        "target", "answers_val_sft", "target_rl", "answers_val", "answers_train",
-    ]
-    assert reinforced[2].key != all_stages(rl_steps=4, rl_questions=1700)[2].key
-    assert reinforced[2] in reinforced[4].reads and any("target_rl_run" in str(p) for p in reinforced[4].command)
+    of_scorers = {f"seed{seed}/{name}" for seed in (0, 1) for name in (*demo.ROLES, "evaluation", "served")}
+    assert changed(train=9) == {"labels_train", "blocks"} | of_scorers
+    assert changed(scorer_steps=9) == of_scorers
+    assert changed(test=9) == {name for name in of_scorers if name.endswith(("evaluation", "served"))}
+    assert changed(served=9) == {"seed0/served", "seed1/served"}
+    assert sum(demo.watched(stage, demo.Sizes()) is not None for stage in stages) == 6
+
+
+@pytest.mark.parametrize("roles", [("supervised",), demo.ROLES])
+def test_the_commands_hand_on_what_the_one_before_leaves(pair, roles):
+    *_, evaluation, served = stages = all_stages(pair, roles, val=40, gamma=5)
+    by_name = {stage.name: stage for stage in stages}
+    config, trained = trained_config([*by_name["seed1/supervised"].command])
+    assert trained.supervised and trained.blocks == str(pair.prepared / "blocks_train.parquet")
+    assert (config.spd.seed, config.spd.rollout.max_tokens, config.spd.head_inputs) == (1, 200, "logits")
+    judged = evaluated([*evaluation.command])
+    supervised = str(pair.out / "seed1" / "supervised" / "supervised")
+    assert judged.scorers["scorer" if len(roles) == 1 else "supervised"] == supervised
+    assert len(judged.scorers) == len(roles)
+    assert (judged.val_limit, judged.limit, judged.gamma, judged.near_drop) == (40, 500, 5, gains.DROP)
+    assert judged.questions.parent == judged.val_harm_labels.parent == pair.prepared
+    args = serve.parse([*served.command][3:])
+    assert dict(part.split("=") for part in args.scorers) == judged.scorers
+    assert (args.evaluation, args.questions, args.limit) == (judged.out, judged.questions, 48)
+
+
+def test_models_and_questions_that_do_not_fit_are_refused_at_the_start(tmp_path, tiny_llama, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        demo.main([*out, "--target", tiny_llama])
+    assert "give both --target and --draft" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        demo.main([*out, "--roles", "refined"])
+    assert "add supervised" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no train.jsonl and no test.jsonl. .* name their folder with --gsm8k DIR"):
+        demo.main([*out, "--gsm8k", str(tmp_path)])
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
+    out += ["--gsm8k", str(tmp_path), "--target", tiny_llama, "--draft"]
+    with pytest.raises(SystemExit, match="--draft .*no-model: there is no such folder"):
+        demo.main([*out, str(tmp_path / "no-model")])
+    tokenizer, plain = hf_tokenizer(tiny_llama), tmp_path / "plain"
+    save_tiny_llama(plain)
+    for file in plain.glob("*chat_template*"):
+        file.unlink()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(plain)
+    with pytest.raises(SystemExit, match="--draft .*its tokenizer has no chat template"):
+        demo.main([*out, str(plain)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_blocks_of_another_pair_are_kept(tmp_path, tiny_llama, monkeypatch):
+    monkeypatch.setattr(demo, "gsm8k_folder", lambda given: given)
+    file = tmp_path / "out" / "stages" / "blocks.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"key": "of another pair", "command": [], "seconds": 5.0, "ended": True}))
+    (tmp_path / "out" / "pair").mkdir()
+    with pytest.raises(SystemExit, match="blocks was made by another command .* Name another folder with --out"):
+        demo.main(["--out", str(tmp_path / "out"), "--target", tiny_llama, "--draft", tiny_llama])
+    file.unlink()
+    with pytest.raises(SystemExit, match="out/pair exists, but was not made by this command"):
+        demo.main(["--out", str(tmp_path / "out"), "--target", tiny_llama, "--draft", tiny_llama])
+    assert (tmp_path / "out" / "pair").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_reads_logits_where_the_training_can_compute_them(tmp_path, tied):
+    target = save_tiny_llama(tmp_path / "target", tied=tied)
+    assert demo.head_inputs(Path(target)) == ("logits" if tied else "pair")
+
+
+def row(decoding, drafts, gamma, speeds):
+    return [{"decoding": decoding, "drafts": drafts, "gamma": gamma, "concurrent": n, "tokens_per_second": speed,
+             "tokens_per_draft": 2.5, "accuracy": 0.5, "cpu_seconds": 1.0}
+            for n, speed in zip((1, 4, 16), speeds, strict=True)]  # fmt: skip
+
+
+def test_served_ratios_are_those_of_each_sides_best_number_of_draft_tokens():
+    rounds = [[*row("greedy", "none", None, (9 + k, 20, 40)), *row("exact", "model", 3, (20, 30, 40)),
+               *row("exact", "model", 8, (22, 20, 10)), *row("scorer", "model", 3, (22, 33, 44)),
+               *row("scorer", "model", 8, (33, 21, 11))] for k in (0, 2)]  # fmt: skip
+    found = serve.medians(rounds[0] + rounds[1])
+    assert len(found) == 15 and found[0]["tokens_per_second"] == 10
+    assert serve.ratios(found, "model") == {
+        "spd_served_over_exact": pytest.approx({1: 33 / 22, 4: 1.1, 16: 1.1}),
+        "spd_served_over_greedy": pytest.approx({1: 3.3, 4: 33 / 20, 16: 1.1}),
+    }
+    record = {"questions": 6, "threshold": 0.5, "rows": found, "ratios": {"model": serve.ratios(found, "model")}}
+    assert "model; the scorer's tokens per second over exact match: 1.50 at 1, 1.10 at 4" in serve.described(record)
 
 
 def test_the_figures_that_exist_are_reported(tmp_path, capsys):
-    (tmp_path / "answers_val.jsonl").write_text("".join(
-        json.dumps({"task": "needle_haystack", "right": right}) + "\n" for right in (True, True, False, True)
-    ))  # fmt: skip
-    demo.report(tmp_path, [0])
+    folder = tmp_path / "seed0" / "evaluation"
+    folder.mkdir(parents=True)
+    (tmp_path / "seed0" / "served").mkdir()
+    runs = [{"rule": rule, "threshold": threshold, "correct": [True] * 4, "accepted": [accepted] * 4, "rounds": [1] * 4}
+            for rule, threshold, accepted in (("exact", None, 2), ("margin", 1.0, 3), ("scorer_sweep", 5.0, 6))]
+    (folder / "by_question.json").write_text(json.dumps({"validation": runs, "test": runs}))
+    rows = [{"rule": rule, "accuracy": 0.75, "accepted_per_forward": 2.0} for rule in ("target", "exact")]
+    areas = {"validation": {}, "test": {"scorer": 0.8, "margin": 0.7}}
+    (folder / "evaluation.json").write_text(json.dumps({"questions": 4, "rows": rows, "areas": areas}))
+    found = row("greedy", "none", None, (1, 2, 3)) + row("exact", "model", 3, (2, 3, 4)) + row("scorer", "model", 3, (
+        3, 4, 5))  # fmt: skip
+    served = {"questions": 2, "threshold": 1.0, "rows": found, "ratios": {"model": serve.ratios(found, "model")}}
+    (tmp_path / "seed0" / "served" / "served.json").write_text(json.dumps(served))
+    demo.report(tmp_path, [0, 1])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "needle_haystack 75.0 %, all 75.0 % (wanted of the target: 85 % of all)" in printed
+    assert "the target answers 75.0 % right, the pair by exact match 75.0 %, which accepts 2.00 draft tokens" in printed
+    assert "scorer 0.80, margin 0.70" in printed and "means over 1 seeds" in printed and "5.0 (3)" in printed
+    kept = json.loads((tmp_path / "gains.json").read_text())
+    assert kept["means"] == {"spd_gain_over_best_rule": 2.0, "spd_gain_over_exact": 3.0}
+    assert kept["seeds"]["0"]["areas"] == areas["test"]
 
 
 @pytest.mark.process
-def test_a_served_pair_is_measured_and_compared_with_the_recipes_decoder(tmp_path, capsys):
+def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "CONCURRENT", (1, 2))
     pair = make_pair(tmp_path, tied=True)
     questions = [{"question_id": f"test-{i}", "question": "q", "prompt_ids": ids, "ground_truth": "4"}
                  for i, ids in enumerate(make_prompts(6))]  # fmt: skip
-    (tmp_path / "questions_test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": 0.0}]
     (tmp_path / "evaluation.json").write_text(json.dumps({"rows": rows}))
     runs = [{"rule": rule, "threshold": threshold, "correct": [True], "accepted": [accepted], "rounds": [1]}
             for rule, threshold, accepted in (("exact", None, 2), ("scorer_sweep", 5.0, 3), ("refined_sweep", 0.0, 4))]
     (tmp_path / "by_question.json").write_text(json.dumps({"validation": runs, "test": []}))
-    serve.main([
+    command = [
         "--target", pair.target, "--draft", pair.draft, "--scorers", "scorer=nowhere", f"refined={pair.scorer}",
-        "--pair", str(tmp_path),
-        "--evaluation", str(tmp_path), "--gamma", str(GAMMA), "--out", str(tmp_path / "served.json"),
-        "--dtype", "float32",  # in which answers do not depend on how many tokens a forward has
-    ])  # fmt: skip
-    record = json.loads((tmp_path / "served.json").read_text())
+        "--questions", str(tmp_path / "questions.jsonl"), "--evaluation", str(tmp_path), "--gammas", "4", "--rounds",
+        "1", "--max-new-tokens", "24", "--out", str(tmp_path / "served"), "--dtype", "float32",
+    ]  # fmt: skip
+    serve.main(command)
+    record = json.loads((tmp_path / "served" / "served.json").read_text())
     assert (record["questions"], record["scorer"], record["threshold"]) == (6, "refined", 0.0)
-    assert all(record[f"{name}_equals_{other}"] == 6
-               for name, other in (("exact", "greedy"), ("exact", "decoder"), ("scorer", "decoder")))  # fmt: skip
-    greedy, exact, scorer = (record["results"][name] for name in ("greedy", "exact", "scorer"))
-    assert greedy["tokens_per_draft"] is None and scorer["tokens_per_draft"] > exact["tokens_per_draft"] > 1
-    assert min(result["tokens_per_cpu_second"] for result in (greedy, exact, scorer)) > 0
-    assert "tokens per CPU second" in " ".join(capsys.readouterr().out.split())
+    found = {(r["decoding"], r["drafts"]): r for r in record["rows"] if r["concurrent"] == 2}
+    lookups = record["ratios"].keys() - {"model"}
+    assert "n-gram" in lookups and len(record["rows"]) == 2 * len(found) == 2 * (3 + 2 * len(lookups))
+    assert found["greedy", "none"]["tokens_per_draft"] is found["scorer", "n-gram"]["tokens_per_draft"] is None
+    per_draft = [found[way, "model"]["tokens_per_draft"] for way in ("exact", "scorer")]
+    assert per_draft[1] > per_draft[0] > 1
+    assert min(r["cpu_seconds"] for r in record["rows"]) > 0
+    assert "n-gram" in capsys.readouterr().out
+    begun = [file.stat().st_mtime_ns for file in sorted((tmp_path / "served").glob("*.log"))]
+    serve.main(command)  # measures nothing again
+    assert begun == [file.stat().st_mtime_ns for file in sorted((tmp_path / "served").glob("*.log"))]

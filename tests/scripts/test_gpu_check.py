@@ -56,11 +56,11 @@ def test_steps_are_timed_on_all_ranks(tmp_path):
         assert name == "tiny on 2 ranks: throughput" and rate > 0 and unit == "tokens/s"
 
 
-def test_the_demos_of_a_users_model_share_a_pair_and_report_their_figures(monkeypatch, tmp_path):
+def test_the_demos_of_a_users_model_report_their_figures(monkeypatch, tmp_path):
     commands = {}
     criteria = {"gain": {"what": "gain", "value": "12 points", "met": True},
                 "control": {"what": "control", "value": "3 points", "met": False}}  # fmt: skip
-    results = {"demo": {"result.json": {"criteria": criteria}}, "spd.demo": {"gains.json": {"means": {"gain": 1.2}}},
+    results = {"demo": {"result.json": {"criteria": criteria}},
                "dllm.demo": {"result.json": {"means": {"served": 1.5, "gap": -0.5}}}}  # fmt: skip
 
     def run(command, folder, log, limit):
@@ -77,12 +77,9 @@ def test_the_demos_of_a_users_model_share_a_pair_and_report_their_figures(monkey
     assert shown == [
         ("GRPO of a pretrained model: gain: 12 points", 0.0, True),
         ("GRPO of a pretrained model: control: 3 points", 1.0, False),
-        ("SPD scorer of a pretrained pair: gain", 1.2, True),
         ("refinement of a pretrained model: served", 1.5, True), ("refinement of a pretrained model: gap", -0.5, True),
     ]  # fmt: skip
-    spd, dllm = commands["spd.demo"], commands["dllm.demo"]
-    assert spd[:2] == dllm[:2] == ["--model", "/models/m"]
-    assert dllm[dllm.index("--pair") + 1] == spd[spd.index("--out") + 1]
+    assert commands["demo"][:2] == commands["dllm.demo"][:2] == ["--model", "/models/m"]
 
 
 def test_a_rank_holds_its_share_of_a_model():

@@ -297,8 +297,10 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert "that is above it with any number of questions" in shown
     line = r"\d+ of \d+ runs, [1-9]\d* of \d+ answers and labelled blocks, [\d.]+ a second, about [\d.]+ minutes left"
     assert re.search(line, shown)
-    assert list(record) == ["questions", "dtype", "rows"] and record["dtype"] == default_dtype("cpu")
+    assert list(record) == ["questions", "dtype", "areas", "rows"] and record["dtype"] == default_dtype("cpu")
     assert record["questions"] == 12
+    (areas,) = record["areas"].values()  # of test questions
+    assert list(areas) == ["scorer", "twin", *rules.STATISTICS, "deferred"] and areas["scorer"] == areas["twin"]
     assert all(list(row) == KEYS for row in record["rows"])
     assert [row["rule"] for row in record["rows"]] == [
         "target", "exact", "all", "scorer", "twin", "random", "scorer_untrained", "margin", "margin", "typical",
@@ -357,6 +359,10 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
     swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
     assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch
+    areas = json.loads((tmp_path / "evaluation.json").read_text())["areas"]
+    (harmless, harmful), (other,) = [[z for z, _ in block] for block in labelled]
+    assert areas["test"] == areas["validation"]  # the same labels
+    assert areas["test"]["scorer"] == ((harmless > harmful) + (harmless > other)) / 2
 
 
 @pytest.mark.process

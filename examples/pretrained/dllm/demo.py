@@ -1,12 +1,14 @@
 """Iterative refinement of a pretrained model, next to plain SFT of it on the same tokens, up to vLLM's server.
 
-    python -m examples.pretrained.dllm.demo [--model DIR] [--seeds 0 1 2] [--pair DIR] [--out DIR] [--until STAGE]
+    python -m examples.pretrained.dllm.demo [--model DIR] [--gsm8k DIR] [--seeds 0 1 2] [--out DIR]
+                                            [--until STAGE]
 
-Starts from the target of examples.pretrained.spd, whose stages run first where they have not yet, and trains on that
-target's own answers to the training questions: refinement, and a twin by plain SFT with as many steps of the same
-samples. Ends with accuracy over tokens per forward for every mode of generation (three of the twin) and the area under
-it (AUP), greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, OUT/result.json
-and a picture for each seed. Stages are kept and resume as in examples.pretrained.spd.
+Fine-tunes SmolLM2-135M-Instruct (examples.pretrained.fetch) on answers that come with reasoning-gym's questions, then
+trains on the resulting model's own answers: refinement, and a twin by plain SFT with as many steps of the same samples.
+Ends with accuracy over tokens per forward for every mode of generation (three of the twin) and the area under it (AUP),
+greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, OUT/result.json and a
+picture for each seed. Every stage runs once for its settings and those of the stages before it, and resumes if it was
+stopped.
 """
 
 import json
@@ -29,13 +31,33 @@ from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_cur
 from examples.dllm_arithmetic.demo import command, metrics_of, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, paired
-from examples.pretrained.spd import demo as spd
-from examples.pretrained.spd import tasks
-from examples.pretrained.stages import Stage, refuse_other_settings, run_stages
+from examples.pretrained import fetch
+from examples.pretrained.dllm import tasks
+from examples.pretrained.dllm.target import (
+    COUNTS,
+    LR,
+    SEED,
+    STEPS,
+    limit_of,
+    read_rows,
+    sft_command,
+    target_stages,
+    tuned,
+    write_conversations,
+)
+from examples.pretrained.stages import (
+    Stage,
+    begin,
+    options,
+    python,
+    refuse_other_settings,
+    run_and_report,
+    run_stages,
+    until,
+)
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
-LR = 2e-4
 # Few of the twin's guesses are right: in its other lossless modes it generates 0.95 to 1.05 tokens per forward.
 TWIN_MODES = ("greedy", "branch 3", "refine 1")
 TOKENS_PER_FORWARD, SERVED, GAP_POINTS, TRAINING_S = 2.2, 1.5, 2.0, 2700.0  # what the result is compared with
@@ -58,10 +80,10 @@ class Sizes:
 def write_pairs(rows: Sequence[Mapping[str, Any]], model: Path, data: Path, held_out: int = 24) -> None:
     """DATA.{train,val}.jsonl with conversations for SFT, and DATA.{train,val}.parquet with the same tokens for
     refinement: `instruction` is the prompt as the chat template renders it."""
-    spd.write_conversations(rows, data, held_out)
+    write_conversations(rows, data, held_out)
     tokenizer = hf_tokenizer(str(model))
     for split in ("train", "val"):
-        conversations = [row["messages"] for row in spd.read_rows(Path(f"{data}.{split}.jsonl"))]
+        conversations = [row["messages"] for row in read_rows(Path(f"{data}.{split}.jsonl"))]
         pairs = [{"instruction": rendered(tokenizer, turns[:-1]), "output": turns[-1]["content"]}
                  for turns in conversations]  # fmt: skip
         pd.DataFrame(pairs).to_parquet(f"{data}.{split}.parquet")
@@ -75,7 +97,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
 def write_test(
     model: Path, file: Path, counts: dict[str, int], further: int, seed: int, gsm8k: Path | None = None
 ) -> None:
-    """`further` test questions after those that the pair's stages read: `instruction` and `answer`."""
+    """`further` test questions after those of `counts`: `instruction` and `answer`."""
     drawn, tokenizer = tasks.draw(counts, seed, gsm8k, {"test": further}), hf_tokenizer(str(model))
     asked = drawn["test"][counts["test"] :]
     rows = [{"instruction": rendered(tokenizer, tasks.messages(a.question)), "answer": a.answer} for a in asked]
@@ -116,7 +138,7 @@ def trained_stages(
     runs = {name: folder / name for name in ("refinement", "twin")}
 
     def prepare() -> None:
-        ended = [row for row in spd.read_rows(answers.result) if row["ended"]]
+        ended = [row for row in read_rows(answers.result) if row["ended"]]
         write_pairs(ended, target, data)
 
     def prepare_test() -> None:
@@ -125,12 +147,12 @@ def trained_stages(
     trained = [
         Stage(f"seed{seed}/refinement", refine_command(target, data, runs["refinement"], sizes, seed),
               runs["refinement"], (answers,), prepare),
-        Stage(f"seed{seed}/twin", spd.sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed),
+        Stage(f"seed{seed}/twin", sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed),
               runs["twin"], (answers,), prepare),
     ]  # fmt: skip
     models = {name: runs[name] / f"global_step_{sizes.steps}" / "huggingface" for name in runs}
     evaluated = [
-        Stage(f"seed{seed}/{name}_modes", spd.python(
+        Stage(f"seed{seed}/{name}_modes", python(
             "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
             out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
@@ -138,7 +160,7 @@ def trained_stages(
         ), folder / f"{name}.json", (stage,), prepare_test)
         for name, run, stage in (("refined", "refinement", trained[0]), ("twin", "twin", trained[1]))
     ]  # fmt: skip
-    served = Stage(f"seed{seed}/served", spd.python(
+    served = Stage(f"seed{seed}/served", python(
         "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
         out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", limit, "--mode", "redraft",
         "--guesses", sizes.guesses, "--out", folder / "served.json",
@@ -211,7 +233,9 @@ def report(out: Path, seeds: Sequence[int]) -> None:
 
 def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
     """The folder of metrics and the steps of a training stage."""
-    return (stage.result, sizes.steps) if stage.name.rpartition("/")[2] in ("refinement", "twin") else None
+    steps = {"target": STEPS, "refinement": sizes.steps, "twin": sizes.steps}
+    name = stage.name.rpartition("/")[2]
+    return (stage.result, steps[name]) if name in steps else None
 
 
 def describe(data: Mapping[str, float]) -> str:
@@ -221,46 +245,30 @@ def describe(data: Mapping[str, float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
-    parser = spd.options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_dllm", "trainings")
-    parser.add_argument("--pair", type=Path, default=ROOT / "outputs" / "pretrained_spd",
-                        help="OUT of examples.pretrained.spd.demo")
+    parser = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_dllm", "trainings")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
+    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     args = parser.parse_args(argv)
-    out, pair = args.out.resolve(), args.pair.resolve()
+    out = args.out.resolve()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     if not 2 <= sizes.block <= math.isqrt(MOST_BRANCHED):
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
-    model = spd.begin("Iterative refinement of a pretrained model", args.model)
-    gsm8k = args.gsm8k and args.gsm8k.resolve()
-    made = spd.pair_stages(model, pair, spd.Sizes(), spd.SEED, gsm8k)
-    answers = next(stage for stage in made if stage.name == "answers_train")
-    target = spd.models_of(pair, spd.Sizes())[0]
+    begin("Iterative refinement of a pretrained model")
+    model, gsm8k = fetch.model_folder(args.model), args.gsm8k and args.gsm8k.resolve()
+    stages = target_stages(model, out, gsm8k)
+    refuse_other_settings(stages[0], out)
+    answers = stages[-1]
 
     def write(file: Path) -> None:
-        write_test(target, file, spd.Sizes().counts, sizes.questions, spd.SEED, gsm8k)
+        write_test(tuned(out), file, COUNTS, sizes.questions, SEED, gsm8k)
 
-    limit = spd.limit_of(gsm8k)
-    stages = [stage for seed in args.seeds
-              for stage in trained_stages(answers, target, out, sizes, seed, write, limit)]  # fmt: skip
-    chosen = spd.until(stages, args.until)
-    earlier = [stage for stage in made if stage is answers or stage in read_by(answers)]
-    for stage in earlier:
-        refuse_other_settings(stage, pair, "--pair", "PAIR")
-    refuse_other_settings(stages[0], out)
-
-    for folder in (out, pair):
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def run_all() -> None:
-        run_stages(earlier, pair, partial(spd.watched, sizes=spd.Sizes()), spd.describe)
-        run_stages(chosen, out, partial(watched, sizes=sizes), describe)
-
-    return spd.run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
-
-
-def read_by(stage: Stage) -> list[Stage]:
-    """The stages whose results a stage reads, directly or through others."""
-    return [each for read in stage.reads for each in (*read_by(read), read)]
+    for seed in args.seeds:
+        stages += trained_stages(answers, tuned(out), out, sizes, seed, write, limit_of(gsm8k))
+    chosen = until(stages, args.until)
+    out.mkdir(parents=True, exist_ok=True)
+    run_all = partial(run_stages, chosen, out, partial(watched, sizes=sizes), describe)
+    return run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.table import Table
 
 from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options
 from examples.demo_runner import console
-from examples.pretrained.spd.serve import CONCURRENT, LENGTH, measure, result_table
-from examples.pretrained.spd.tasks import LIMIT
+from examples.pretrained.dllm.tasks import LIMIT
+from examples.pretrained.spd.serve import LENGTH, measure
 from examples.spd_arithmetic.demo_serve import server
 from examples.spd_arithmetic.serving import Question
 from scripts.serve_spd import flags_of
 from verl.utils.tokenizer import hf_tokenizer
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+CONCURRENT = 8  # requests at a time that the servers are prepared for
+
+
+def result_table(title: str, results: dict[str, dict[str, Any]]) -> Table:
+    """A row for each way of decoding, from what `measure` returned."""
+    table = Table("", "accuracy %", "tokens/draft", "tokens/s", "tokens per CPU second", title=title)
+    for name, row in results.items():
+        per_draft = "-" if row["tokens_per_draft"] is None else f"{row['tokens_per_draft']:.2f}"
+        table.add_row(name, f"{100 * row['accuracy']:.1f}", per_draft, f"{row['tokens_per_second']:.1f}",
+                      f"{row['tokens_per_cpu_second']:.1f}")
+    return table
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -56,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     for number, (name, (model, options)) in enumerate(ways.items()):
         log = args.out.with_suffix(f".{number}.log")
         with server(str(model), log, flags_of(options), LENGTH, CONCURRENT, args.max_new_tokens) as (client, running):
+            client.answers(questions[:1], 1)  # warms up
             always = options.get("speculative_config") != NGRAM
             results[name] = measure(client, running.pid, questions, always_drafts=always)
     tokens = {name: result.pop("tokens") for name, result in results.items()}

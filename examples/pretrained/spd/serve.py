@@ -1,18 +1,25 @@
-"""The pair in vLLM's server: plain greedy decoding, exact match and a scorer, over HTTP.
+"""A pair in vLLM's server: greedy decoding, exact match and a scorer, over HTTP, with drafts of several lengths.
 
-    python -m examples.pretrained.spd.serve --target DIR --draft DIR --scorers RULE=DIR ... --pair DIR --evaluation DIR
-                                            --out FILE
+    python -m examples.pretrained.spd.serve --target DIR --draft DIR --scorers RULE=DIR ... --questions FILE
+                                            --evaluation DIR --out DIR [--rounds 2]
 
-Serves the scorer that accepts the most draft tokens on the evaluation's validation questions at a drop of two points,
-with the threshold that the evaluation chose on them. Every way of decoding answers the same test questions, one request
-at a time; OUT has accuracies, tokens per verified draft, tokens per second and per CPU second of the server, and how
-many answers equal those of the recipe's own decoder in the same dtype.
+Drafts come from the draft model, from n-gram lookup and, where the package arctic-inference is installed, from suffix
+lookup. The scorer is the one that accepts the most draft tokens on the evaluation's validation questions at a drop of
+two points, with the threshold that the evaluation chose on them. Each server has one kind of drafts of one length, and
+answers the same questions at each number of concurrent requests, by exact match and by the scorer in turn; all servers
+are started once a round, one after the other. OUT/served.json has the medians over the rounds, and for each kind of
+drafts the scorer's tokens per second over those of exact match and of greedy decoding, each with its best number of
+draft tokens. A stopped command continues with the servers that it has not measured.
 """
 
 import argparse
 import json
+import os
 import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -20,16 +27,23 @@ from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.gains import best
-from examples.pretrained.spd.tasks import LIMIT
-from examples.spd_arithmetic.demo_serve import MIDDLEWARE, Client, server, tokens_per_draft
+from examples.spd_arithmetic.demo_serve import CONCURRENT, Client, server, tokens_per_draft
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
 from scripts.spd_evaluation.plot import CURVES
 from verl.utils.accelerator import default_dtype, get_device_name
 
-QUESTIONS = 100
-LENGTH, CONCURRENT = 1024, 8  # tokens of prompt and answer, and most requests at a time, in the servers
+LENGTH = 1024  # tokens of prompt and answer in the servers
+GAMMAS = (3, 4, 6, 8)
+# Without a draft model. Suffixes of earlier answers would contain those that the other ways of decoding gave to the
+# same questions, so that only the request's own text is searched.
+LOOKUPS = {
+    "n-gram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
+FIGURES = ("tokens_per_second", "tokens_per_draft", "accuracy", "cpu_seconds")
+Row = dict[str, Any]
 
 
 def cpu_seconds(root: int) -> float:
@@ -40,96 +54,153 @@ def cpu_seconds(root: int) -> float:
 
 
 def measure(
-    client: Client, pid: int, questions: list[Question], always_drafts: bool = True, **xargs: float
-) -> dict[str, Any]:
-    """What one way of decoding gives on the questions; `always_drafts`: in every step, unlike n-gram lookup."""
-    client.answers(questions[:1], 1, **xargs)  # warms up
+    client: Client, pid: int, questions: Sequence[Question], concurrent: int = 1, always_drafts: bool = True,
+    **xargs: float,
+) -> Row:  # fmt: skip
+    """What one way of decoding gives on the questions; `always_drafts`: in every step, unlike lookup."""
     before, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
-    tokens, _ = client.answers(questions, 1, **xargs)
+    tokens, _ = client.answers(questions, concurrent, **xargs)
     seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
     count = sum(map(len, tokens))
     per_draft = tokens_per_draft(tokens, client.drafts() - before) if always_drafts else None
     return {
         "accuracy": accuracy(client.target, questions, tokens), "tokens_per_draft": per_draft,
-        "tokens_per_second": count / seconds, "tokens_per_cpu_second": count / used, "tokens": tokens,
+        "tokens_per_second": count / seconds, "cpu_seconds": used, "tokens_per_cpu_second": count / used,
+        "tokens": tokens,
     }  # fmt: skip
 
 
-def result_table(title: str, results: dict[str, dict[str, Any]]) -> Table:
-    """A row for each way of decoding, from what `measure` returned."""
-    table = Table("", "accuracy %", "tokens/draft", "tokens/s", "tokens per CPU second", title=title)
-    for name, row in results.items():
-        per_draft = "-" if row["tokens_per_draft"] is None else f"{row['tokens_per_draft']:.2f}"
-        table.add_row(name, f"{100 * row['accuracy']:.1f}", per_draft, f"{row['tokens_per_second']:.1f}",
-                      f"{row['tokens_per_cpu_second']:.1f}")
+def chosen_scorer(evaluation: Path) -> tuple[str, float]:
+    """The name in the evaluation of the scorer that is served, and its threshold."""
+    rows = json.loads((evaluation / "evaluation.json").read_text())["rows"]
+    legend = best(json.loads((evaluation / "by_question.json").read_text())["validation"], trained=True)
+    rule = next(rules[0] for rules, name, *_ in CURVES if name == legend)
+    return rule, next(row["threshold"] for row in rows if row["rule"] == rule)
+
+
+def server_options(args: argparse.Namespace, scorer: str, drafts: str, gamma: int | None) -> list[str]:
+    """What vLLM's command line needs for drafts of this kind (`none`, `model` or a key of LOOKUPS) and length."""
+    if gamma is None:
+        return []
+    drafter: dict[str, Any] = {"draft": str(args.draft), "gamma": gamma}
+    if drafts in LOOKUPS:  # on whose drafts the scorer was not trained
+        drafter = {"speculative_config": {**LOOKUPS[drafts], "num_speculative_tokens": gamma},
+                   "allow_foreign_drafter": True}  # fmt: skip
+    options = engine_options(str(args.target), scorer, **drafter)
+    del options["model"]
+    return flags_of(options)
+
+
+def rows_of_server(
+    args: argparse.Namespace, questions: Sequence[Question], options: Sequence[str], log: Path, drafts: str,
+    threshold: float,
+) -> Iterator[Row]:  # fmt: skip
+    """Start a server, and measure each way of decoding at each number of concurrent requests."""
+    ways = {"exact": {"spd": 0}, "scorer": {"spd_threshold": threshold}} if options else {"greedy": {}}
+    sizes = {"length": LENGTH, "concurrent": max(CONCURRENT), "limit": args.max_new_tokens}
+    with server(str(args.target), log, ["--dtype", args.dtype, *options], **sizes) as (client, running):
+        client.answers(questions[:1], 1)  # warms up
+        for concurrent in CONCURRENT:
+            for decoding, xargs in ways.items():
+                result = measure(client, running.pid, questions, concurrent, drafts == "model", **xargs)
+                yield {"decoding": decoding, "concurrent": concurrent, **{name: result[name] for name in FIGURES}}
+
+
+def medians(rows: Sequence[Row]) -> list[Row]:
+    """One row for each way of decoding, drafts and number of requests: the medians over rounds."""
+    grouped: dict[tuple, list[Row]] = {}
+    for row in rows:
+        key = tuple((name, value) for name, value in row.items() if name not in FIGURES)
+        grouped.setdefault(key, []).append(row)
+
+    def middle(name: str, same: list[Row]) -> float | None:
+        values = [row[name] for row in same if row[name] is not None]
+        return median(values) if values else None
+
+    return [dict(key) | {name: middle(name, same) for name in FIGURES} for key, same in grouped.items()]
+
+
+def fastest(rows: Sequence[Row], decoding: str, drafts: str, concurrent: int) -> Row:
+    """The row with the best number of draft tokens."""
+    wanted = (decoding, drafts, concurrent)
+    same = [row for row in rows if (row["decoding"], row["drafts"], row["concurrent"]) == wanted]
+    return max(same, key=lambda row: row["tokens_per_second"])
+
+
+def ratios(rows: Sequence[Row], drafts: str) -> dict[str, dict[int, float]]:
+    """Tokens per second of the scorer over exact match and greedy decoding, by the number of concurrent requests."""
+    others = {"exact": drafts, "greedy": "none"}
+    speeds = {n: fastest(rows, "scorer", drafts, n)["tokens_per_second"] for n in CONCURRENT}
+    return {f"spd_served_over_{name}": {n: speed / fastest(rows, name, of, n)["tokens_per_second"]
+                                        for n, speed in speeds.items()} for name, of in others.items()}  # fmt: skip
+
+
+def result_table(record: dict[str, Any]) -> Table:
+    """A row for each way of decoding and kind of drafts, each with its best number of draft tokens in brackets."""
+    columns = [f"tokens/s, {n} at once" for n in CONCURRENT]
+    title = (f"{record['questions']} test questions over HTTP, threshold {record['threshold']:.3g}; accuracy and "
+             f"tokens per draft at {CONCURRENT[0]} request at a time")  # fmt: skip
+    table = Table("", "drafts", "accuracy %", "tokens/draft", *columns, title=title)
+    for decoding, drafts in dict.fromkeys((row["decoding"], row["drafts"]) for row in record["rows"]):
+        shown = [fastest(record["rows"], decoding, drafts, n) for n in CONCURRENT]
+        per_draft = "-" if shown[0]["tokens_per_draft"] is None else f"{shown[0]['tokens_per_draft']:.2f}"
+        speeds = [f"{row['tokens_per_second']:.1f}" + (f" ({row['gamma']})" if row["gamma"] else "") for row in shown]
+        table.add_row(decoding, drafts, f"{100 * shown[0]['accuracy']:.1f}", per_draft, *speeds)
     return table
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Serve, measure, and write the record."""
+def described(record: dict[str, Any]) -> str:
+    """The ratios in words."""
+    lines = []
+    for drafts, of_drafts in record["ratios"].items():
+        for name, values in of_drafts.items():
+            named = ", ".join(f"{ratio:.2f} at {n}" for n, ratio in values.items())
+            what = {"spd_served_over_exact": "exact match", "spd_served_over_greedy": "greedy decoding"}[name]
+            lines.append(f"drafts: {drafts}; the scorer's tokens per second over {what}: {named} requests at once")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("target", "draft", "pair", "evaluation", "out"):
+    for name in ("target", "draft", "questions", "evaluation", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--scorers", nargs="+", required=True, metavar="RULE=DIR", help="by their names in EVALUATION")
-    parser.add_argument("--gamma", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
-    parser.add_argument("--questions", type=int, default=QUESTIONS)
-    parser.add_argument("--dtype", default=default_dtype(get_device_name()),
-                        help="of the models, in the server and outside of it")  # fmt: skip
-    args = parser.parse_args(argv)
-    questions = read_questions(args.pair / "questions_test.jsonl", args.questions)
-    rows = json.loads((args.evaluation / "evaluation.json").read_text())["rows"]
-    validation = json.loads((args.evaluation / "by_question.json").read_text())["validation"]
-    legend = best(validation, trained=True)
-    rule = next(rules[0] for rules, name, *_ in CURVES if name == legend)
-    threshold = next(row["threshold"] for row in rows if row["rule"] == rule)
+    parser.add_argument("--gammas", type=int, nargs="+", default=GAMMAS, help="numbers of draft tokens")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=48, help="questions; the first ones")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--dtype", default=default_dtype(get_device_name()), help="of the models")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve, measure, and write the record."""
+    args = parse(argv)
+    questions = read_questions(args.questions, args.limit)
+    rule, threshold = chosen_scorer(args.evaluation)
     scorer = dict(part.split("=", 1) for part in args.scorers)[rule]
-    options = engine_options(str(args.target), scorer, draft=str(args.draft), gamma=args.gamma)
-    del options["model"]
-    results: dict[str, dict[str, Any]] = {}
-    plain = ["--dtype", args.dtype]
-    sizes = {"length": LENGTH, "concurrent": CONCURRENT, "limit": args.max_new_tokens}
-    with server(str(args.target), args.out.with_suffix(".plain.log"), plain, **sizes) as (client, running):
-        results["greedy"] = measure(client, running.pid, questions)
-    extra = [*plain, *flags_of(options), "--middleware", MIDDLEWARE]
-    with server(str(args.target), args.out.with_suffix(".log"), extra, **sizes) as (client, running):
-        results["exact"] = measure(client, running.pid, questions, spd=0)
-        results["scorer"] = measure(client, running.pid, questions, spd_threshold=threshold)
-    tokens = {name: result.pop("tokens") for name, result in results.items()}
-    decoded = own_decoder(args, questions, scorer, threshold)
-    pairs = {"exact_equals_greedy": (tokens["exact"], tokens["greedy"]),
-             **{f"{name}_equals_decoder": (tokens[name], decoded[name]) for name in decoded}}  # fmt: skip
-    equal = {name: sum(a == b for a, b in zip(*answers, strict=True)) for name, answers in pairs.items()}
-    record = {"questions": len(questions), "scorer": rule, "threshold": threshold, "dtype": args.dtype, **equal,
-              "results": results}  # fmt: skip
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    title = f"{len(questions)} test questions over HTTP, {legend.partition(',')[0]}, threshold {threshold:.3g}"
-    console.print(result_table(title, results))
-    console.print(f"of {len(questions)} answers, {equal['exact_equals_greedy']} of exact match equal those of greedy "
-                  f"decoding; {equal['exact_equals_decoder']} of exact match and {equal['scorer_equals_decoder']} of "
-                  "the scorer equal those of the recipe's own decoder", soft_wrap=True)  # fmt: skip
-
-
-def own_decoder(
-    args: argparse.Namespace, questions: list[Question], scorer: str, threshold: float
-) -> dict[str, list[list[int]]]:  # fmt: skip
-    """The answers of exact match and of the scorer by the recipe's decoder, in the blocks of a server."""
-    from recipe.spd.rollout.decoder import speculative_generate
-    from scripts.spd_evaluation.rules import above, exact
-    from scripts.spd_evaluation.worker import load_model, load_scorer, scores_of
-    from verl.utils.tokenizer import hf_tokenizer, stop_ids
-
-    device = get_device_name()
-    target, draft = (load_model(str(folder), device, args.dtype) for folder in (args.target, args.draft))
-    model = load_scorer(scorer, target).to(device)
-    tokenizer = hf_tokenizer(str(args.target))
-    ends = stop_ids(tokenizer, str(args.target))
-    prompts = [question.prompt_ids for question in questions]
-    judges = {"exact": exact(), "scorer": above(scores_of(model, tokenizer, ends), threshold)}
-    return {name: speculative_generate(
-        target, draft, prompts, judge, gamma=args.gamma, max_new_tokens=args.max_new_tokens, eos_token_id=ends,
-        batch_size=25, target_first=True,
-    ).tokens for name, judge in judges.items()}  # fmt: skip
+    kinds = ["model", *(name for name in LOOKUPS if name != "suffix" or find_spec("arctic_inference"))]
+    setups = [("none", None), *((drafts, gamma) for drafts in kinds for gamma in args.gammas)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(args.rounds):
+        for drafts, gamma in setups:
+            part = args.out / f"round{number}_{drafts}_{gamma or 0}.json"
+            if not part.exists():
+                console.print(f"round {number + 1} of {args.rounds}, drafts: {drafts}, {gamma or 0} tokens")
+                options = server_options(args, scorer, drafts, gamma)
+                log = part.with_suffix(".log")
+                measured = list(rows_of_server(args, questions, options, log, drafts, threshold))
+                part.with_suffix(".partial").write_text(json.dumps(measured))
+                os.replace(part.with_suffix(".partial"), part)
+            rows += [{"drafts": drafts, "gamma": gamma} | row for row in json.loads(part.read_text())]
+    found = medians(rows)
+    record = {"questions": len(questions), "scorer": rule, "threshold": threshold, "dtype": args.dtype,
+              "ratios": {drafts: ratios(found, drafts) for drafts in kinds}, "rows": found}  # fmt: skip
+    (args.out / "served.json").write_text(json.dumps(record, indent=1) + "\n")
+    console.print(result_table(record))
+    console.print(described(record), soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Greedy answers of a model to questions of reasoning-gym, each with what the task's verifier says of it.
 
-    python -m examples.pretrained.spd.answers --model DIR --out answers.jsonl --counts '{"val": 150}' --split val
+    python -m examples.pretrained.dllm.answers --model DIR --out answers.jsonl --counts '{"val": 150}' --split val
 
 A killed command resumes after the last finished part.
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from examples.pretrained.spd import tasks
+from examples.pretrained.dllm import tasks
 from recipe.spd.rollout.answers import final_answer
 
 PART = 100  # questions that are lost when the command is killed
