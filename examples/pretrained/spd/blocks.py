@@ -1,0 +1,76 @@
+"""Blocks and questions of the stored labels, for training, evaluation and serving.
+
+    python -m examples.pretrained.spd.blocks --labels DIR --gsm8k DIR --target DIR --out DIR
+
+Reads train.parquet, val.parquet and test.parquet of examples.pretrained.spd.labels. Every labelled mismatch is a block
+of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from transformers import AutoTokenizer
+
+from examples.pretrained.spd.labels import Row, drawn, prompts_of, read_gsm8k, read_rows
+from examples.spd_arithmetic.questions import Question, write_questions
+from recipe.spd.rollout.answers import final_answer
+
+SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
+HARM_LABELS = {"train": "harm_labels_train.jsonl", "val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
+TEST = 500  # questions that the evaluation asks, the labelled ones first
+
+
+def blocks_of(rows: Sequence[Row], prompts: dict[int, list[int]], split: str) -> Iterator[dict[str, Any]]:
+    """A block for each labelled mismatch of the target's right answers."""
+    for number, row in enumerate(rows):
+        own = rows[row["parent"]]
+        if row["parent"] < 0 or not own["right"]:
+            continue
+        prompt, at = prompts[row["question"]], row["position"]
+        after = row["ids"][1] if len(row["ids"]) > 1 else row["ids"][0]  # an end token has nothing after it
+        yield {
+            "block_id": f"{split}-{number}", "question_id": f"{split}-{row['question']}",
+            "context_ids": prompt + own["ids"][:at], "draft_ids": [row["ids"][0]],
+            "target_ids": [own["ids"][at], after], "is_correct_baseline": 1, "baseline_length": len(own["ids"]) - at,
+            "question_len": len(prompt), "labels": [float(row["right"])],
+        }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the files of all splits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("labels", "gsm8k", "target", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    for split, name in SPLITS.items():
+        asked, rows = read_gsm8k(args.gsm8k / name), read_rows(args.labels / f"{split}.parquet")
+        numbers = list(dict.fromkeys(row["question"] for row in rows))
+        if split == "test":
+            numbers += [n for n in drawn(TEST, 0, len(asked)) if n not in numbers][: TEST - len(numbers)]
+        prompts = prompts_of(asked, numbers, tokenizer)
+        own = {row["question"]: row["right"] for row in rows if row["parent"] < 0}
+        blocks = list(blocks_of(rows, prompts, split))
+        pd.DataFrame(blocks).to_parquet(args.out / f"blocks_{split}.parquet")
+        pd.DataFrame([
+            {"question_id": f"{split}-{n}", "question": asked[n]["question"], "ground_truth": asked[n]["answer"],
+             "is_correct_baseline": right} for n, right in own.items()
+        ]).to_parquet(args.out / f"metadata_{split}.parquet")  # fmt: skip
+        questions = [Question(f"{split}-{n}", asked[n]["question"], prompts[n], final_answer(asked[n]["answer"]))
+                     for n in numbers]  # fmt: skip
+        write_questions(args.out / f"questions_{split}.jsonl", questions)
+        names = ("block_id", "question_id", "context_ids", "draft_ids", "target_ids")
+        lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": not block["labels"][0]}
+                 for block in blocks)  # fmt: skip
+        (args.out / HARM_LABELS[split]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right, "
+              f"{len(blocks)} labelled mismatches, {sum(b['labels'][0] for b in blocks) / len(blocks):.3f} harmless")
+
+
+if __name__ == "__main__":
+    main()

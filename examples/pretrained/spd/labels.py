@@ -1,0 +1,167 @@
+"""Labels of mismatches: the target's answers to questions, and what it answers after each other token of the draft.
+
+    python -m examples.pretrained.spd.labels --questions train.jsonl --skip 300 --count 1500 --target DIR --draft DIR \
+        --out labels/train.parquet [--wrong]
+
+Each row of OUT is an answer of the target: its own one to a question (`parent` -1), or the one that it gives if the
+draft's token stands at `position` of the answer in row `parent`. A mismatch in a right answer is harmless if the answer
+after it is right too. Questions that OUT holds are not asked again: the command resumes, and goes on where another
+machine stopped.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import AutoTokenizer
+
+from examples.spd_arithmetic import vllm_tasks
+from examples.spd_arithmetic.pair import PairFiles, end_tokens
+from examples.spd_arithmetic.questions import PromptStyle
+from recipe.spd.rollout.answers import is_correct
+from verl.data.fingerprint import model_dir_fingerprint
+from verl.utils.accelerator import default_dtype, get_device_name
+
+SYSTEM = ("You solve math word problems. Be brief: write at most five short lines of calculation, then end with "
+          "'The answer is N.' where N is a number.")
+FEW_SHOT = Path(__file__).with_name("few_shot.jsonl")
+LIMIT = 200  # tokens of an answer
+PART = 100  # questions that are asked again when the command is killed
+SCHEMA = pa.schema([
+    ("question", pa.int32()), ("parent", pa.int32()), ("position", pa.int16()), ("ids", pa.list_(pa.int32())),
+    ("draft_ids", pa.list_(pa.int32())), ("right", pa.bool_()),
+])  # fmt: skip
+"""question: its line in the file of questions, from 0. ids: token ids of the answer from `position` on, the draft's
+first. draft_ids: the draft's most likely token in place of each of them; empty for answers after a mismatch."""
+MODELS = "models.json"  # next to OUT: the fingerprints of the models that made the labels
+
+Row = dict[str, Any]
+
+
+def read_gsm8k(file: Path) -> list[dict[str, str]]:
+    """The lines of a jsonl file with `question` and `answer`, in order."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def drawn(count: int, skip: int, lines: int) -> list[int]:
+    """`count` of the file's lines, after the first `skip` of an order that is the same in every run."""
+    return random.Random(0).sample(range(lines), lines)[skip : skip + count]
+
+
+def prompts_of(asked: Sequence[dict[str, str]], numbers: Sequence[int], tokenizer: Any) -> dict[int, list[int]]:
+    """Prompt ids of the lines of these numbers."""
+    texts = [asked[n]["question"].strip() for n in numbers]
+    return dict(zip(numbers, PromptStyle("", SYSTEM, FEW_SHOT).prompts(texts, tokenizer), strict=True))
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a file of labels; none if it does not exist."""
+    return pq.read_table(file).to_pylist() if file.exists() else []
+
+
+@dataclass(frozen=True)
+class Labeller:
+    """The pair in vLLM, and the questions' prompts and answers."""
+
+    files: PairFiles
+    prompts: dict[int, list[int]]
+    truths: dict[int, str]
+    decode: Callable[[Sequence[int]], str]
+
+    def rows(self, questions: Sequence[int], first: int, wrong: bool) -> list[Row]:
+        """The answers to the questions, the first of them in row `first` of the file, and those after mismatches of
+        right answers, with `wrong` of wrong answers too."""
+        own = self.own_answers(questions)
+        ends = end_tokens(self.files.folder)
+        asked = [(n, at, [*row["ids"][:at], d]) for n, row in enumerate(own) if row["right"] or wrong
+                 for at, (t, d) in enumerate(zip(row["ids"], row["draft_ids"], strict=True)) if t != d]  # fmt: skip
+        more = vllm_tasks.continued(
+            self.files, "target", [self.prompts[questions[n]] + text for n, _, text in asked],
+            [0 if text[-1] in ends else LIMIT - len(text) for *_, text in asked],
+        )  # fmt: skip
+        whole = [text + ids for (*_, text), ids in zip(asked, more, strict=True)]
+        return own + [
+            {"question": questions[n], "parent": first + n, "position": at, "ids": ids[at:], "draft_ids": [],
+             "right": self.is_right(questions[n], ids)}
+            for (n, at, _), ids in zip(asked, whole, strict=True)
+        ]  # fmt: skip
+
+    def own_answers(self, questions: Sequence[int]) -> list[Row]:
+        """The target's own answers, with the draft's predictions along them."""
+        prompts = [self.prompts[q] for q in questions]
+        answers = vllm_tasks.continued(self.files, "target", prompts, [LIMIT] * len(prompts))
+        # Of prompts in the prefix cache no log-probs are computed.
+        vllm_tasks.continued(self.files, "draft", prompts, [1] * len(prompts))
+        heard = vllm_tasks.predictions(self.files, "draft", list(zip(prompts, answers, strict=True)))
+        return [{"question": q, "parent": -1, "position": 0, "ids": ids, "draft_ids": said[: len(ids)],
+                 "right": self.is_right(q, ids)}
+                for q, ids, (said, _) in zip(questions, answers, heard, strict=True)]  # fmt: skip
+
+    def is_right(self, question: int, ids: Sequence[int]) -> bool:
+        ended = bool(ids) and ids[-1] in end_tokens(self.files.folder)
+        return ended and is_correct(self.decode(ids), self.truths[question])
+
+
+def write_rows(rows: Sequence[Row], file: Path) -> None:
+    """Replace the file by one with these rows."""
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file.with_suffix(".partial"), compression="zstd")
+    os.replace(file.with_suffix(".partial"), file)
+
+
+def check_models(folder: Path, target: Path, draft: Path) -> None:
+    """Record the models of the folder's labels; SystemExit if other models made those that are there."""
+    prints = {"target": model_dir_fingerprint(target), "draft": model_dir_fingerprint(draft)}
+    file = folder / MODELS
+    if file.exists() and json.loads(file.read_text()) != prints:
+        raise SystemExit(f"the labels in {folder} are of other models: name another folder with --out")
+    file.write_text(json.dumps(prints, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Label the questions that OUT lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for name in ("target", "draft", "questions", "out"):
+        add(f"--{name}", type=Path, required=True, help="jsonl in GSM8K's format" if name == "questions" else None)
+    add("--skip", type=int, default=0, help="questions to leave out, such as those of another split")
+    add("--count", type=int, required=True, help="questions")
+    add("--wrong", action="store_true", help="label mismatches in wrong answers too")
+    args = parser.parse_args(argv)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_models(args.out.parent, args.target, args.draft)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    asked, rows = read_gsm8k(args.questions), read_rows(args.out)
+    known = {row["question"] for row in rows}
+    numbers = [n for n in drawn(args.count, args.skip, len(asked)) if n not in known]
+    prompts, truths = prompts_of(asked, numbers, tokenizer), {n: asked[n]["answer"] for n in numbers}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("target", "draft"):
+            (Path(folder) / name).symlink_to(getattr(args, name).resolve())
+        device = get_device_name()
+        files = PairFiles(Path(folder), device, len(os.sched_getaffinity(0)), 8, LIMIT, PART, "vllm",
+                          max(map(len, prompts.values()), default=0), dtype=default_dtype(device))  # fmt: skip
+        labeller = Labeller(files, prompts, truths, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        begun = time.monotonic()
+        for first in range(0, len(numbers), PART):
+            rows += labeller.rows(numbers[first : first + PART], len(rows), args.wrong)
+            write_rows(rows, args.out)
+            done = min(first + PART, len(numbers))
+            left = (time.monotonic() - begun) / done * (len(numbers) - done)
+            print(f"{done} of {len(numbers)} questions, {left / 60:.0f} minutes left", flush=True)
+    own = [row for row in rows if row["parent"] < 0]
+    after = [row["right"] for row in rows if row["parent"] >= 0 and rows[row["parent"]]["right"]]
+    print(f"{sum(row['right'] for row in own)} of {len(own)} answers are right; {len(after)} labelled mismatches in "
+          f"them, {sum(after) / max(1, len(after)):.3f} harmless")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
