@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo_runner import PhaseFailed
-from examples.pretrained.spd import demo, gains, serve
+from examples.pretrained.spd import blocks, demo, gains, labels, serve
 from examples.pretrained.stages import Stage, run
 from tests.examples.test_spd_commands import evaluated, trained_config
 from tests.helpers.models import save_tiny_llama
@@ -89,6 +89,39 @@ def test_labels_are_computed_for_every_pair_but_the_one_whose_labels_are_stored(
     asked = [[option(stage, name) for name in ("--skip", "--count")] for stage in own[:3]]
     assert asked == [["30", "70"], ["0", "30"], ["0", "300"]]
     assert [Path(option(stage, "--questions")).name for stage in own[:3]] == ["train.jsonl"] * 2 + ["test.jsonl"]
+
+
+def test_a_labelled_mismatch_of_a_right_answer_becomes_a_block_of_one_draft_token():
+    rows = [
+        {"question": 7, "parent": -1, "position": 0, "ids": [5, 6, 9, 2], "draft_ids": [5, 8, 9, 1], "right": True},
+        {"question": 7, "parent": 0, "position": 1, "ids": [8, 10, 2], "draft_ids": [], "right": False},
+        {"question": 7, "parent": 0, "position": 3, "ids": [1], "draft_ids": [], "right": True},
+        {"question": 8, "parent": -1, "position": 0, "ids": [5, 2], "draft_ids": [6, 2], "right": False},
+        {"question": 8, "parent": 3, "position": 0, "ids": [6, 2], "draft_ids": [], "right": True},
+    ]  # fmt: skip
+    common = {"question_id": "val-7", "is_correct_baseline": 1, "question_len": 2}
+    assert list(blocks.blocks_of(rows, {7: [3, 4], 8: [3]}, "val")) == [
+        {"block_id": "val-1", **common, "context_ids": [3, 4, 5], "draft_ids": [8], "target_ids": [6, 10],
+         "baseline_length": 3, "labels": [0.0]},
+        {"block_id": "val-2", **common, "context_ids": [3, 4, 5, 6, 9], "draft_ids": [1], "target_ids": [2, 1],
+         "baseline_length": 1, "labels": [1.0]},
+    ]  # fmt: skip
+
+
+def test_the_stored_labels_are_of_distinct_questions_and_begin_with_the_drafts_token():
+    asked = {}
+    for split in ("train", "val", "test"):
+        file = demo.LABELS / f"{split}.parquet"
+        rows = labels.read_rows(file)
+        own = [row for row in rows if row["parent"] < 0]
+        assert file.stat().st_size < 4 << 20 and len({row["question"] for row in own}) == len(own)
+        asked[split] = {row["question"] for row in own}
+        for row in rows:
+            if row["parent"] >= 0:
+                above = rows[row["parent"]]
+                assert above["question"] == row["question"] and above["parent"] < 0
+                assert above["draft_ids"][row["position"]] == row["ids"][0] != above["ids"][row["position"]]
+    assert not asked["train"] & asked["val"] and len(asked["val"]) == len(asked["test"]) == 300
 
 
 def test_every_stage_follows_those_that_it_reads(pair):
