@@ -437,8 +437,7 @@ def test_two_vocabularies_are_refused(tiny_testbed, shared_work, tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "most", "processes", "sizes"), [
-    (1000, 200, 2, [166, 167, 167, 166, 167, 167]), (400, 200, 2, [200, 200]), (5, 200, 2, [2, 3]), (1, 4, 2, [1]),
-    (5, 200, 1, [5]), (5, 2, 1, [1, 2, 2]), (0, 4, 2, [])])
+    (1000, 200, 2, [166, 167, 167, 166, 167, 167]), (5, 200, 2, [2, 3]), (5, 2, 1, [1, 2, 2]), (0, 4, 2, [])])
 def test_parts_are_equal_and_as_many_for_each_process(rows, most, processes, sizes):
     cut = workers.parts(range(rows), most, processes)
     assert [len(part) for part in cut] == sizes
@@ -457,8 +456,7 @@ def test_results_come_in_order_and_progress_reaches_the_end(shared_work):
 
 
 def half_told(part):
-    workers.tell_share(0.5)
-    return part
+    return workers.tell_share(0.5) or part
 
 
 def test_progress_counts_the_shares_that_running_parts_tell(shared_work):
