@@ -413,8 +413,9 @@ def test_evaluations_of_two_scorers_decode_each_rule_once(house, tmp_path):
         shares |= {row["threshold"] for row in record["rows"] if row["rule"] == "random"}
         made.append({file.name: file.stat().st_mtime_ns for file in parts.iterdir()})
     assert made[0].items() <= made[1].items()
-    # Of the second scorer: two thresholds on two splits; untrained; the labels that it passes; the same by chance.
-    assert len(made[1]) - len(made[0]) == 2 * 2 + 1 + 1 + 2 * (len(shares) - 1) < len(made[0])
+    # Of the second scorer: two thresholds on two splits; untrained; its values of test labels and those that it passes;
+    # the same by chance.
+    assert len(made[1]) - len(made[0]) == 2 * 2 + 1 + 2 + 2 * (len(shares) - 1) < len(made[0])
 
 
 WITH_A_WORKER = """
