@@ -131,7 +131,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's (TOKENIZER_PATH)")
     add("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single mismatches, into "
         "OUTPUT_DIR/supervised, which spd.adapter_path starts GRPO from")
-    add("--label-budget", type=int, help="completions that these labels may use (default: no limit)")
+    add("--label-budget", type=int, help="completions that these labels may use, or labels that --blocks have "
+        "(default: no limit)")
     add("--patience", type=int, default=PATIENCE, help="epochs without a lower cross-entropy on --val-blocks after "
         "which a supervised training ends before its last step; 0: never")
     args, overrides = parser.parse_known_args(argv)

@@ -233,7 +233,8 @@ DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens",
             "dtype")  # fmt: skip
 CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")),
         *(f"verl/models/{name}.py" for name in ("kv_cache", "grouped_attention")),
-        *(f"recipe/spd/scorer/{name}.py" for name in ("cached_scorer", "heads", "masks", "model", "own", "target")),
+        *(f"recipe/spd/scorer/{name}.py"
+          for name in ("cached_scorer", "heads", "masks", "model", "own", "prefix_tree", "target")),
         *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 
 

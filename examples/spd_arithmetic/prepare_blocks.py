@@ -217,7 +217,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args.batch_size = args.batch_size or (1000 if args.engine == "vllm" else 200)
     if not args.ray:
         args.processes = args.processes or (1 if threaded else len(os.sched_getaffinity(0)))
-    args.threads = args.threads or (max(1, torch.get_num_threads() // args.processes) if threaded else 1)
+    # Not recorded: threads that nobody asked for must not make a resumed command another one.
+    args.default_threads = max(1, torch.get_num_threads() // args.processes) if threaded else 1
     if args.device == "cuda" and not args.ray:
         parser.error("--no-ray is for a CPU: Ray gives each process its GPUs")
     if args.tensor_parallel > 1 and args.engine != "vllm":
@@ -245,7 +246,7 @@ def fingerprint(args: argparse.Namespace) -> str:
 def recorded(args: argparse.Namespace) -> dict[str, str]:
     """The arguments that the result depends on."""
     return {name: str(value) for name, value in sorted(vars(args).items())
-            if name not in ("out", "processes", "ray", "memory_shares")}
+            if name not in ("out", "processes", "ray", "memory_shares", "default_threads")}
 
 
 def made_by(out: Path, key: str) -> bool:
@@ -278,7 +279,8 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         for split in SPLITS:
             write_questions(out / f"questions_{split}.jsonl", splits[split])
     longest = max(len(q.prompt_ids) for split in SPLITS for q in splits[split])
-    files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
+    files = PairFiles(out, args.device, args.threads or args.default_threads, args.gamma, args.max_new_tokens,
+                      args.batch_size, args.engine,
                       longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares), args.dtype)
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
     written, drifted, n_drifted = {}, [], round(args.drift_share * args.n_train_blocks)

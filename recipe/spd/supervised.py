@@ -32,6 +32,7 @@ from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.samples import grade_blocks, judged_block
 from recipe.spd.rollout.spd_rollout import SPDRollout
 from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
+from recipe.spd.scorer.prefix_tree import alike
 from verl.config.common import CheckpointConfig, RunConfig
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.engine import FSDPEngineConfig
@@ -50,7 +51,7 @@ FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.js
 BLOCKS_AT_A_TIME = 512  # labelled together
 ROWS_OF_A_TREE = 64  # blocks whose states are computed together, sorted by context
 
-# Number of a block -> of each of its first mismatches, whether it is harmless, or to which share.
+# Number of a block -> the labels of its first mismatches: 1 harmless, 0 harmful, or a share between.
 Labels = Mapping[int, Sequence[float]]
 
 
@@ -127,11 +128,11 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     def fit(self) -> int:
         """As usual; the target's states are computed before, blocks of like contexts together."""
         if getattr(self.engine.module, "features", None) is not None:
-            with self.engine.eval_mode(), torch.no_grad():
+            with self.engine.eval_mode(), torch.no_grad(), self.engine.autocast():
                 for blocks in self.blocks:
-                    order = sorted(range(len(blocks)), key=blocks.context)
-                    for first in tqdm(range(0, len(order), ROWS_OF_A_TREE), "Target's states", unit="batch"):
-                        rows = default_collate([blocks[k] for k in order[first : first + ROWS_OF_A_TREE]])
+                    chunks = list(alike([blocks.context(k) for k in range(len(blocks))], ROWS_OF_A_TREE))
+                    for chunk in tqdm(chunks, "Target's states", unit="batch"):
+                        rows = default_collate([blocks[k] for k in chunk])
                         self.policy.scores(self.engine.module, TensorDict(rows, len(rows["labels"])))
         return super().fit()
 
@@ -219,18 +220,21 @@ def given_labels(infos: Sequence[dict[str, Any]], budget: int | None) -> dict[in
     """Index in `infos` -> the labels that the data has of its mismatches, `budget` of them at most; empty without."""
     labels, count = {}, 0
     for i, info in enumerate(infos):
-        if info.get("labels") and (budget is None or count + len(info["labels"]) <= budget):
-            labels[i] = info["labels"]
-            count += len(info["labels"])
+        if given := info.get("labels"):
+            count += len(given)
+            if budget is not None and count > budget:
+                break
+            labels[i] = given
     return labels
 
 
 def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
-    `budget` is the number of completions that labels may use; None labels every block. Validation blocks, if they are
-    others than the training blocks, are labelled without a budget; their cross-entropy after each epoch decides which
-    weights are saved, and the training ends after `patience` epochs without a lower one (None: after all steps).
+    `budget` is the number of completions that labels may use, or of labels that the blocks have; None: all of them.
+    Validation blocks, if they are others than the training blocks, are labelled without a budget; their cross-entropy
+    after each epoch decides which weights are saved, and the training ends after `patience` epochs without a lower one
+    (None: after all steps).
     """
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
@@ -246,7 +250,7 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
         for blocks, order, limit in zip(sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
             labels, used = given_labels(infos, limit), 0
-            if not labels:
+            if not any(info.get("labels") for info in infos):
                 if rollout is None:
                     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
                     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)

@@ -195,7 +195,7 @@ def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_pat
 def test_vllm_on_a_cpu_has_one_process_with_the_threads_of_all_cores(tmp_path):
     def chosen(*options):
         args = prepare_blocks.parse_arguments(["--out", str(tmp_path), *options])
-        return args.processes, args.threads, args.batch_size
+        return args.processes, args.default_threads, args.batch_size
 
     cores = len(os.sched_getaffinity(0))
     assert chosen() == (cores, 1, 200)

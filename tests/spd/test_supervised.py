@@ -157,10 +157,10 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
 
 
 def test_labels_of_the_data_need_no_server(tiny_llama, tmp_path):
-    """A budget takes the first blocks whose labels fit into it; a label between 0 and 1 is a share."""
+    """A budget takes the first blocks up to the one whose labels exceed it; a label between 0 and 1 is a share."""
     given = [{"labels": [1.0]}, {"labels": None}, {"labels": [0.0, 1.0]}, {"labels": [0.25]}]
     assert given_labels(given, None) == {0: [1.0], 2: [0.0, 1.0], 3: [0.25]}
-    assert given_labels(given, 2) == {0: [1.0], 3: [0.25]}
+    assert given_labels(given, 2) == {0: [1.0]} and given_labels(given, 3) == {0: [1.0], 2: [0.0, 1.0]}
     blocks, metadata = written(tmp_path, "train", {name: BLOCKS[name] for name in ("harmless", "first")})
     lines = [json.loads(line) | {"labels": label} for line, label in
              zip(Path(blocks).read_text().splitlines(), ([1, 1], [0]), strict=True)]  # fmt: skip

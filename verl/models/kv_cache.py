@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-READ_TOKENS = 1024  # of a forward that reads prompts of several lengths: fewer take longer each
+READ_TOKENS = 1024  # of a forward that reads prompts of unequal length on a CPU; smaller forwards are slower per token
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """A layer's keys and values [B, heads, slots, head_dim]."""
@@ -94,10 +94,10 @@ class RowCache(Cache):
         shared = int((ids == ids[0]).all(0).long().cumprod(0).sum()) if rows > 1 else 0
         if shared:
             self._read_columns(model, ids[:1], 0, shared)
-            for states in (states for layer in self.layers for states in (layer.keys, layer.values)):
+            for states in (s for layer in self.layers if layer.is_initialized for s in (layer.keys, layer.values)):
                 states[1:, :, :shared] = states[:1, :, :shared]
         lengths = lengths or [width] * rows
-        step = width if min(lengths) == width else max(1, READ_TOKENS // rows)
+        step = width if ids.is_cuda or min(lengths) == width else max(1, READ_TOKENS // rows)
         for start in range(shared, max(lengths), step):
             reached = max(row for row, length in enumerate(lengths) if length > start) + 1
             self._read_columns(model, ids[:reached], start, min(start + step, width))

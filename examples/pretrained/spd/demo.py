@@ -196,7 +196,7 @@ def report(out: Path, seeds: Sequence[int]) -> None:
         if (evaluation / "evaluation.json").exists():
             record = json.loads((evaluation / "evaluation.json").read_text())
             result = gains(json.loads((evaluation / "by_question.json").read_text()))
-            result["areas"] = record["areas"]["test"]
+            result["areas"] = record.get("areas", {}).get("test", {})
             results[folder.name.removeprefix("seed")] = result
             show_pair(record)
             show_gains(folder.name, result)

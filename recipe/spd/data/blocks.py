@@ -102,7 +102,11 @@ def validate_block(block: Mapping[str, Any], vocabulary: int) -> str:
     """The error in the ids and optional columns of a block; empty if there is none."""
     wrong = (validate_ids(name, block[name], vocabulary) for name in IDS)
     error = next(filter(None, (*wrong, validate_optional(block), validate_column_names(tuple(block)))), "")
-    return error or _bonus_error(block["draft_ids"], block["target_ids"])
+    error = error or _bonus_error(block["draft_ids"], block["target_ids"])
+    differing = sum(d != t for d, t in zip(block["draft_ids"], block["target_ids"], strict=False))
+    if not error and len(block.get("labels") or ()) > differing:
+        return f"{len(block['labels'])} labels for {differing} mismatches; give one for each of the first mismatches."
+    return error
 
 
 def _bonus_error(draft_ids: Sequence[int], target_ids: Sequence[int]) -> str:
@@ -135,7 +139,9 @@ def validate_optional(block: Mapping[str, Any]) -> str:
         if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
             return f"{name} must be {rule}, not {one_line(value)}."
     labels = block.get("labels")
-    if labels is not None and not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
+    if labels is not None and not (
+        isinstance(labels, list) and all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels)
+    ):
         return f"labels must be a list of numbers from 0 (harmful) to 1 (harmless), not {one_line(labels)}."
     return ""
 

@@ -18,12 +18,12 @@ from torch import nn
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
-from recipe.spd.scorer.prefix_tree import PrefixTree
+from recipe.spd.scorer.prefix_tree import PrefixTree, alike
 from verl.models.grouped_attention import grouped_queries
 from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
-REPLAYED = 64  # blocks whose distinct tokens attend to each other in one mask
+REPLAYED = 64  # blocks of a forward of replay_blocks
 
 
 @dataclass
@@ -201,10 +201,9 @@ def replay_blocks(
     for length, indices in sorted(by_length.items()):
         if length == 0:
             raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
-        indices.sort(key=lambda k: list(context_ids[k]))
-        for start in range(0, len(indices), batch_size):
-            chunk = indices[start : start + batch_size]
-            tree = PrefixTree([[*context_ids[k], *draft_ids[k]] for k in chunk])
+        texts = [[*context_ids[k], *draft_ids[k]] for k in indices]
+        for numbers in alike(texts, batch_size):
+            chunk, tree = [indices[i] for i in numbers], PrefixTree([texts[i] for i in numbers])
             at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
                 (draft_logits, _), (logits, hidden) = (tree.outputs(model, at) for model in (draft, target))

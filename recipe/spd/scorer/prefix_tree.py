@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from recipe.spd.scorer.masks import refuse_other_attention
+
+TREE_TOKENS = 4096  # distinct tokens of a tree, whose mask is their square
+
+
+def alike(texts: Sequence[Sequence[int]], rows: int) -> Iterator[list[int]]:
+    """Numbers of the texts in lexicographic order, at most `rows` together that have at most TREE_TOKENS distinct
+    tokens (or a single longer text).
+    """
+    chunk: list[int] = []
+    tokens = 0
+    for k in sorted(range(len(texts)), key=lambda k: list(texts[k])):
+        text, before = texts[k], texts[chunk[-1]] if chunk else ()
+        common = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b),
+                      min(len(text), len(before)))  # fmt: skip
+        if chunk and (len(chunk) == rows or tokens + len(text) - common > TREE_TOKENS):
+            yield chunk
+            chunk, tokens, common = [], 0, 0
+        chunk.append(k)
+        tokens += len(text) - common
+    if chunk:
+        yield chunk
 
 
 class PrefixTree:

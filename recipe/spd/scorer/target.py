@@ -17,13 +17,13 @@ from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
 from recipe.spd.scorer.masks import sees_everything
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
-from recipe.spd.scorer.prefix_tree import PrefixTree
+from recipe.spd.scorer.prefix_tree import TREE_TOKENS, PrefixTree
 from verl.trainer.run.ranks import any_rank
 from verl.training.parallel.sharding import full_tensor
 from verl.training.policy.packing import OnHost
 
 LOGIT_ROWS = 512  # positions whose logits are in memory at once
-WORTH_A_TREE = 4  # times fewer tokens, for a mask of their square
+WORTH_A_TREE = 4  # a tree with its quadratic mask is used if it has at most this part of the tokens
 
 
 class TargetHeadScorer(ScoringActor):
@@ -149,12 +149,12 @@ class TargetHeadScorer(ScoringActor):
         """States [g + 1, H] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
         None where the target's attention excludes that, or where blocks have little in common.
         """
+        longest = max(map(len, blocks)) - 1
+        if not sees_everything(self.backbone, longest):
+            return None
         drafts = [len(block) - next(i for i, token in enumerate(block) if token < 0) - 1 for block in blocks]
-        texts = [[token for token in block if token >= 0] for block in blocks]
-        tree = PrefixTree(texts)
-        if len(tree.ids) * WORTH_A_TREE > len(texts) * max(map(len, texts)) or not sees_everything(
-            self.backbone, max(map(len, texts))
-        ):
+        tree = PrefixTree([[token for token in block if token >= 0] for block in blocks])
+        if len(tree.ids) > min(TREE_TOKENS, len(blocks) * longest // WORTH_A_TREE):
             return None
         inputs = {"input_ids": tree.ids, "position_ids": tree.positions}
         states = self.backbone(
