@@ -100,9 +100,7 @@ def evaluate(
         console.print(f"continues with the {len(list(kept.iterdir()))} finished parts in {kept}")
     with Pool(job, args.processes, progress, functools.partial(part_file, kept, fingerprint(args), args)) as pool:
         wanted = args.all_rules or args.harmless_shares or not (args.margins and args.typicals)
-        # Two tasks: with --parts, evaluations of other scorers share the second.
-        names = [tuple(args.scorers), (*rules.STATISTICS, "deferred")][: 1 + bool(wanted)]
-        scores = [Scores(some) for some in names if job.validation]
+        scores = scores_of(args, "validation", wanted) if job.validation else []
         pool.submit([*scores, *split_runs["validation"], *split_runs["test"]])
         labelled = {name: blocks for task in scores for name, blocks in pool.result(task).items()}
         if labelled and args.all_rules:
@@ -183,12 +181,20 @@ def evaluate(
     return rows, chooser, len(job.questions["test"]), kept, areas
 
 
+def scores_of(args: argparse.Namespace, split: str, rules_too: object) -> list[Scores]:
+    """The tasks that score a split's labelled mismatches by the scorers and, if `rules_too`, by what the rules compare.
+
+    Two tasks: with --parts, evaluations of other scorers share the second.
+    """
+    names = (tuple(args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + bool(rules_too)]
+    return [Scores(some, split) for some in names]
+
+
 def areas_of(pool: Pool) -> Areas:
     """How well the scorers, and with --all-rules what the rules compare, tell harmless from harmful mismatches: for
     each split, the area under the ROC curve on its labelled mismatches."""
-    kinds = (tuple(pool.job.args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + pool.job.args.all_rules]
     splits = [split for split in pool.job.questions if any(block.harmful for block in pool.job.labelled(split))]
-    tasks = {split: [Scores(names, split) for names in kinds] for split in splits}
+    tasks = {split: scores_of(pool.job.args, split, pool.job.args.all_rules) for split in splits}
     pool.submit(task for of_split in tasks.values() for task in of_split)
     return {split: {name: measures.harmless_share_and_auc(blocks)[1] for task in of_split
                     for name, blocks in pool.result(task).items()} for split, of_split in tasks.items()}  # fmt: skip
@@ -234,7 +240,7 @@ DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens",
 CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")),
         *(f"verl/models/{name}.py" for name in ("kv_cache", "grouped_attention")),
         *(f"recipe/spd/scorer/{name}.py"
-          for name in ("cached_scorer", "heads", "masks", "model", "own", "prefix_tree", "target")),
+          for name in ("cached_scorer", "heads", "masks", "model", "own", "target", "token_tree")),
         *(f"scripts/spd_evaluation/{name}.py" for name in ("rules", "worker", "harm")))  # fmt: skip
 
 

@@ -142,18 +142,21 @@ def begin(title: str) -> None:
     console.rule(title)
 
 
-def until(stages: Sequence[Stage], name: str | None) -> Sequence[Stage]:
-    """The stages up to the one of this name, all without a name; ends the command if there is none."""
+def run_and_report(
+    stages: Sequence[Stage], last: str | None, out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
+    describe: Callable[[Mapping[str, float]], str], show: Callable[[], None], fetched: bool,
+) -> int:  # fmt: skip
+    """Run the stages up to the one named `last`, all without a name, then show the results, with a note on the weights
+    of fetched models; returns the exit code. `watched`, `describe`: see run_stages.
+
+    Raises SystemExit if no stage has that name.
+    """
     names = [stage.name for stage in stages]
-    if name and name not in names:
-        raise SystemExit(f"--until {name}: the stages are {', '.join(names)}")
-    return stages[: names.index(name) + 1 if name else None]
-
-
-def run_and_report(run_all: Callable[[], None], show: Callable[[], None], fetched: bool) -> int:
-    """Run the stages, then show the results, with a note on the weights of fetched models; returns the exit code."""
+    if last and last not in names:
+        raise SystemExit(f"--until {last}: the stages are {', '.join(names)}")
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        run_all()
+        run_stages(stages[: names.index(last) + 1 if last else None], out, watched, describe)
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1

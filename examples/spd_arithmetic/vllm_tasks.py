@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from examples.spd_arithmetic.pair import EXACT, PairFiles, end_tokens
-from examples.spd_arithmetic.workers import tell_share
+from examples.spd_arithmetic.workers import report_share
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -93,7 +93,7 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
                 if tokens != ahead[at : at + step]:  # the draft has written the rest after other tokens
                     break
         running = [row for row in running if texts[row][-1] not in ends and len(texts[row]) < limits[row]]
-        tell_share(1 - sum(limits[row] - len(texts[row]) for row in running) / sum(limits))
+        report_share(1 - sum(limits[row] - len(texts[row]) for row in running) / sum(limits))
     return {"tokens": texts, "rounds": rounds, "accepted": accepted, "blocks": blocks}
 
 
@@ -119,9 +119,9 @@ def _own_paths(files: PairFiles, prompts: Sequence[list[int]], offsets: Sequence
     limits = [offset + files.max_new_tokens for offset in offsets]
     own = continued(files, "target", prompts, [limit + gamma + 1 for limit in limits], share=0.8)
     continued(files, "draft", prompts, [1] * len(prompts))  # of prompts in the prefix cache no log-probs are computed
-    heard = predictions(files, "draft", list(zip(prompts, own, strict=True)))
+    predicted = predictions(files, "draft", list(zip(prompts, own, strict=True)))
     tokens, rounds, accepted, blocks = [], [], [], []
-    for row, (text, (chosen, _), offset) in enumerate(zip(own, heard, offsets, strict=True)):
+    for row, (text, (chosen, _), offset) in enumerate(zip(own, predicted, offsets, strict=True)):
         start = 0 if ends.intersection(text[:offset]) else offset
         answer = text[: start + files.max_new_tokens]
         rounds.append(0)
@@ -144,7 +144,7 @@ def continued(files: PairFiles, role: str, prompts: Sequence[list[int]], limits:
             ) -> list[list[int]]:  # fmt: skip
     """Greedy continuation of each prompt by at most so many tokens, an end token included.
 
-    `share`: of the work of this worker's part of the rows; 0 tells no progress.
+    `share`: of the work of this worker's part of the rows; 0: no progress is reported.
     """
     from vllm import SamplingParams
 
@@ -200,7 +200,7 @@ def _generate(
         if share:
             made = sum(params[k].max_tokens if output.finished else len(output.outputs[0].token_ids)
                        for k, output in latest.items())
-            tell_share(share * made / sum(asked.max_tokens for asked in params))
+            report_share(share * made / sum(asked.max_tokens for asked in params))
     return [latest[k] for k in range(len(prompts))]
 
 

@@ -79,8 +79,8 @@ class Workers:
     ) -> list[Any]:
         """The task's result, which JSON can hold, for each of the parts of at most `most` rows, in order.
 
-        `progress` counts rows, with the shares of running parts that their tasks tell by `tell_share`. Finished parts
-        are written to the folder `kept`; those that exist are not done again.
+        `progress` counts rows, with the shares of running parts that their tasks report by `report_share`. Finished
+        parts are written to the folder `kept`; those that exist are not done again.
         """
         pieces = parts(rows, most, self._count)
         # The cut depends on the number of processes, so a run with another number does its parts again.
@@ -181,8 +181,8 @@ def say(*message: Any) -> None:
     messages.put(message)
 
 
-def tell_share(share: float) -> None:
-    """Within a task of `Workers.map`: tell the parent which share of its rows is done."""
+def report_share(share: float) -> None:
+    """Within a task of `Workers.map`: send the parent the share of its rows that is done."""
     say(_part, share)
 
 

@@ -32,7 +32,7 @@ from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.samples import grade_blocks, judged_block
 from recipe.spd.rollout.spd_rollout import SPDRollout
 from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
-from recipe.spd.scorer.prefix_tree import alike
+from recipe.spd.scorer.token_tree import alike
 from verl.config.common import CheckpointConfig, RunConfig
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.engine import FSDPEngineConfig
@@ -49,7 +49,6 @@ MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from wh
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
 
 BLOCKS_AT_A_TIME = 512  # labelled together
-ROWS_OF_A_TREE = 64  # blocks whose states are computed together, sorted by context
 
 # Number of a block -> the labels of its first mismatches: 1 harmless, 0 harmful, or a share between.
 Labels = Mapping[int, Sequence[float]]
@@ -130,7 +129,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         if getattr(self.engine.module, "features", None) is not None:
             with self.engine.eval_mode(), torch.no_grad(), self.engine.autocast():
                 for blocks in self.blocks:
-                    chunks = list(alike([blocks.context(k) for k in range(len(blocks))], ROWS_OF_A_TREE))
+                    chunks = list(alike([blocks.context(k) for k in range(len(blocks))]))
                     for chunk in tqdm(chunks, "Target's states", unit="batch"):
                         rows = default_collate([blocks[k] for k in chunk])
                         self.policy.scores(self.engine.module, TensorDict(rows, len(rows["labels"])))
@@ -261,7 +260,7 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
             completions.append(used)
     for blocks, what in zip(labelled, ("training", "validation"), strict=False):
         if not len(blocks):
-            raise ValueError(f"no block of the {what} data has a right baseline to label; prepare others.")
+            raise ValueError(f"no block of the {what} data has a label, or a right baseline to label; prepare others.")
     harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
     logger.info(
         "{} of {} blocks labelled by {} completions, {} with a harmful mismatch; left out: those whose own answer by "

@@ -456,7 +456,7 @@ def test_results_come_in_order_and_progress_reaches_the_end(shared_work):
 
 
 def half_told(part):
-    return workers.tell_share(0.5) or part
+    return workers.report_share(0.5) or part
 
 
 def test_progress_counts_the_shares_that_running_parts_tell(shared_work):

@@ -45,16 +45,7 @@ from examples.pretrained.dllm.target import (
     tuned,
     write_conversations,
 )
-from examples.pretrained.stages import (
-    Stage,
-    begin,
-    options,
-    python,
-    refuse_other_settings,
-    run_and_report,
-    run_stages,
-    until,
-)
+from examples.pretrained.stages import Stage, begin, options, python, refuse_other_settings, run_and_report
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -265,10 +256,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for seed in args.seeds:
         stages += trained_stages(answers, tuned(out), out, sizes, seed, write, limit_of(gsm8k))
-    chosen = until(stages, args.until)
-    out.mkdir(parents=True, exist_ok=True)
-    run_all = partial(run_stages, chosen, out, partial(watched, sizes=sizes), describe)
-    return run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.model)
+    show = partial(report, out, args.seeds)
+    return run_and_report(
+        stages, args.until, out, partial(watched, sizes=sizes), describe, show, fetched=not args.model
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from examples.spd_arithmetic.questions import Question, write_questions
 from recipe.spd.rollout.answers import final_answer
 
 SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
-HARM_LABELS = {"train": "harm_labels_train.jsonl", "val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
+HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
 TEST = 500  # questions that the evaluation asks, the labelled ones first
 
 
@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             {"question_id": f"{split}-{n}", "question": asked[n]["question"], "ground_truth": asked[n]["answer"],
              "is_correct_baseline": right} for n, right in own.items()
         ]).to_parquet(args.out / f"metadata_{split}.parquet")  # fmt: skip
+        print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right, "
+              f"{len(blocks)} labelled mismatches, {sum(b['labels'][0] for b in blocks) / len(blocks):.3f} harmless")
+        if split not in HARM_LABELS:
+            continue
         questions = [Question(f"{split}-{n}", asked[n]["question"], prompts[n], final_answer(asked[n]["answer"]))
                      for n in numbers]  # fmt: skip
         write_questions(args.out / f"questions_{split}.jsonl", questions)
@@ -68,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": not block["labels"][0]}
                  for block in blocks)  # fmt: skip
         (args.out / HARM_LABELS[split]).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right, "
-              f"{len(blocks)} labelled mismatches, {sum(b['labels'][0] for b in blocks) / len(blocks):.3f} harmless")
 
 
 if __name__ == "__main__":

@@ -28,20 +28,11 @@ from examples.demo_runner import ROOT, console
 from examples.pretrained import fetch
 from examples.pretrained.spd import serve
 from examples.pretrained.spd.gains import DROP, gains
-from examples.pretrained.stages import (
-    Stage,
-    begin,
-    options,
-    python,
-    refuse_other_settings,
-    run_and_report,
-    run_stages,
-    until,
-)
+from examples.pretrained.spd.labels import made_by
+from examples.pretrained.stages import Stage, begin, options, python, refuse_other_settings, run_and_report
 from examples.spd_arithmetic.demo import saved_scorer
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
-from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.accelerator import get_device_name
 
 MODELS = {"target": "qwen2.5-coder-1.5b", "draft": "qwen2.5-coder-0.5b"}
@@ -93,9 +84,7 @@ def gsm8k_folder(given: Path) -> Path:
 
 def fits_stored_labels(pair: Pair) -> bool:
     """Whether the stored labels are those of this pair, by the fingerprints of its folders."""
-    file = LABELS / "models.json"
-    prints = {name: model_dir_fingerprint(getattr(pair, name)) for name in MODELS}
-    return file.exists() and json.loads(file.read_text()) == prints
+    return bool(made_by(LABELS, pair.target, pair.draft))
 
 
 def pair_stages(pair: Pair, sizes: Sizes, own_labels: bool) -> list[Stage]:
@@ -256,10 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     blocks, inputs = stages[-1], head_inputs(pair.target)
     for seed in args.seeds:
         stages += scorer_stages(blocks, pair, sizes, seed, args.roles, inputs)
-    chosen = until(stages, args.until)
-    out.mkdir(parents=True, exist_ok=True)
-    run_all = partial(run_stages, chosen, out, partial(watched, sizes=sizes), describe)
-    return run_and_report(run_all, partial(report, out, args.seeds), fetched=not args.target)
+    show = partial(report, out, args.seeds)
+    return run_and_report(
+        stages, args.until, out, partial(watched, sizes=sizes), describe, show, fetched=not args.target
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Labels of mismatches: the target's answers to questions, and what it answers after each other token of the draft.
+"""Labels of mismatches: the target's answers to questions, and what it answers if a differing draft token is accepted.
 
     python -m examples.pretrained.spd.labels --questions train.jsonl --skip 300 --count 1500 --target DIR --draft DIR \
         --out labels/train.parquet [--wrong]
@@ -101,10 +101,10 @@ class Labeller:
         answers = vllm_tasks.continued(self.files, "target", prompts, [LIMIT] * len(prompts))
         # Of prompts in the prefix cache no log-probs are computed.
         vllm_tasks.continued(self.files, "draft", prompts, [1] * len(prompts))
-        heard = vllm_tasks.predictions(self.files, "draft", list(zip(prompts, answers, strict=True)))
-        return [{"question": q, "parent": -1, "position": 0, "ids": ids, "draft_ids": said[: len(ids)],
+        predicted = vllm_tasks.predictions(self.files, "draft", list(zip(prompts, answers, strict=True)))
+        return [{"question": q, "parent": -1, "position": 0, "ids": ids, "draft_ids": drafted[: len(ids)],
                  "right": self.is_right(q, ids)}
-                for q, ids, (said, _) in zip(questions, answers, heard, strict=True)]  # fmt: skip
+                for q, ids, (drafted, _) in zip(questions, answers, predicted, strict=True)]  # fmt: skip
 
     def is_right(self, question: int, ids: Sequence[int]) -> bool:
         ended = bool(ids) and ids[-1] in end_tokens(self.files.folder)
@@ -117,13 +117,22 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
     os.replace(file.with_suffix(".partial"), file)
 
 
+def made_by(folder: Path, target: Path, draft: Path) -> bool | None:
+    """Whether these models made the labels in the folder; None where there are none."""
+    file = folder / MODELS
+    return json.loads(file.read_text()) == fingerprints(target, draft) if file.exists() else None
+
+
+def fingerprints(target: Path, draft: Path) -> dict[str, str]:
+    """What MODELS holds."""
+    return {"target": model_dir_fingerprint(target), "draft": model_dir_fingerprint(draft)}
+
+
 def check_models(folder: Path, target: Path, draft: Path) -> None:
     """Record the models of the folder's labels; SystemExit if other models made those that are there."""
-    prints = {"target": model_dir_fingerprint(target), "draft": model_dir_fingerprint(draft)}
-    file = folder / MODELS
-    if file.exists() and json.loads(file.read_text()) != prints:
+    if made_by(folder, target, draft) is False:
         raise SystemExit(f"the labels in {folder} are of other models: name another folder with --out")
-    file.write_text(json.dumps(prints, indent=1) + "\n")
+    (folder / MODELS).write_text(json.dumps(fingerprints(target, draft), indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

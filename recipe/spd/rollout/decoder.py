@@ -18,12 +18,11 @@ from torch import nn
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
-from recipe.spd.scorer.prefix_tree import PrefixTree, alike
+from recipe.spd.scorer.token_tree import TREE_ROWS, TokenTree, alike
 from verl.models.grouped_attention import grouped_queries
 from verl.models.kv_cache import Prefills, RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
-REPLAYED = 64  # blocks of a forward of replay_blocks
 
 
 @dataclass
@@ -187,7 +186,7 @@ def _generate(
 
 def replay_blocks(
     target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
-    batch_size: int = REPLAYED,
+    batch_size: int = TREE_ROWS,
 ) -> Iterator[Block]:  # fmt: skip
     """Recompute recorded blocks for a judge: yields Blocks whose `rows` are indices into the given lists.
 
@@ -203,7 +202,7 @@ def replay_blocks(
             raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
         texts = [[*context_ids[k], *draft_ids[k]] for k in indices]
         for numbers in alike(texts, batch_size):
-            chunk, tree = [indices[i] for i in numbers], PrefixTree([texts[i] for i in numbers])
+            chunk, tree = [indices[i] for i in numbers], TokenTree([texts[i] for i in numbers])
             at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
                 (draft_logits, _), (logits, hidden) = (tree.outputs(model, at) for model in (draft, target))

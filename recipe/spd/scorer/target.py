@@ -17,7 +17,7 @@ from recipe.spd.scorer.features import FeatureStore
 from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
 from recipe.spd.scorer.masks import sees_everything
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
-from recipe.spd.scorer.prefix_tree import TREE_TOKENS, PrefixTree
+from recipe.spd.scorer.token_tree import TREE_TOKENS, TokenTree
 from verl.trainer.run.ranks import any_rank
 from verl.training.parallel.sharding import full_tensor
 from verl.training.policy.packing import OnHost
@@ -153,7 +153,7 @@ class TargetHeadScorer(ScoringActor):
         if not sees_everything(self.backbone, longest):
             return None
         drafts = [len(block) - next(i for i, token in enumerate(block) if token < 0) - 1 for block in blocks]
-        tree = PrefixTree([[token for token in block if token >= 0] for block in blocks])
+        tree = TokenTree([[token for token in block if token >= 0] for block in blocks])
         if len(tree.ids) > min(TREE_TOKENS, len(blocks) * longest // WORTH_A_TREE):
             return None
         inputs = {"input_ids": tree.ids, "position_ids": tree.positions}

@@ -9,10 +9,11 @@ from torch import nn
 
 from recipe.spd.scorer.masks import refuse_other_attention
 
+TREE_ROWS = 64  # texts of a tree
 TREE_TOKENS = 4096  # distinct tokens of a tree, whose mask is their square
 
 
-def alike(texts: Sequence[Sequence[int]], rows: int) -> Iterator[list[int]]:
+def alike(texts: Sequence[Sequence[int]], rows: int = TREE_ROWS) -> Iterator[list[int]]:
     """Numbers of the texts in lexicographic order, at most `rows` together that have at most TREE_TOKENS distinct
     tokens (or a single longer text).
     """
@@ -31,7 +32,7 @@ def alike(texts: Sequence[Sequence[int]], rows: int) -> Iterator[list[int]]:
         yield chunk
 
 
-class PrefixTree:
+class TokenTree:
     """The distinct tokens of some texts as one row, in which a token attends to its own text alone.
 
     `ids`, `positions`: int64 [N], a token after the one before it in its text. `paths[k]`: int64 [len(texts[k])], where
