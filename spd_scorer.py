@@ -53,5 +53,6 @@ def load_spd_scorer(
     if spd.adapter_path:
         model.load_trained(spd.adapter_path)
     if spd.feature_store and isinstance(model, TargetHeadScorer):
-        model.features = FeatureStore(spd.feature_store, f"{config.base_fingerprint} {held}")
+        layer = f" layer {config.state_layer}" if config.state_layer else ""
+        model.features = FeatureStore(spd.feature_store, f"{config.base_fingerprint} {held}{layer}")
     return model

@@ -55,6 +55,7 @@ UNLABELLED = {"margins": [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], "typicals": [0.09,
               "ranks": [2, 3, 5], "entropies": [0.01, 0.1, 0.3, 0.6], "divergences": [1.0, 2.0, 3.0, 6.0],
               "scorer_thresholds": [-1.0, 0.0, 0.5, 1.0, 2.0]}  # fmt: skip
 SHARES = [k / 20 for k in range(1, 20)]  # of the harmless mismatches that a threshold accepts
+TRIED = 3  # thresholds of each rule and scorer, of those that accept SHARES
 Areas = dict[str, dict[str, float | None]]  # split -> scorer or statistic -> area
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
@@ -108,8 +109,7 @@ def evaluate(
             exact, best = measures.accepted_without_error(job.validation)
             console.print(f"of their blocks exact match accepts {exact:.2f} draft tokens, a judge without error "
                           f"{best:.2f}", soft_wrap=True, highlight=False)  # fmt: skip
-        judged = pool.result(split_runs["validation"][1]).result.judged_mismatches if labelled else [0]
-        swept = thresholds_of(args, labelled, sum(judged) / len(judged))
+        swept = thresholds_of(args, pool, labelled)
         free = rules_without_training(args, swept)
         swept = {name: swept[name] for name in args.scorers}
         sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}
@@ -277,20 +277,36 @@ def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -
     return folder / f"{digest.hexdigest()[:24]}.json"
 
 
-def thresholds_of(args: argparse.Namespace, labelled: Mapping[str, Labelled], judged: float) -> dict[str, list[float]]:
+def thresholds_of(args: argparse.Namespace, pool: Pool, labelled: Mapping[str, Labelled]) -> dict[str, list[float]]:
     """Thresholds of each swept rule and each scorer: those that the command names or whose shares it names; else those
-    that labelled mismatches leave, with `judged` mismatches judged per question; without labels UNLABELLED.
+    that `searched` tries of SHARES; without labels UNLABELLED.
     """
     options = SWEPT | (MORE_SWEPT if args.all_rules else {}) | dict.fromkeys(args.scorers, "scorer_thresholds")
-    drops = args.max_val_drop, args.max_val_drop if args.near_drop is None else args.near_drop
-    chosen = {rule: getattr(args, option) or UNLABELLED[option] for rule, option in options.items()}
+    named = {rule: getattr(args, option) or UNLABELLED[option] for rule, option in options.items()}
+    spread = {}
     for rule in (rule for rule, option in options.items() if rule in labelled and not getattr(args, option)):
-        if args.harmless_shares:
-            values = measures.spread_thresholds(labelled[rule], args.harmless_shares)
-        else:
-            values = measures.preselected(labelled[rule], SHARES, judged, *drops)
-        chosen[rule] = [-value for value in values] if rule in rules.FALLING else values
-    return chosen
+        values = measures.spread_thresholds(labelled[rule], args.harmless_shares or SHARES)
+        spread[rule] = [-value for value in values] if rule in rules.FALLING else values
+    drop = args.max_val_drop if args.near_drop is None else args.near_drop
+    return named | (spread if args.harmless_shares else searched(pool, spread, drop))
+
+
+def searched(pool: Pool, spread: Mapping[str, Sequence[float]], drop: float) -> dict[str, list[float]]:
+    """The thresholds of each rule that bisection tries for this drop against exact match on validation questions: at
+    most TRIED, the strictest first. `spread`: its thresholds, the strictest first.
+    """
+    ends = {rule: [-1, len(values)] for rule, values in spread.items()}  # within the drop, above it
+    tried: dict[str, set[int]] = {rule: set() for rule in spread}
+    exact = pool.result(Run("validation", "exact")).correct if spread else []
+    for _ in range(TRIED):
+        middles = {rule: sum(between) // 2 for rule, between in ends.items() if between[1] - between[0] > 1}
+        runs = {rule: Run("validation", rule, spread[rule][middle]) for rule, middle in middles.items()}
+        pool.submit(runs.values())
+        for rule, run in runs.items():
+            lost = sum(exact) - sum(pool.result(run).correct)
+            ends[rule][lost > drop * len(exact)] = middles[rule]
+            tried[rule].add(middles[rule])
+    return {rule: [spread[rule][k] for k in sorted(tried[rule])] for rule in spread}
 
 
 def rules_without_training(args: argparse.Namespace, swept: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
@@ -380,8 +396,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
     add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
-    add("--val-harm-labels", type=Path, help="the same of validation questions: they choose the thresholds of rules "
-        "and scorers with which answers are decoded at all, and count in the choice among these")
+    add("--val-harm-labels", type=Path, help="the same of validation questions: they spread the thresholds of rules "
+        "and scorers, and count in the choice among these")
     add("--out", type=Path, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
@@ -398,8 +414,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", type=Path, help="folder of finished parts, which evaluations of other scorers on the same pair "
         "share; without it they are in --out, and are removed at the end")
     add("--harmless-shares", type=float, nargs="+", help="decode with all thresholds that accept these shares of the "
-        "harmless labelled mismatches; left out: of shares from 0.05 to 0.95, with at most three thresholds of each "
-        "rule and scorer whose drop, by the labels, is next to --max-val-drop and --near-drop")
+        "harmless labelled mismatches; left out: of shares from 0.05 to 0.95, with the three thresholds of each rule "
+        "and scorer that bisection for --near-drop (else --max-val-drop) tries on validation questions")
     for option, kind, text in (
         ("scorer-thresholds", float, "on z of each scorer"), ("typicals", float, "eps; delta is eps / 0.3"),
         ("ranks", int, "accept draft tokens among the target's top N"),

@@ -120,7 +120,14 @@ class ScorerSettings:
         "of its own token's logit over the draft token's (in training only for targets with tied embeddings).",
         choices=("state", "pair", "logits"),
     )
-    head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
+    head_size: int = setting(128, "Width of the head's hidden layers; state of an own backbone has H / 4.", low=1)
+    state_layer: int | None = setting(
+        None,
+        "Number of a layer of the target: instead of the embeddings, a target head also reads the states after it at "
+        "the token before the draft token and at the draft token. Try two thirds of the layers. null: only states "
+        "after the last layer.",
+        low=1,
+    )
     seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)
 
 

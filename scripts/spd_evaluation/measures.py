@@ -204,20 +204,6 @@ def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
     return sorted((below.get(z, z) for z in last), reverse=True)
 
 
-def preselected(
-    blocks: Labelled, shares: Sequence[float], judged: float, max_drop: float, near_drop: float
-) -> list[float]:  # fmt: skip
-    """At most three of `spread_thresholds`, by their `labelled_drop` with `judged` mismatches judged per question: the
-    last one whose drop is at most `max_drop` at the upper end of its 95 % interval, the last one whose drop is at most
-    `near_drop`, and the next one. The first of all where no drop is that small.
-    """
-    tried = spread_thresholds(blocks, shares)
-    drops = [labelled_drop(threshold, blocks, judged) for threshold in tried]
-    sure = max((k for k, (drop, error) in enumerate(drops) if drop + 1.96 * error <= max_drop), default=0)
-    near = max((k for k, (drop, _) in enumerate(drops) if drop <= near_drop), default=0)
-    return [tried[k] for k in sorted({sure, near, near + 1}) if k < len(tried)]
-
-
 def labelled_drop(threshold: float, blocks: Labelled, judged: float) -> tuple[float, float]:
     """The drop at a threshold and its standard error, from the rate of harmful accepts among the labelled mismatches
     that would be judged, times the mismatches `judged` per question.

@@ -26,10 +26,13 @@ def pair(tmp_path):
     return demo.Pair(tmp_path / "target", tmp_path / "draft", tmp_path / "gsm8k", tmp_path / "out")
 
 
+HEAD = ("spd.head_inputs=logits", "spd.state_layer=1")
+
+
 def all_stages(pair, roles=("supervised",), own_labels=True, **sizes):
     of_pair = demo.pair_stages(pair, demo.Sizes(**sizes), own_labels)
     return of_pair + [stage for seed in (0, 1)
-                      for stage in demo.scorer_stages(of_pair[-1], pair, demo.Sizes(**sizes), seed, roles)]  # fmt: skip
+                      for stage in demo.scorer_stages(of_pair[-1], pair, demo.Sizes(**sizes), seed, roles, HEAD)]
 
 
 def option(stage, name):
@@ -146,7 +149,7 @@ def test_the_commands_hand_on_what_the_one_before_leaves(pair, roles):
     by_name = {stage.name: stage for stage in stages}
     config, trained = trained_config([*by_name["seed1/supervised"].command])
     assert trained.supervised and trained.blocks == str(pair.prepared / "blocks_train.parquet")
-    assert (config.spd.seed, config.spd.rollout.max_tokens, config.spd.head_inputs) == (1, 200, "logits")
+    assert (config.spd.seed, config.spd.rollout.max_tokens, config.spd.state_layer) == (1, 200, 1)
     judged = evaluated([*evaluation.command])
     supervised = str(pair.out / "seed1" / "supervised" / "supervised")
     assert judged.scorers["scorer" if len(roles) == 1 else "supervised"] == supervised
@@ -201,7 +204,8 @@ def test_the_blocks_of_another_pair_are_kept(tmp_path, tiny_llama, monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_reads_logits_where_the_training_can_compute_them(tmp_path, tied):
     target = save_tiny_llama(tmp_path / "target", tied=tied)
-    assert demo.head_inputs(Path(target)) == ("logits" if tied else "pair")
+    inputs, layer, _ = demo.head_settings(Path(target))
+    assert inputs == f"spd.head_inputs={'logits' if tied else 'pair'}" and layer == "spd.state_layer=1"
 
 
 def row(decoding, drafts, gamma, speeds):
@@ -254,7 +258,7 @@ def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsy
     questions = [{"question_id": f"test-{i}", "question": "q", "prompt_ids": ids, "ground_truth": "4"}
                  for i, ids in enumerate(make_prompts(6))]  # fmt: skip
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": 0.0}]
+    rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": -3.0}]
     (tmp_path / "evaluation.json").write_text(json.dumps({"rows": rows}))
     runs = [{"rule": rule, "threshold": threshold, "correct": [True], "accepted": [accepted], "rounds": [1]}
             for rule, threshold, accepted in (("exact", None, 2), ("scorer_sweep", 5.0, 3), ("refined_sweep", 0.0, 4))]
@@ -266,7 +270,7 @@ def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsy
     ]  # fmt: skip
     serve.main(command)
     record = json.loads((tmp_path / "served" / "served.json").read_text())
-    assert (record["questions"], record["scorer"], record["threshold"]) == (6, "refined", 0.0)
+    assert (record["questions"], record["scorer"], record["threshold"]) == (6, "refined", -3.0)
     found = {(r["decoding"], r["drafts"]): r for r in record["rows"] if r["concurrent"] == 2}
     lookups = record["ratios"].keys() - {"model"}
     assert "n-gram" in lookups and len(record["rows"]) == 2 * len(found) == 2 * (3 + 2 * len(lookups))

@@ -74,6 +74,7 @@ def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, 
     assert "needs a target with tied embeddings" in messages("spd.head_inputs=logits")[0]
     findings.hf_config.tie_word_embeddings = True
     assert messages("spd.head_inputs=logits") == []
+    assert "spd.state_layer=99 must be an inner layer" in messages("spd.state_layer=99")[0]
 
     def make_head(config):
         raise ValueError(f"this head needs spd.head_inputs=pair, not {config.head_inputs}")

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recipe.spd.rollout.decoder import SpecResult
+from scripts import eval_spd_scorer
 from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.pool import Job, Run
@@ -97,18 +99,20 @@ def test_thresholds_are_spread_over_the_harmless_mismatches():
         measures.spread_thresholds([[(1.0, True)]], [0.5])
 
 
-def test_at_most_three_thresholds_are_left_by_the_labelled_mismatches():
-    # Blocks of one mismatch each: z = 100, 99, ..., 1 and harmful below 20.5. Of 100 judged, k are accepted above
-    # 100.5 - k and max(0, k - 80) break, so that the rate is (max(0, k - 80) + 0.5) / 101.
-    blocks = [[(float(z), z < 20.5)] for z in range(100, 0, -1)]
-    shares = [0.5, 0.75, 0.9, 0.99]  # of 80 harmless ones: above 60.5, 40.5, 28.5 and 21.5
-    error = 4 * math.sqrt(0.5 * 100.5) / 101**1.5  # 0.028: the interval of no broken answer ends at 0.0745
-    assert measures.labelled_drop(28.5, blocks, 4.0) == pytest.approx((4 * 0.5 / 101, error))
-    assert measures.preselected(blocks, shares, 4.0, 0.08, 0.03) == pytest.approx([21.5])
-    assert measures.preselected(blocks, shares, 4.0, 0.05, 0.03) == pytest.approx([60.5, 21.5])
-    harmful_first = [*blocks, [(50.0, True)], [(35.0, True)]]  # drops: 0.019, 0.058, 0.097, 0.097
-    assert measures.preselected(harmful_first, shares, 4.0, 0.08, 0.06) == pytest.approx([60.5, 40.5, 28.5])
-    assert measures.preselected(harmful_first, shares, 4.0, 0.02, 0.01) == pytest.approx([60.5, 40.5])
+def test_three_thresholds_are_tried_by_bisection_for_a_drop():
+    """Of 100 answers, k break at the k-th of 19 thresholds; a rule with one threshold tries that one."""
+
+    class Decoded:
+        def submit(self, runs):
+            self.asked = getattr(self, "asked", []) + [run.threshold for run in runs]
+
+        def result(self, run):
+            broken = 0 if run.rule == "exact" else int(run.threshold)
+            return SimpleNamespace(correct=[i >= broken for i in range(100)])
+
+    pool, spread = Decoded(), {"scorer": [float(k) for k in range(1, 20)], "margin": [50.0]}
+    assert eval_spd_scorer.searched(pool, spread, 0.07) == {"scorer": [5.0, 7.0, 10.0], "margin": [50.0]}
+    assert pool.asked == [10.0, 50.0, 5.0, 7.0]
 
 
 def test_areas_by_hand():

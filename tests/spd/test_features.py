@@ -18,8 +18,8 @@ def inputs(rows=(0, 1)) -> dict[str, torch.Tensor]:
     return SPDInputData.from_blocks(**blocks, sep_token_id=3, pad_token_id=0).as_kwargs()
 
 
-def build(tiny_llama, store):
-    model = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama)).eval()
+def build(tiny_llama, store, **settings):
+    model = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama, **settings)).eval()
     model.features = store
     return model
 
@@ -32,9 +32,11 @@ def count_forwards(model) -> list[int]:
     return rows
 
 
-def test_stored_states_give_the_logits_of_a_plain_forward(tiny_llama, tmp_path):
-    plain = build(tiny_llama, None)(**inputs())
-    torch.testing.assert_close(build(tiny_llama, FeatureStore(tmp_path / "s", "t"))(**inputs()), plain)
+@pytest.mark.parametrize("layer", [None, 1])
+def test_stored_states_give_the_logits_of_a_plain_forward(tiny_llama, tmp_path, layer):
+    plain = build(tiny_llama, None, state_layer=layer)(**inputs())
+    stored = build(tiny_llama, FeatureStore(tmp_path / "s", "t"), state_layer=layer)
+    torch.testing.assert_close(stored(**inputs()), plain)
 
 
 def test_each_block_is_forwarded_once_also_by_a_later_process(tiny_llama, tmp_path):

@@ -25,7 +25,7 @@ def block_of(target_p, draft_ids, draft_p=None, contexts=None):
         target_ids=target_ids,
         target_logits=target_logits + 3.0,  # a shift of all logits changes no rule
         draft_logits=draft_logits - 1.0,
-        target_hidden=torch.arange(batch * (gamma + 1) * 2.0).view(batch, gamma + 1, 2),
+        target_layers=[torch.arange(batch * (gamma + 1) * 2.0).view(batch, gamma + 1, 2)],
         mismatch=draft_ids != target_ids[:, :-1],
         rows=torch.arange(batch),
     )
@@ -127,7 +127,7 @@ class SpyScorer(torch.nn.Module):
 
     def __init__(self, backbone, z):
         super().__init__()
-        self.config = SimpleNamespace(backbone=backbone, context_tokens=500)  # more than any: without a cache
+        self.config = SimpleNamespace(backbone=backbone, context_tokens=500, state_layer=None)  # 500: without a cache
         self.z = torch.tensor(z)
         self.seen = None
 

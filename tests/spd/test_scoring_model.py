@@ -161,6 +161,28 @@ def test_a_head_may_read_the_entropy_and_the_margin_of_the_targets_logits(tmp_pa
     assert not torch.equal(model.score_features(*given, output.logits[:, first:-1] * 2), z[:1, : len(draft)])
 
 
+def test_a_head_may_read_the_states_after_an_inner_layer(tmp_path):
+    """By hand: layer norms of the last state over d_i and of those after layer 1 at both positions, then the values."""
+    tied = save_tiny_llama(tmp_path / "tied", tied=True)
+    model = build(tied, backbone="target", head_inputs="logits", state_layer=1, head_size=8)
+    z = model(**data().as_kwargs())
+    plain = AutoModelForCausalLM.from_pretrained(tied)
+    context, draft = CONTEXTS[0], DRAFTS[0]
+    output = plain(torch.tensor([context + draft]), output_hidden_states=True)
+    inner, last = (output.hidden_states[k][0, len(context) - 1 :] for k in (1, -1))
+    values = logit_features(output.logits[0, len(context) - 1 : -1], torch.tensor(draft))
+    parts = [torch.nn.functional.layer_norm(x, x.shape[-1:]) for x in (last[1:], inner[:-1], inner[1:])]
+    hidden = torch.nn.functional.gelu(model.head.first(torch.cat([*parts, values], -1)))
+    expected = model.head.out(hidden)[:, 0]
+    assert len(output.hidden_states) > 2 and not torch.equal(inner, last)
+    assert torch.allclose(z[0, 1:], expected[1:], atol=1e-5) and z[0, 0] == 50.0
+    model.save_pretrained(tmp_path / "scorer")
+    with pytest.raises(ValueError, match="state_layer=1; this one has state_layer=None. Set spd.state_layer=1"):
+        build(tied, backbone="target", head_inputs="logits").load_trained(tmp_path / "scorer")
+    with pytest.raises(ValueError, match="spd.state_layer=1 reads the target, which spd.backbone=own never sees"):
+        build(tied, backbone="own", state_layer=1)
+
+
 def test_a_head_that_reads_logits_needs_a_tied_target(tiny_llama):
     with pytest.raises(ValueError, match="spd.backbone=own never sees"):
         build(tiny_llama, backbone="own", head_inputs="logits")

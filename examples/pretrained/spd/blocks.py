@@ -21,7 +21,6 @@ from recipe.spd.rollout.answers import final_answer
 
 SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
 HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
-TEST = 500  # questions that the evaluation asks, the labelled ones first
 
 
 def blocks_of(rows: Sequence[Row], prompts: dict[int, list[int]], split: str) -> Iterator[dict[str, Any]]:
@@ -52,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked, rows = read_gsm8k(args.gsm8k / name), read_rows(args.labels / f"{split}.parquet")
         numbers = list(dict.fromkeys(row["question"] for row in rows))
         if split == "test":
-            numbers += [n for n in drawn(TEST, 0, len(asked)) if n not in numbers][: TEST - len(numbers)]
+            labelled = {*numbers}
+            numbers += [n for n in drawn(len(asked), 0, len(asked)) if n not in labelled]
         prompts = prompts_of(asked, numbers, tokenizer)
         own = {row["question"]: row["right"] for row in rows if row["parent"] < 0}
         blocks = list(blocks_of(rows, prompts, split))

@@ -32,9 +32,14 @@ class Block:
     target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices; sampled ones: see Sampling
     target_logits: torch.Tensor  # [B, g + 1, V] float32; V: ids that both models know, however they pad embeddings
     draft_logits: torch.Tensor  # [B, g, V] float32
-    target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
+    target_layers: Sequence[torch.Tensor]  # of [B, g + 1, H]: the target's states before its first layer, after each
     mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
     rows: torch.Tensor  # [B] int64, the question each row belongs to
+
+    @property
+    def target_hidden(self) -> torch.Tensor:
+        """[B, g + 1, H], the input of the target's output layer."""
+        return self.target_layers[-1]
 
 
 Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case

@@ -205,13 +205,13 @@ def replay_blocks(
             chunk, tree = [indices[i] for i in numbers], TokenTree([texts[i] for i in numbers])
             at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
-                (draft_logits, _), (logits, hidden) = (tree.outputs(model, at) for model in (draft, target))
+                (draft_logits, _), (logits, layers) = (tree.outputs(model, at) for model in (draft, target))
             size = min(draft_logits.shape[-1], logits.shape[-1])
             given = tree.ids.to(target.device)[at[:, 1:]]
             target_ids = logits[..., :size].argmax(-1)
             yield Block(
                 context_ids=[list(context_ids[k]) for k in chunk], draft_ids=given, target_ids=target_ids,
-                target_logits=logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_hidden=hidden,
+                target_logits=logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_layers=layers,
                 mismatch=given != target_ids[:, :-1], rows=torch.tensor(chunk, device=target.device),
             )  # fmt: skip
 
@@ -283,12 +283,12 @@ def _verify(
     sampling: Sampling | None = None,
 ) -> Block:  # fmt: skip
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
-    logits, hidden = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
+    logits, layers = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
     logits = logits.float()
     target_ids = sampling.choices(draft_ids, draft_logits, logits) if sampling else logits.argmax(-1)
     return Block(
         context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
-        target_ids=target_ids, target_logits=logits, draft_logits=draft_logits, target_hidden=hidden,
+        target_ids=target_ids, target_logits=logits, draft_logits=draft_logits, target_layers=layers,
         mismatch=draft_ids != target_ids[:, :-1], rows=rows.question.clone(),
     )  # fmt: skip
 
@@ -296,9 +296,9 @@ def _verify(
 def _forward(
     model: nn.Module, rows: _Rows, which: int, tokens: torch.Tensor, positions: torch.Tensor, *,
     keep: int = 0, with_hidden: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:  # fmt: skip
     """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] in the
-    model's dtype, only of the last `keep` tokens if that is given, and the last hidden state [B, q, H].
+    model's dtype, only of the last `keep` tokens if that is given, and the hidden states, each [B, q, H].
     """
     cache = rows.caches[which]
     mask = cache.announce(positions, model.dtype)
@@ -308,7 +308,7 @@ def _forward(
         input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
         use_cache=True, output_hidden_states=with_hidden, logits_to_keep=keep,
     )  # fmt: skip
-    return output.logits[..., : rows.vocabulary], output.hidden_states[-1] if with_hidden else None
+    return output.logits[..., : rows.vocabulary], output.hidden_states if with_hidden else None
 
 
 def _commit(

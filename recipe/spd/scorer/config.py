@@ -34,6 +34,11 @@ class ScoringModelConfig(ScorerSettings):
                 "spd.head_inputs=logits reads the target's logits, which spd.backbone=own never sees. Use pair, or "
                 "spd.backbone=target."
             )
+        if self.backbone == "own" and self.state_layer:
+            raise ValueError(
+                f"spd.state_layer={self.state_layer} reads the target, which spd.backbone=own never sees. Leave it "
+                "out, or use spd.backbone=target."
+            )
         if self.backbone == "target" and self.context_tokens:
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "

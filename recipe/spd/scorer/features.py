@@ -23,7 +23,7 @@ class StoreError(RuntimeError):
 
 
 class FeatureStore:
-    """The target's hidden states [g + 1, H] by block (ids of context and draft), in safetensors files of a folder.
+    """The target's hidden states [g + 1, S] by block (ids of context and draft), in safetensors files of a folder.
 
     Each block is forwarded once in the entire training. The states keep their dtype: bfloat16 of a bfloat16 target. On
     disk, so that a resumed run continues with the same bits: in a batch of another shape the hidden states of a block
@@ -65,7 +65,7 @@ class FeatureStore:
         return [self._memory.get(block) for block in blocks]
 
     def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
-        """Keep the states [g + 1, H] of distinct blocks in a new file, which is complete when this returns."""
+        """Keep the states [g + 1, S] of distinct blocks in a new file, which is complete when this returns."""
         # Copies: a view would keep the states of its whole batch in memory.
         pairs = zip(blocks, states, strict=True)
         tensors = {_key(b): s.detach().cpu().clone(memory_format=torch.contiguous_format) for b, s in pairs}

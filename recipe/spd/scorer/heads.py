@@ -54,6 +54,28 @@ class PairHead(nn.Module):
         return self.out(F.gelu(self.second(F.gelu(self.first(features))))).squeeze(-1)
 
 
+class LayerHead(nn.Module):
+    """3 H + values -> W -> 1 over the target's state over d_i after its last layer, and over the token before d_i and
+    over d_i after an inner one, each normalised.
+    """
+
+    def __init__(self, hidden_size: int, width: int, values: int = 0) -> None:
+        super().__init__()
+        self.values = values
+        self.first = nn.Linear(3 * hidden_size + values, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(
+        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, next_hidden: torch.Tensor,
+        layer: torch.Tensor, next_layer: torch.Tensor, values: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Six of [B, g, H], of which the first three are ignored, and values [B, g, V] -> [B, g]."""
+        dtype = self.first.weight.dtype
+        parts = [F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (next_hidden, layer, next_layer)]
+        parts += [] if values is None else [values.to(dtype)]
+        return self.out(F.gelu(self.first(torch.cat(parts, dim=-1)))).squeeze(-1)
+
+
 LOGIT_FEATURES = 2
 
 

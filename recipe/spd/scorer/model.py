@@ -25,7 +25,7 @@ CHECKPOINT_ADAPTERS = "lora_adapter"  # the folder next to a checkpoint's merged
 
 # Settings that must agree for saved weights to keep their meaning -> the key of the training config.
 KIND = {
-    **{name: f"spd.{name}" for name in ("backbone", "attention", "context_tokens", "head_inputs")},
+    **{name: f"spd.{name}" for name in ("backbone", "attention", "context_tokens", "head_inputs", "state_layer")},
     **{name: f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha")},
 }
 
@@ -109,15 +109,18 @@ class ScoringActor(nn.Module):
         self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, pack: bool,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The backbone's last hidden states [B, P, H]; ids, text (1 = no padding), position_ids [B, P] int64; mask
-        [B, 1, P, P] additive (masks.py), None: causal. With `pack`, text and mask are on the host.
+        """The backbone's states [B, P, H], as `read` gives them; ids, text (1 = no padding), position_ids [B, P] int64;
+        mask [B, 1, P, P] additive (masks.py), None: causal. With `pack`, text and mask are on the host.
         """
         if not pack:
             inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": text if mask is None else mask}
-            return self.backbone(**inputs, use_cache=False).last_hidden_state
+            return self.read(**inputs, use_cache=False)
         packing = pack_rows(text, None if mask is None else mask[:, 0] == 0, ids.device)
-        states = self.backbone(**packing.model_inputs(ids, position_ids)).last_hidden_state
-        return packing.spread(states, *ids.shape)
+        return packing.spread(self.read(**packing.model_inputs(ids, position_ids)), *ids.shape)
+
+    def read(self, **inputs: Any) -> torch.Tensor:
+        """The backbone's last hidden states [B, P, H] on the inputs of its forward."""
+        return self.backbone(**inputs).last_hidden_state
 
     @abstractmethod
     def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:

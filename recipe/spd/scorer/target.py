@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import ScoringModelConfig
 from recipe.spd.scorer.features import FeatureStore
-from recipe.spd.scorer.heads import LOGIT_FEATURES, PairHead, logit_features
+from recipe.spd.scorer.heads import LOGIT_FEATURES, LayerHead, PairHead, logit_features
 from recipe.spd.scorer.masks import sees_everything
 from recipe.spd.scorer.model import ScoringActor, drafts_and_targets, host_columns, rows_at, save_head
 from recipe.spd.scorer.token_tree import TREE_TOKENS, TokenTree
@@ -27,11 +27,15 @@ WORTH_A_TREE = 4  # a tree with its quadratic mask is used if it has at most thi
 
 
 class TargetHeadScorer(ScoringActor):
-    """A small head over the frozen target's last hidden states and the embeddings of d_i and t_i; trains the head.
+    """A small head over the frozen target's hidden states and the embeddings of d_i and t_i; trains the head.
 
     A subclass may override `make_head` alone. Its head is called as head(hidden, draft, target, next_hidden, values=x)
     and returns z [B, g]: `hidden` [B, g, H] are the states that predicted t_1..t_g, `draft` and `target` the embeddings
-    of d_i and t_i, `next_hidden` the states over d_i, `values` [B, g, 2] with spd.head_inputs=logits, else None.
+    of d_i and t_i, `next_hidden` the states over d_i, `values` [B, g, 2] with spd.head_inputs=logits, else None. With
+    spd.state_layer the states after that layer follow `next_hidden`, over the token before d_i and over d_i.
+
+    In this class "states" [.., S] are the last hidden states [.., H], and with spd.state_layer [.., 2 H] those followed
+    by the ones after that layer.
     """
 
     belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
@@ -44,6 +48,8 @@ class TargetHeadScorer(ScoringActor):
     @classmethod
     def make_head(cls, config: ScoringModelConfig) -> nn.Module:
         values = LOGIT_FEATURES if config.head_inputs == "logits" else 0
+        if config.state_layer:
+            return LayerHead(config.hidden_size, config.head_size, values)
         return PairHead(config.hidden_size, config.head_size, more=int(config.head_inputs != "state"), values=values)
 
     @classmethod
@@ -58,6 +64,12 @@ class TargetHeadScorer(ScoringActor):
             raise ValueError(
                 f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
                 f"{config.base_model_path}. Use spd.head_inputs=pair."
+            )
+
+        if config.state_layer and config.state_layer >= target.num_hidden_layers:
+            raise ValueError(
+                f"spd.state_layer={config.state_layer} must be an inner layer of {config.base_model_path}, which has "
+                f"{target.num_hidden_layers}."
             )
 
     def train(self, mode: bool = True) -> TargetHeadScorer:
@@ -75,29 +87,37 @@ class TargetHeadScorer(ScoringActor):
         (layout,) = host_columns(host, spd_layout=spd_layout)
         gamma = int(layout[:, 3].max())
         draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, gamma)
-        hidden = self._target_hidden(input_ids, texts, layout, gamma, pack)
-        return self.mask_padding(self.score_features(hidden, draft_ids, target_ids), spd_layout[:, 3:4])
+        states = self._target_states(input_ids, texts, layout, gamma, pack)
+        return self.mask_padding(self.score_features(states, draft_ids, target_ids), spd_layout[:, 3:4])
+
+    def read(self, **inputs: Any) -> torch.Tensor:
+        """The states [B, P, S] on the inputs of the target's forward."""
+        output = self.backbone(**inputs, output_hidden_states=self.config.state_layer is not None)
+        return joined(output.last_hidden_state, output.hidden_states, self.config.state_layer)
 
     def score_features(
-        self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor,
+        self, states: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor,
         logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """hidden [B, g + 1, H]: the target's states (after its final norm) over the token before d_1 and over d_1 to
-        d_g, of which the i-th predicted t_i; ids [B, g]; the target's logits [B, g, V] -> z [B, g].
+        """states [B, g + 1, S]: the target's (the last ones after its final norm) over the token before d_1 and over
+        d_1 to d_g, of which the i-th predicted t_i; ids [B, g]; the target's logits [B, g, V] -> z [B, g].
 
         A head that reads logits computes them from the states where they are not given.
         """
         values = None
+        hidden, *layer = states.split(self.config.hidden_size, dim=-1)
         if self.config.head_inputs == "logits":
             values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
-        z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), hidden[:, 1:], values=values)
+        more = [part for x in (hidden, *layer) for part in (x[:, :-1], x[:, 1:])]
+        z = self.head(more[0], *self.embedded(draft_ids, target_ids), *more[1:], values=values)
         return self.mask_matches(z, draft_ids, target_ids)
 
     def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
         """See ScoringActor; reads the hidden states of the verification."""
         return lambda block: self.score_features(
-            block.target_hidden, block.draft_ids, block.target_ids[:, :-1], block.target_logits[:, :-1]
-        )
+            joined(block.target_hidden, block.target_layers, self.config.state_layer), block.draft_ids,
+            block.target_ids[:, :-1], block.target_logits[:, :-1],
+        )  # fmt: skip
 
     @torch.no_grad()
     def _logit_values(
@@ -116,10 +136,10 @@ class TargetHeadScorer(ScoringActor):
         self.check_target(self.config, self.backbone.config.get_text_config())
         return F.linear(hidden, full_tensor(self.backbone.get_input_embeddings().weight).to(hidden.dtype))
 
-    def _target_hidden(
+    def _target_states(
         self, input_ids: torch.Tensor, texts: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
     ) -> torch.Tensor:
-        """[B, gamma + 1, H]: the frozen target's last hidden states where it predicted t_1..t_{gamma+1}.
+        """[B, gamma + 1, S]: the frozen target's states where it predicted t_1..t_{gamma+1}.
 
         texts: input_ids, wherever it is cheap to read. With a feature store only blocks that were never seen are
         forwarded.
@@ -137,16 +157,16 @@ class TargetHeadScorer(ScoringActor):
             rows = missing or [0]
             fresh = self._forward_tree([blocks[i] for i in rows], input_ids.device)
             if fresh is None:
-                hidden = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
-                fresh = [hidden[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
+                read = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
+                fresh = [read[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks)
-        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, H]
-        return F.pad(hidden, (0, 0, 0, gamma + 1 - hidden.shape[1])).to(input_ids.device)
+        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, S]
+        return F.pad(padded, (0, 0, 0, gamma + 1 - padded.shape[1])).to(input_ids.device)
 
     @torch.no_grad()
     def _forward_tree(self, blocks: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor] | None:
-        """States [g + 1, H] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
+        """States [g + 1, S] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
         None where the target's attention excludes that, or where blocks have little in common.
         """
         longest = max(map(len, blocks)) - 1
@@ -157,10 +177,10 @@ class TargetHeadScorer(ScoringActor):
         if len(tree.ids) > min(TREE_TOKENS, len(blocks) * longest // WORTH_A_TREE):
             return None
         inputs = {"input_ids": tree.ids, "position_ids": tree.positions}
-        states = self.backbone(
+        states = self.read(
             **{name: ids[None].to(device) for name, ids in inputs.items()}, use_cache=False,
             attention_mask=tree.mask(self.backbone.dtype).to(device),
-        ).last_hidden_state[0]  # fmt: skip
+      )[0]  # fmt: skip
         return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
 
     def _forward_target(
@@ -187,3 +207,8 @@ class TargetHeadScorer(ScoringActor):
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         save_head(Path(directory), self.state_dict() if state_dict is None else state_dict, self.config)
+
+
+def joined(last: torch.Tensor, layers: Sequence[torch.Tensor] | None, layer: int | None) -> torch.Tensor:
+    """The last hidden states [.., H], followed by layers[layer] where a layer is given: [.., S]."""
+    return last if layer is None else torch.cat([last, layers[layer]], dim=-1)

@@ -69,8 +69,9 @@ class TokenTree:
                 sees[token] |= sees[parent]
         return torch.zeros(size, size, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
 
-    def outputs(self, model: nn.Module, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, n, V] float32 and last hidden states [B, n, H] of a causal model at the tokens `at` [B, n].
+    def outputs(self, model: nn.Module, at: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [B, n, V] float32 of a causal model at the tokens `at` [B, n], and its hidden states [B, n, H] there:
+        those before the first layer and after each.
 
         Raises ValueError for a model that would not attend to all of a text.
         """
@@ -80,4 +81,4 @@ class TokenTree:
             input_ids=self.ids[None].to(device), position_ids=self.positions[None].to(device), use_cache=False,
             attention_mask=self.mask(model.dtype).to(device), output_hidden_states=True, logits_to_keep=at.flatten(),
         )  # fmt: skip
-        return output.logits[0].view(*at.shape, -1).float(), output.hidden_states[-1][0][at]
+        return output.logits[0].view(*at.shape, -1).float(), [states[0][at] for states in output.hidden_states]

@@ -57,15 +57,15 @@ class Step:
     requests: Sequence[str]
     thresholds: torch.Tensor  # [R] float32 on the device
     judges: bool  # some request has a finite threshold
-    hidden: torch.Tensor  # [rows, H], the input of the target's output layer
+    states: Sequence[torch.Tensor]  # of [rows, H]: the input of the target's output layer; those after spd.state_layer
     rows: list[Rows] = field(default_factory=list)
 
 
 class ServedJudge:
     """Raises the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
-    head: (state before the draft token, embeddings of draft and target, state over the draft token, each [N, H], and
-    values [N, 2] for a head that reads logits) -> z [N]; embed: ids [N] -> [N, H].
+    head: the call of TargetHeadScorer's head with [N, H], and values [N, 2] for a head that reads logits, -> z [N];
+    embed: ids [N] -> [N, H].
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class ServedJudge:
             extra = new.sampling_params.extra_args if new.sampling_params else None
             self.thresholds[new.req_id] = threshold_of(extra, self.threshold)
 
-    def begin(self, requests: Sequence[str], hidden: torch.Tensor) -> None:
+    def begin(self, requests: Sequence[str], *states: torch.Tensor) -> None:
         """Announce the rows of a step with drafts; `requests` in the order of the logits' rows."""
         values = [self.thresholds.get(request_id, math.inf) for request_id in requests]
         thresholds = torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
-        self.step = Step(list(requests), thresholds, min(values) < math.inf, hidden)
+        self.step = Step(list(requests), thresholds, min(values) < math.inf, states)
 
     def accept_by_raising_logits(
         self, logits: torch.Tensor, rows: torch.Tensor, draft: torch.Tensor, request: torch.Tensor,
@@ -109,9 +109,10 @@ class ServedJudge:
         accepted = judged = torch.zeros_like(matched)
         if self.step.judges:
             ids = draft.clamp(min=0).long()
-            before, after = self.step.hidden[rows], self.step.hidden[(rows + 1).clamp(max=len(self.step.hidden) - 1)]
+            following = (rows + 1).clamp(max=len(self.step.states[0]) - 1)
+            first, *more = (part for x in self.step.states for part in (x[rows], x[following]))
             given = {"values": logit_features(logits, ids)} if self.reads_logits else {}
-            z = self.head(before, self.embed(ids), self.embed(target), after, **given).float()
+            z = self.head(first, self.embed(ids), self.embed(target), *more, **given).float()
             threshold = self.step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             own = logits.gather(1, ids[:, None]).squeeze(1)

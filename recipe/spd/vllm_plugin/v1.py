@@ -17,7 +17,7 @@ INTERFACE = {
     RejectionSampler.forward: ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
     RejectionSampler.apply_logits_processors: ("self", "logits", "sampling_metadata", "metadata"),
 }
-STATE = (ExecuteModelState, ("logits", "spec_decode_metadata", "sample_hidden_states"))
+STATE = (ExecuteModelState, ("logits", "spec_decode_metadata", "sample_hidden_states", "aux_hidden_states"))
 
 
 class JudgedRejectionSampler(RejectionSampler):
@@ -62,4 +62,5 @@ def begin(runner: Any, judge: ServedJudge) -> None:
     """Announce the step that the runner has forwarded, if it has drafts to verify."""
     state = runner.execute_model_state
     if state is not None and state.spec_decode_metadata is not None:
-        judge.begin(runner.input_batch.req_ids, state.sample_hidden_states)
+        layers = [x[state.spec_decode_metadata.logits_indices] for x in state.aux_hidden_states or ()]
+        judge.begin(runner.input_batch.req_ids, state.sample_hidden_states, *layers)

@@ -15,7 +15,7 @@ INTERFACE = {
     LogitsProcessor.apply: ("self", "logits", "ctx"),
     RejectionSampler.__call__: ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
 }
-STATE = (ExecuteModelState, ("input_batch", "hidden_states"))
+STATE = (ExecuteModelState, ("input_batch", "hidden_states", "aux_hidden_states"))
 
 
 class JudgeProcessor(LogitsProcessor):
@@ -71,4 +71,5 @@ def begin(runner: Any, judge: ServedJudge) -> None:
     state = runner.execute_model_state
     if state is not None and state.input_batch.num_draft_tokens and runner.rejection_sampler is not None:
         batch = state.input_batch
-        judge.begin(batch.req_ids, state.hidden_states[batch.logits_indices])
+        states = [state.hidden_states, *(state.aux_hidden_states or ())]
+        judge.begin(batch.req_ids, *(x[batch.logits_indices] for x in states))

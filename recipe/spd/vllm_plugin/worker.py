@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import get_pp_group
+from vllm.model_executor.models.interfaces import supports_eagle3
 
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.model import HEAD_FILE
@@ -55,6 +56,16 @@ class SPDWorker(PlatformWorker):
         embed = target_embedding(self.get_model(), self.vllm_config.model_config.model, self.device)
         self.judge = ServedJudge(head, embed, self.served.threshold, self.device)
         runner_parts.install(self.model_runner, self.judge)
+        if (layer := self.scorer.state_layer) is not None:
+            given = self.model_runner.use_aux_hidden_state_outputs or get_pp_group().world_size > 1
+            if given or not supports_eagle3(self.get_model()):
+                raise ValueError(
+                    f"the scorer reads the states after layer {layer} (spd.state_layer), which vLLM returns only for "
+                    "models with EAGLE-3 support, without pipeline parallelism and a drafter that reads such states. "
+                    "Train a scorer without spd.state_layer."
+                )
+            self.model_runner.use_aux_hidden_state_outputs = True
+            self.get_model().set_aux_hidden_state_layers((layer,))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.judge.register_requests(scheduler_output)

@@ -51,7 +51,7 @@ def make_pair(folder: Path, tied: bool = False) -> ServedPair:
             weight.add_(0.1 * weight.std() * torch.randn_like(weight))
         model.save_pretrained(paths["draft"])
     scorer = AutoModelForSPDScoring.from_config(ScoringModelConfig(
-        base_model_path=paths["target"], head_inputs="logits" if tied else "state"
+        base_model_path=paths["target"], head_inputs="logits" if tied else "state", state_layer=1 if tied else None
     ))
     with torch.no_grad():
         scorer.head.out.weight.mul_(20.0)
