@@ -204,7 +204,7 @@ def test_the_blocks_of_another_pair_are_kept(tmp_path, tiny_llama, monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_reads_logits_where_the_training_can_compute_them(tmp_path, tied):
     target = save_tiny_llama(tmp_path / "target", tied=tied)
-    inputs, layer, _ = demo.head_settings(Path(target))
+    inputs, layer = demo.head_settings(Path(target))
     assert inputs == f"spd.head_inputs={'logits' if tied else 'pair'}" and layer == "spd.state_layer=1"
 
 
