@@ -106,7 +106,7 @@ class RowCache(Cache):
         positions = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
         mask = self.announce(positions, model.dtype)
         model(input_ids=ids[:, start:end], position_ids=positions, attention_mask=mask, past_key_values=self,
-              use_cache=True, logits_to_keep=1)  # fmt: skip
+              use_cache=True, logits_to_keep=last_columns(ids, 0))  # fmt: skip
 
     def copied(self, slots: int) -> list[KeysValues]:
         """Copies of the keys and values of each layer in the first `slots` slots."""
@@ -141,6 +141,15 @@ class RowCache(Cache):
             hidden = ~visible[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def last_columns(ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` columns of ids [B, q] as a model's `logits_to_keep`, int64 [count].
+
+    A number there makes the states a view of unequal strides, for which torch, on a CPU, copies the weights of a frozen
+    output layer once for each row.
+    """
+    return torch.arange(ids.shape[1] - count, ids.shape[1], device=ids.device)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers.cache_utils import Cache
 
+from verl.models.kv_cache import last_columns
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.rollout.base import BaseRollout, register_rollout
@@ -124,7 +125,7 @@ class HFRollout(BaseRollout):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **cache}
         if "cache_params" in cache:  # models of recurrences alone take no mask of tokens that they have read
             del inputs["attention_mask"]
-        output = self.engine.module(**inputs, use_cache=True, logits_to_keep=1)
+        output = self.engine.module(**inputs, use_cache=True, logits_to_keep=last_columns(input_ids, 1))
         made = {name: output.get(name) for name in ("past_key_values", "cache_params")}
         kept = {name: cache for name, cache in made.items() if cache is not None}
         if not kept:
@@ -146,7 +147,8 @@ class HFRollout(BaseRollout):
         most counts; in half precision, whose rounding makes single rows differ by more than the limit, their mean.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1][rows]
+        kept = last_columns(input_ids, 1)
+        whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=kept).logits[:, -1][rows]
         expected, given = (x.float().log_softmax(-1) for x in (whole, logits))
         gap = (expected.exp() * (expected - given).abs()).sum(-1)  # of a log-prob, mean over the drawn token
         largest = torch.cat([gap, gap.new_zeros(1)]).max()  # there may be no row

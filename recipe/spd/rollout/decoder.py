@@ -20,7 +20,7 @@ from recipe.spd.rollout.hybrid import effective_lengths
 from recipe.spd.scorer.masks import refuse_other_attention
 from recipe.spd.scorer.token_tree import TREE_ROWS, TokenTree, alike
 from verl.models.grouped_attention import grouped_queries
-from verl.models.kv_cache import Prefills, RowCache, drop_rows
+from verl.models.kv_cache import Prefills, RowCache, drop_rows, last_columns
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 
@@ -295,7 +295,7 @@ def _verify(
 
 def _forward(
     model: nn.Module, rows: _Rows, which: int, tokens: torch.Tensor, positions: torch.Tensor, *,
-    keep: int = 0, with_hidden: bool = False,
+    keep: int | None = None, with_hidden: bool = False,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:  # fmt: skip
     """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] in the
     model's dtype, only of the last `keep` tokens if that is given, and the hidden states, each [B, q, H].
@@ -306,7 +306,8 @@ def _forward(
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
         input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
-        use_cache=True, output_hidden_states=with_hidden, logits_to_keep=keep,
+        use_cache=True, output_hidden_states=with_hidden,
+        logits_to_keep=last_columns(tokens, tokens.shape[1] if keep is None else keep),
     )  # fmt: skip
     return output.logits[..., : rows.vocabulary], output.hidden_states if with_hidden else None
 
