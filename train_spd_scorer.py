@@ -24,6 +24,8 @@ from omegaconf import DictConfig
 from recipe.spd.data.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.settings import BACKBONES, VARIABLES, SPDSettings
+from verl.utils.fs import output_folder
+from verl.utils.redact import redact_command
 
 ROOT = Path(__file__).resolve().parent
 __all__ = ["DataError", "PreparedData", "main", "prepare_spd_data_from_real_source"]
@@ -126,7 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--metadata", required=True, help="questions with ground truth and baseline correctness")
     add("--val-blocks", help="blocks of held-out questions")
     add("--val-metadata", help="their questions (default: --metadata)")
-    add("--output-dir", required=True, help="checkpoints, metrics, report, data")
+    add("--output-dir", required=True, type=output_folder, help="checkpoints, metrics, report, data")
     add("--model", default=os.environ.get("MODEL_PATH"), help="the target, or the own backbone (MODEL_PATH)")
     add("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's (TOKENIZER_PATH)")
     add("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single mismatches, into "
@@ -149,7 +151,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--label-budget is for --supervised")
     if args.val_metadata and not args.val_blocks:
         parser.error("--val-metadata is given without --val-blocks")
-    args.output_dir = str(Path(args.output_dir).expanduser().resolve())
+    args.output_dir = str(args.output_dir.resolve())
     for name in ("model", "tokenizer"):
         value = getattr(args, name)
         if value is not None and Path(value).expanduser().exists():
@@ -236,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_if_wrong(config, known)
         logger.info("supervised scorer: {}", train_supervised(config, args.label_budget, args.patience))
     else:
-        command = shlex.join(build_training_command(args, train, val))
+        command = shlex.join(redact_command(build_training_command(args, train, val)))
         logger.info("training in this process; the same as: {}", command)
         run_training(config, known)
     return 0

@@ -24,6 +24,7 @@ from scripts.audit import changes, compat, departures, facts, keys, names, page 
 from scripts.audit.facts import Facts  # noqa: E402
 from scripts.audit.reasons import Reasons, file_of  # noqa: E402
 from scripts.audit.sources import read_release  # noqa: E402
+from verl.utils.fs import output_file  # noqa: E402
 
 
 def audit(release: Facts, reasons: Reasons) -> dict[str, list[page.Row]]:
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", help=f"a stored release: {', '.join(facts.VERSIONS)}; default: that of the wheel")
     parser.add_argument("--upstream", type=Path, help="the wheel, or an unpacked folder")
-    parser.add_argument("--html", type=Path, help="page with every finding")
+    parser.add_argument("--html", type=output_file, help="page with every finding")
     parser.add_argument("--update", action="store_true", help="write the stored list, and the tables of the audit")
     parser.add_argument("--show", action="store_true", help="print every missing or different name")
     args = parser.parse_args(argv)

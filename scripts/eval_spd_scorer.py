@@ -39,6 +39,7 @@ from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, Task, visi
 from verl.data.fingerprint import model_dir_fingerprint, model_folder  # noqa: E402
 from verl.planning.checks import load_model_part  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
+from verl.utils.fs import output_folder  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
@@ -398,7 +399,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
     add("--val-harm-labels", type=Path, help="the same of validation questions: they spread the thresholds of rules "
         "and scorers, and count in the choice among these")
-    add("--out", type=Path, required=True, help="folder of evaluation.json and evaluation.png")
+    add("--out", type=output_folder, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
     add("--gamma", type=int, default=8, help="drafted tokens a round")
@@ -411,8 +412,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=256)
     add("--near-drop", type=float, help="with --all-rules: test questions are decoded only with the chosen thresholds, "
         "and with those of the one rule and the one scorer that accept the most at this drop on validation questions")
-    add("--parts", type=Path, help="folder of finished parts, which evaluations of other scorers on the same pair "
-        "share; without it they are in --out, and are removed at the end")
+    add("--parts", type=output_folder, help="folder of finished parts, which evaluations of other scorers on the same "
+        "pair share; without it they are in --out, and are removed at the end")
     add("--harmless-shares", type=float, nargs="+", help="decode with all thresholds that accept these shares of the "
         "harmless labelled mismatches; left out: of shares from 0.05 to 0.95, with the three thresholds of each rule "
         "and scorer that bisection for --near-drop (else --max-val-drop) tries on validation questions")

@@ -42,6 +42,7 @@ from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_prob
 from verl.training.policy.packing import pack, to_device
 from verl.training.policy.prefix_tree import prefix_tree
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
+from verl.utils.fs import output_file
 
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {
@@ -311,7 +312,7 @@ def has_gpus() -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and print; 1 if a check failed or a bound is not kept, or if PyTorch cannot use this machine's GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=output_file, help="file for the figures")
     parser.add_argument("--model", type=Path, help="Hugging Face folder for the demos of examples/pretrained")
     parser.add_argument("--measure", choices=SHAPES, help="time this shape alone, on the ranks of torchrun")
     arguments = parser.parse_args(argv)

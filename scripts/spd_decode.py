@@ -46,6 +46,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_t
 from verl.data.chat_template import render_chat  # noqa: E402
 from verl.data.rl_dataset import read_rows  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
+from verl.utils.fs import output_file  # noqa: E402
 from verl.utils.tokenizer import hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
@@ -364,7 +365,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
         "and on CPUs with instructions for it, else float32)")
     add("--chat-template", action="store_true", help="wrap each prompt as a user's message")
-    add("--json", type=Path, metavar="FILE", help="write one record a prompt")
+    add("--json", type=output_file, metavar="FILE", help="write one record a prompt")
     add("--no-color", action="store_true", help="plain markers on a terminal too")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or default_dtype(args.device)

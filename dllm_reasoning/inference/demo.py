@@ -20,6 +20,7 @@ from verl.data.chat_template import render_chat
 from verl.data.rl_dataset import DatasetError, read_rows
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.utils.accelerator import default_dtype
+from verl.utils.fs import output_file
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 from verl.utils.visible_text import visible
 
@@ -53,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", help="type of the weights: float32, bfloat16, ... (default: bfloat16 on cuda and on CPUs with "
         "instructions for it, else float32)")  # fmt: skip
-    add("--output_file", type=Path, default=Path("inference_results.jsonl"))
+    add("--output_file", type=output_file, default="inference_results.jsonl")
     add("--max_display", type=int, default=5, help="answers to print")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or default_dtype(torch.device(args.device).type)

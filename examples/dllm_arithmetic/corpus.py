@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.spd_arithmetic import corpus as problems
+from verl.utils.fs import output_folder
 
 PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
 SPECIAL = (PAD, EOS, UNK, MASK)
@@ -92,7 +93,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 def main(argv: list[str] | None = None) -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_folder, required=True)
     for split, count in COUNTS.items():
         parser.add_argument(f"--{split}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)

@@ -34,6 +34,7 @@ from examples.dllm_arithmetic.acceptance import LOSSLESS, criteria_of, criteria_
 from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
 from verl.report.page import write_report
+from verl.utils.fs import output_folder
 from verl.utils.jsonl import read_objects
 
 BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 280.0}
@@ -177,7 +178,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "dllm")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "dllm"))
     parser.add_argument("--base-steps", type=int)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--twin-steps", type=int, default=TWIN_STEPS)

@@ -28,6 +28,7 @@ from examples.dllm_arithmetic.corpus import final_answer
 from recipe.spd.rollout.answers import is_correct
 from verl.models.kv_cache import Prefills
 from verl.utils.accelerator import get_device_name
+from verl.utils.fs import output_file
 from verl.utils.tokenizer import stop_ids
 
 LIMIT, TIMED = 128, 40
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timed", type=int, default=TIMED, help="questions that are timed, on one thread; 0: none, "
                         "on all threads")
     parser.add_argument("--speed-only", action="store_true", help="nothing but tokens per second")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_file, required=True)
     args = parser.parse_args(argv)
     torch.set_num_threads(1 if args.timed or args.speed_only else len(os.sched_getaffinity(0)))
     name, _, directory = args.model.partition("=")

@@ -20,6 +20,7 @@ from examples.dllm_arithmetic import corpus
 from examples.spd_arithmetic import train_models
 from examples.spd_arithmetic.model import Shape
 from examples.spd_arithmetic.train_pair import publish
+from verl.utils.fs import output_folder
 
 STEPS = 350
 
@@ -59,7 +60,7 @@ def write_base(
 def main(argv: list[str] | None = None) -> None:
     """Write model and questions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_folder, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--layers", type=int, default=4)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, console, run_logged
 from examples.dllm_arithmetic import demo
+from verl.utils.fs import output_folder
 
 OWN = [
     "iterative.self_generate.enable=true", "iterative.self_generate.max_prompts=4000",
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--steps", type=int, default=demo.STEPS)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "dllm_options")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "dllm_options"))
     args = parser.parse_args(argv)
     out = args.out.resolve()
     try:

@@ -36,6 +36,7 @@ from examples.demo_runner import (
 )
 from examples.grpo_arithmetic.acceptance import criteria_of, lines
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
+from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "start": 190.0, "GRPO": 400.0, "control": 100.0}
 STEPS, CONTROL_STEPS = 60, 8
@@ -124,7 +125,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--control-steps", type=int, default=CONTROL_STEPS)
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "grpo_arithmetic")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "grpo_arithmetic"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     return args

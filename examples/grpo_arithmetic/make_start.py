@@ -22,6 +22,7 @@ from examples.demo_runner import make_progress
 from examples.spd_arithmetic import corpus, train_models, train_pair
 from examples.spd_arithmetic.questions import draw_questions
 from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer
+from verl.utils.fs import output_folder
 
 SFT_STEPS = 460
 # Of the answers. Batches group rows by length, so that a short row's tokens weigh more: the model guesses more often.
@@ -37,7 +38,7 @@ OnStep = Callable[[int, float], None]
 def parse(argv: list[str] | None, doc: str = __doc__, sft_steps: int = SFT_STEPS) -> argparse.Namespace:
     """The command-line options of a script that makes a demo's start."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_folder, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft-steps", type=int, default=sft_steps)
     return parser.parse_args(argv)

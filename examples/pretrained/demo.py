@@ -38,6 +38,7 @@ from examples.pretrained.questions import (
     VALIDATION_SIZE,
 )
 from examples.pretrained.stages import Stage, record_of, refuse_other_settings, run_stages
+from verl.utils.fs import output_folder
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
 PROMPTS, SAMPLES, LR = 16, 8, 2e-5
@@ -138,7 +139,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, default=LR)
-    parser.add_argument("--out", type=Path, default=fetch.OUT / "demo")
+    parser.add_argument("--out", type=output_folder, default=str(fetch.OUT / "demo"))
     args, args.more = parser.parse_known_args(argv)
     if wrong := [setting for setting in args.more if "=" not in setting]:
         parser.error(f"unknown: {' '.join(wrong)}; settings of main_ppo have the form key=value")

@@ -26,6 +26,7 @@ from transformers import AutoConfig
 
 from examples.demo_runner import ROOT
 from verl.planning.checks import ModelError, load_model_part
+from verl.utils.fs import output_folder
 from verl.utils.tokenizer import hf_tokenizer
 
 OUT = ROOT / "outputs" / "pretrained"
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> Path:
     """Make the folder unless it exists; returns it. SystemExit with the reason where that fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", choices=SOURCES, default=DEFAULT, metavar="MODEL")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=output_folder, default=str(OUT))
     options = parser.parse_args(argv)
     source, out = SOURCES[options.model], options.out.resolve()
     folder, unfinished = out / source.folder, out / f"{source.folder}.partial"

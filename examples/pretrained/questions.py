@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from examples.demo_runner import ROOT
+from verl.utils.fs import output_folder
 
 # Item i of seed s is drawn from Random(s + i): these stay apart as long as no set has more than a million items.
 TRAIN, EXAMPLES, VALIDATION = 1_000_000, 3_000_000, 5_000_000
@@ -90,7 +91,7 @@ def write(folder: Path, seed: int, train: int = TRAIN_SIZE, validation: int = VA
 def main(argv: list[str] | None = None) -> None:
     """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained" / "data")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "data"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     write(args.out, args.seed)

@@ -16,6 +16,7 @@ from typing import Any
 
 from examples.demo_runner import ROOT, PhaseFailed, TrainingWatch, console, make_progress, run_logged
 from examples.pretrained import fetch
+from verl.utils.fs import output_folder
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.Argument
     """The options that commands of stages share: `sizes` has the default of each size."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"of the {seeds_of}")
-    parser.add_argument("--out", type=Path, default=out, help=f"default: {out.relative_to(ROOT)}")
+    parser.add_argument("--out", type=output_folder, default=str(out), help=f"default: {out.relative_to(ROOT)}")
     parser.add_argument("--until", help="the last stage to run")
     for name, value in vars(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")

@@ -31,6 +31,7 @@ from examples.grpo_arithmetic.demo import describe
 from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw_curves, same_steps, series, time_table
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.report.page import write_report
+from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "student": 240.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
 STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6
@@ -135,7 +136,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--student-steps", type=int, default=STUDENT_STEPS, help="of both runs of the student")
     parser.add_argument("--dllm", type=Path, default=ROOT / "outputs" / "dllm", help="what make demo-dllm left")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "refine_rl")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "refine_rl"))
     args = parser.parse_args(argv)
     args.out, args.dllm = args.out.resolve(), args.dllm.resolve()
     return args

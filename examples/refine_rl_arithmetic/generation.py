@@ -24,6 +24,7 @@ from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.protocol import DataProto
 from verl.rollout import get_rollout_class
 from verl.training.policy import get_policy
+from verl.utils.fs import output_file
 
 LIMIT, REPETITIONS = 128, 3
 CALLS = {"1": 8, "4": 4, "16": 2, "64": 1, "tail": 1}  # questions of a batch -> batches
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True, help="a smaller model with the same vocabulary")
     parser.add_argument("--questions", type=Path, required=True, help="parquet: instruction, output")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_file, required=True)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with one_rank():

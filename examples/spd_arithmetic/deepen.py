@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from verl.utils.fs import output_folder
+
 LAYERS, FF = 40, 4096  # with hidden size 128: 66 million parameters
 
 
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write the deepened model and its tokenizer to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="model folder (Llama's architecture)")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=output_folder, required=True)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--ff", type=int, default=FF, help="width of the MLPs")
     parser.add_argument("--seed", type=int, default=0)

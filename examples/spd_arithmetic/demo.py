@@ -17,6 +17,7 @@ from pathlib import Path
 
 from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
 from verl.report.page import write_report
+from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 300.0, "evaluation": 180.0}
@@ -123,7 +124,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="GRPO steps")
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_arithmetic")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_arithmetic"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     return args

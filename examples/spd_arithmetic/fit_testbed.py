@@ -32,6 +32,7 @@ from scripts.spd_evaluation import harm
 from scripts.spd_evaluation.measures import harmless_share_and_auc
 from scripts.spd_evaluation.rules import STATISTICS
 from scripts.spd_evaluation.worker import load_model
+from verl.utils.fs import output_folder
 
 NUMBERS = ("harmless", "margin", "probability", "entropy")
 #: Of a test bed that is only labelled: blocks of train questions are not used.
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     given.add_argument("--pair", type=Path, help="folder of prepare_blocks with the real pair's labelled mismatches")
     given.add_argument("--wanted", type=float, nargs=4, metavar=tuple(name.upper() for name in NUMBERS))
     parser.add_argument("--dtype", default="float32", help="of the real pair's models")
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_fit")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_fit"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     for knob, default in DEFAULTS.items():
         parser.add_argument(f"--{knob.replace('_', '-')}", type=type(default), nargs="+", default=[default])

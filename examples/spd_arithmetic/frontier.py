@@ -32,6 +32,7 @@ from examples.spd_arithmetic.train_pair import DEFAULTS, DRIFT_MARGIN
 from scripts.spd_evaluation.curves import best_mix, curves_of, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
+from verl.utils.fs import output_file, output_folder
 
 # Thresholds of the rules without training: few, but from almost no drop to 4 points, since each costs 1,600 answers.
 FREE_RULES = {"--margins": "4 6 7 8", "--typicals": "0.015 0.001 0.0003", "--ranks": "2 3", "--entropies": "0.1 0.6",
@@ -265,9 +266,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-questions", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=4000, help="most blocks that a scorer is trained on")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
-    parser.add_argument("--kept", type=Path, help="folder of measured seeds, read and added to")
-    parser.add_argument("--results", type=Path, help="file of the figures over seeds (default OUT/spd_seeds.json)")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_frontier"))
+    parser.add_argument("--kept", type=output_folder, help="folder of measured seeds, read and added to")
+    parser.add_argument("--results", type=output_file, help="figures over seeds (default OUT/spd_seeds.json)")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     result = {}

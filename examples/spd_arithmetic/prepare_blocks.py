@@ -48,6 +48,7 @@ from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.measures import mean_and_error
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.accelerator import default_dtype
+from verl.utils.fs import output_folder
 
 HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.py", "blocks.py", "workers.py",
@@ -138,7 +139,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder of the test bed")
+    add("--out", type=output_folder, required=True, help="folder of the test bed")
     add("--seed", type=int, default=0)
     for name, text in MODEL_SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), help=f"{text} (default {DEFAULTS[name]})")

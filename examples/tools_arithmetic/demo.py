@@ -21,6 +21,7 @@ from examples.demo_runner import ROOT, PhaseFailed, Phases, by_step, console, ru
 from examples.grpo_arithmetic.acceptance import Criterion, lines
 from examples.grpo_arithmetic.demo import train
 from examples.tools_arithmetic.make_start import COUNTS, DATA_SOURCE, SFT_STEPS
+from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "start": 100.0, "tools": 400.0, "single turn": 300.0}
 STEPS, VALIDATIONS = 80, 4
@@ -97,7 +98,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "tools_arithmetic")
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "tools_arithmetic"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     return args

@@ -22,7 +22,7 @@ from recipe.spd.scorer.features import StoreError
 from recipe.spd.settings import SPDSettings
 from verl.config.compose import to_plain
 from verl.data.fingerprint import folder_fingerprint, model_folder
-from verl.planning.checks import ModelError, check_url, load_model_part
+from verl.planning.checks import ModelError, check_url, check_written, load_model_part
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
 from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
@@ -47,6 +47,10 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
         check_store_path(Path(settings.rollout.store_path).expanduser())
     except StoreError as e:
         yield wrong("spd.rollout.store_path", str(e))
+    yield from check_written("spd.rollout.store_path", settings.rollout.store_path, is_folder=False)
+    yield from check_written("spd.feature_store", settings.feature_store)
+    if not urls:
+        yield from check_written("spd.rollout.server_log", settings.rollout.server_log, is_folder=False)
     yield from _check_servers(urls, settings, f"spd.rollout.servers ({URLS_VARIABLE})")
     models = {"spd.target_path": settings.target_path}
     if settings.rollout.rounds > 1:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.audit import compat, facts  # noqa: E402
+from verl.utils.fs import output_file  # noqa: E402
 
 
 def paths() -> list[str]:
@@ -53,7 +54,7 @@ def import_paths() -> dict[str, dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write every module with its names and what they are")
+    parser.add_argument("--json", type=output_file, help="write every module with its names and what they are")
     args = parser.parse_args(argv)
     found = import_paths()
     if args.json:

@@ -31,7 +31,8 @@ SAMPLING += [f'{{"{name}": {value}}}' for name in OUT_OF_RANGE for value in OF_A
              if (name, value) not in {("ignore_eos", "true"), ("stop_token_ids", "[]"), ("stop_token_ids", "[1]")}]
 SAMPLING += ['{"logprobs": 5}', '{"n": 100000}', '{"best_of": 9}', '{"": 1}',
              '{"logits_processors": ["os.system"]}', '{"structured_outputs": {"regex": "(a+)+$"}}',
-             '{"TEMPERATURE": 1}', '{"bad_words": ["x"]}', '{"extra_args": {}}', '{"__class__": "x"}']  # fmt: skip
+             '{"TEMPERATURE": 1}', '{"bad_words": ["x"]}', '{"extra_args": {}}', '{"__class__": "x"}',
+             f'{{"min_new_tokens": 2, "stop_token_ids": {[*range(64)]}}}']  # fmt: skip
 BODIES = [
     "[]", "1", '"x"', "true", "nope", "{", '{"a":', "{'a': 1}", "\x00", "[" * 100_000, '{"a":' * 100_000, "\ufeff{",
     '{"input_ids": "7"}', '{"input_ids": 7}', '{"input_ids": {"0": 7}}', '{"input_ids": true}', '{"rid": 5}',
@@ -71,6 +72,9 @@ def test_parameters_at_the_ends_of_their_ranges_become_vllms():
     }  # fmt: skip
     alone = {"max_tokens": 40, "ignore_eos": True, "stop_token_ids": []}
     assert sampling_arguments({"ignore_eos": True, "stop_token_ids": [2]}, 40, 64) == alone
+    all_but_one = {"min_tokens": 2, "stop_token_ids": [*range(63)] * 2}
+    assert sampling_arguments(all_but_one, 40, 64)["min_tokens"] == 2
+    assert sampling_arguments(all_but_one | {"ignore_eos": True}, 40, 63)["stop_token_ids"] == []
     assert checked_body(b'{"rid": "a", "mode": null, "other": 1}') == {"rid": "a", "other": 1}
     assert checked_body(b"") == {}
 
@@ -130,6 +134,24 @@ def test_over_http_each_is_400_and_the_server_answers_the_next_request(server):
 def test_a_wrong_token_is_401_in_any_alphabet(server, token):
     status, reply = asyncio.run(post(server, "generate", b"{}", token))
     assert status == 401 and "Authorization" in reply["error"]["message"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_open", [False, True])
+def test_metrics_need_the_token_unless_a_prometheus_reads_them(is_open):
+    made = vLLMHttpServer(OneTokenEngine(), None, vocab_size=64, max_model_len=64, open_metrics=is_open)
+
+    async def statuses():
+        async with aiohttp.ClientSession() as session:
+            asked = [(path, headers) for path in ("metrics", "health", "model_info")
+                     for headers in ({}, {"Authorization": f"Bearer {made.token}"})]  # fmt: skip
+            replies = [await session.get(f"http://{made.address}/{path}", headers=given) for path, given in asked]
+            return [reply.status for reply in replies]
+
+    try:
+        assert asyncio.run(statuses()) == [200 if is_open else 401, 200, 200, 200, 401, 200]
+    finally:
+        made.close()
 
 
 @pytest.mark.process

@@ -44,10 +44,23 @@ TEXTS = [
     ("-----BEGIN RSA PRIVATE KEY-----\nhush\n-----END RSA PRIVATE KEY----- n", "n"),
     ("token: hushhushhush1", "token"), ("passwd:hush", ""), ("client_secret := hush", ""),
     ("credentials=(hush, hush) n", "n"),
+    ("--reward_kwargs.password=my hush n=1", "n=1"), ("password=my own hush --n 1", "--n 1"),
+    ("--pwd my hush -n", "-n"), ("reward_kwargs.password=my hush\nn=1", "n=1"), ("password=my hush, n", ", n"),
+    ("f(password=a if hush)", ")"), ("http://u:p/hush@h:1/v1", "h:1/v1"), ("postgres://u:a/hush/b@h/d?n=1", "h/d?n=1"),
+    ("http://h:80/v1,http://u:hush@h2/v1", "h2/v1"), ("http://u:hush@h/v1,http://u:hush@h2/v1", "h2/v1"),
+    ("https://h/a?se=1&sig=hush%2F1&b=2", "b=2"), ("https://h/a?Sig=hush", "https://h/a"),
+    ("got sk-proj-hush1234567890abc.", "got"), ("sk-ant-api03-hush-1234567890", ""),
+    ("hf_hushABCDEFGHIJKLMNOPQRST, n", "n"), ("ghp_hush567890123456789012345678901234567890", ""),
+    ("github_pat_11AAAAAAAAAAAAAAA_hush0123", ""),
+    ("glpat-hush5678901234567890", ""), ("xoxb-hush-123456789-abcdef", ""), ("nvapi-hush56789012345678", ""),
+    ("['--api-key', 'hush', '--n', '1']", "'--n'"), ("x eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.hush y", "y"),
 ]  # fmt: skip
 KEPT = [
     "http://host:8000/v1", "max_token_len=3, prompt_key=prompt", "a@b.c wrote key: value", "unknown token: 42",
     "the key: an id", "auth: none", "x" * 50_000, "a bearer of news", "d[key] == 5", "Traceback: line 5", "a=1",
+    "http://h:8000/v1/@scope/name", "https://h/package@1.2/file", "http://[::1]:8000/a@b",
+    "hf_tokenizer_of_a_long_name", "http://a:" + "/" * 50_000, "sk-learn-based-estimators-of-the-user",
+    "task-1234567890-abcdefgh", "file:///a:b/c@d", "a design=1 of two words",
 ]  # fmt: skip
 
 
@@ -63,6 +76,12 @@ def test_everything_below_a_secret_name_is_hidden_everywhere(name):
     assert "hush" not in command and command.endswith("n=1")
     old, new = (OmegaConf.create(redact({"a": {name: value}})) for value in ("hush1", "hush2"))
     assert "hush" not in json.dumps(changed_settings(old, new, {}))
+
+
+def test_a_list_is_read_as_a_command_line():
+    tree = {"server_args": ["--api-key", "hush", "--n", "1"], "pair": ("a", "b"), "mixed": [1, "token=hush"]}
+    clean = {"server_args": ["--api-key", HIDDEN, "--n", "1"], "pair": ("a", "b"), "mixed": [1, f"token={HIDDEN}"]}
+    assert redact(tree) == clean
 
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES)

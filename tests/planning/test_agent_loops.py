@@ -105,3 +105,23 @@ def test_tools_need_a_loop_that_uses_them_and_a_server(tools):
     assert not any("uses neither tools nor interactions" in message for _, message in reported)
     ((key, message),) = problems(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=sync", tools())
     assert key == "multi_turn.tool_config_path" and "needs conversations with a server: set" in message
+
+
+def test_upstream_s_rows_of_one_turn_under_multi_turn_name_the_loop_to_set(tools):
+    """Rows as upstream's gsm8k.py writes them, with and without the arguments of tools: none has agent_name."""
+    plain = {
+        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1 + 2 = ?"}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 0, "answer": "#### 3", "question": "1 + 2 = ?"},
+    }  # fmt: skip
+    create = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "3"}}}
+    with_tools = plain | {"extra_info": plain["extra_info"] | {"need_tools_kwargs": True, "tools_kwargs": create}}
+    served = (*SERVED[:2], f"{ROLLOUT}.multi_turn.enable=true", tools())
+    for row in (plain, with_tools, with_tools | {"agent_name": None}):
+        key, message = problems(*served, rows=[row])[-1]
+        assert key == "agent.default_agent_loop" and "no row has a value in column agent_name. Set " in message
+        assert message.endswith(f"{SERVED[2]}.")
+        named = row | {"agent_name": "tool_agent"}
+        for advised in (problems(*served, SERVED[2], rows=[row]), problems(*served, rows=[row, named])):
+            assert not any("agent_name" in message for _, message in advised)
+    assert problems(*served[:3], rows=[plain]) == []  # no tools: one turn is what such a run is to train

@@ -200,6 +200,31 @@ def test_it_sees_its_own_file_and_libraries_alone(request):
 
 
 @pytest.mark.process
+def test_packages_are_masked_in_every_library(request):
+    if refused(request):
+        return
+    libraries = [Path(sys.base_prefix, "lib"), Path("/usr/lib")]
+    folders = [str(folder) for library in libraries for name in ("site-packages", "dist-packages")
+               for folder in library.glob(f"python*/{name}")]  # fmt: skip
+    program = f"import os\nprint([x for f in {folders} if os.path.isdir(f) for x in os.listdir(f)])\n"
+    program += "for name in ('pip', 'yaml'):\n    try: print(__import__(name))\n    except ImportError: pass"
+    outcome = run_python(program)
+    assert (outcome.stdout, outcome.stderr) == (b"[]\n", b"")
+
+
+@pytest.mark.process
+def test_a_copy_of_python_in_its_folder_is_not_executed_with_or_without_set_uid(world, request):
+    if refused(request):
+        return
+    for mode in (0o755, 0o6755):
+        code = f"import shutil; shutil.copy(sys.executable, 'p'); os.chmod('p', {mode})\n"
+        code += "os.execv('p', [sys.executable, '-I', '-S', '-c', 'print(\"GOT\")'])"
+        verdict, how = tried(code, world, memory_mb=512, disk_mb=64)
+        assert verdict == "STOPPED" and "Permission denied" in how
+        assert tried(code, world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
+
+
+@pytest.mark.process
 def test_gigabytes_of_output_are_cut_and_end_it(request):
     if refused(request):
         return

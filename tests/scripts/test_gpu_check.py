@@ -268,14 +268,18 @@ def test_a_gpu_without_pytorch_for_it_is_an_error(capsys, monkeypatch, tmp_path)
     assert "cannot use them" in capsys.readouterr().out
 
 
+def copy_installer(folder: Path) -> None:
+    requirements = (f"requirements/{kind}.txt" for kind in ("base", "cuda", "test", "reasoning_gym"))
+    for name in ("scripts/setup_env.sh", "setup.py", *requirements):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / ".venv/bin").mkdir(parents=True)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(("before", "stays"), [("cpu 0", False), ("cuda 0", True)])
 def test_the_environment_is_made_again_for_another_kind_of_device(tmp_path, before, stays):
-    requirements = (f"requirements/{kind}.txt" for kind in ("base", "cuda", "test", "reasoning_gym"))
-    for name in ("scripts/setup_env.sh", "setup.py", *requirements):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / ".venv/bin").mkdir(parents=True)
+    copy_installer(tmp_path)
     (tmp_path / ".venv/.ready").write_text(before)
     command(tmp_path / ".venv/bin", "python", "exit 4")  # pip would run now
     python = command(tmp_path, "python", 'test "$1" = -c || { echo "$@"; exit 3; }')
@@ -285,6 +289,27 @@ def test_the_environment_is_made_again_for_another_kind_of_device(tmp_path, befo
     )
     assert (tmp_path / ".venv").exists() == stays
     assert (ended.returncode, "-m venv .venv" in ended.stdout) == ((4, False) if stays else (3, True)), ended.stdout
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fails_at", ["nothing", "test.txt"])
+def test_what_pip_says_goes_to_a_log_and_only_a_failure_to_the_screen(tmp_path, fails_at):
+    copy_installer(tmp_path)
+    said = f'for i in 1 2 3; do echo "WARNING: $i of $*" >&2; done\ncase "$*" in *{fails_at}*) exit 5;; esac'
+    command(tmp_path / ".venv/bin", "python", f"[ $1 = -c ] && exit\n{said}")
+    environment = {"PATH": "/usr/bin:/bin", "VERL_DEVICE": "cuda"}
+    ended = subprocess.run(
+        ["bash", "scripts/setup_env.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    lines, log = ended.stdout.splitlines(), (tmp_path / ".venv/setup.log").read_text()
+    assert "WARNING: 3 of -m pip --disable-pip-version-check install -r requirements/cuda.txt" in log
+    if fails_at == "nothing":
+        assert (ended.returncode, ended.stderr, len(log.splitlines())) == (0, "", 12)  # four calls of pip
+        assert lines[-1].startswith("[setup] ready after ") and lines[-1].endswith("what pip said: .venv/setup.log")
+    else:
+        assert ended.returncode == 5 and lines[-1] == "[setup] pip failed; the last lines of .venv/setup.log:"
+        assert ended.stderr.splitlines()[-1].endswith("install --no-deps -r requirements/test.txt")
+        assert not (tmp_path / ".venv/.ready").exists()
 
 
 def test_results_are_printed_with_their_bounds(capsys):

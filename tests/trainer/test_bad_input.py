@@ -29,6 +29,8 @@ CASES = {
     "arithmetic": ({"trainer.n_gpus_per_node": 8, "data.train_batch_size": 9, "trainer.device": "cpu"}, ARITHMETIC),
     "heads": ({"actor_rollout_ref.rollout.name": "vllm", "+actor_rollout_ref.model.override_config.head_dim": 24},
               HEADS.format(24)),
+    "folder": ({"trainer.default_local_dir": "{here}/train.jsonl"},
+               "train.jsonl is not a folder. Name another folder."),
 }  # fmt: skip
 
 

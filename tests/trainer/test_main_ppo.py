@@ -12,10 +12,14 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 
+from tests.helpers.configs import compose_ppo
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
-from verl.trainer.main_ppo import create_rl_sampler
+from verl.trainer.main_ppo import TaskRunner, create_rl_sampler
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction
 from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
+from verl.utils.problems import ConfigError
 
 
 def data_config(**keys):
@@ -123,3 +127,9 @@ def test_only_the_recorded_session_of_a_dead_run_is_stopped(tmp_path):
         for process in (ours, other, reader):
             process.kill()
         os.rmdir(folders[1])
+
+
+def test_a_node_of_a_cluster_tries_the_folder_of_the_run_before_anything_is_loaded():
+    config = to_settings(compose_ppo("trainer.default_local_dir=/dev/null/run"), PPOConfig)
+    with pytest.raises(ConfigError, match="trainer.default_local_dir: /dev/null/run cannot be written: /dev/null is"):
+        TaskRunner().make_trainer(config)

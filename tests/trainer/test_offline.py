@@ -308,6 +308,11 @@ def test_all_mistakes_of_a_start_stand_in_one_message(tiny_llama, prompts, tmp_p
         generate(tmp_path / "absent.jsonl", "/no/model", tmp_path / "out.parquet")
     assert "absent.jsonl: file does not exist" in str(raised.value) and "model.path=/no/model" in str(raised.value)
     assert not [*tmp_path.glob("out.parquet*")]
+    (tmp_path / "out.parquet.partial").touch()
+    for path, there in ((tmp_path, "a folder, not a file"), (prompts / "a", "not a folder"),
+                        (tmp_path / "out.parquet", "out.parquet.partial is not a folder")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"data.output_path: {path}\S* cannot be written: .* is {there}|{there}"):
+            generate(prompts, tiny_llama, path)
 
 
 def test_a_fault_of_the_check_is_hidden_by_problems_but_not_by_warnings(tiny_llama, prompts):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from loguru import logger
 
+from verl.utils.fs import output_folder
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of verl 0.7's merger, with dtype and shard size on top."""
@@ -25,7 +27,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m verl.model_merger", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="operation", required=True)
     merging = commands.add_parser("merge", parents=[common], help="write a Hugging Face folder")
-    merging.add_argument("--target_dir", type=Path, required=True, help="folder to make")
+    merging.add_argument("--target_dir", type=output_folder, required=True, help="folder to make")
     merging.add_argument("--max_shard_size", default="5GB", help="bytes of one safetensors file")
     testing = commands.add_parser("test", parents=[common], help="compare with a Hugging Face folder")
     testing.add_argument("--test_hf_dir", type=Path, required=True, help="folder to compare with")

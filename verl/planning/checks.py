@@ -18,8 +18,8 @@ from verl.config.compose import select
 from verl.config.data import DataConfig
 from verl.config.offline import GenerationTrainerConfig
 from verl.config.sft import SFTDataConfig
-from verl.utils.fs import copy_to_local, is_non_local
-from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
+from verl.utils.fs import check_writable, copy_to_local, is_non_local
+from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
 
@@ -259,9 +259,11 @@ def check_machine(trainer: RunConfig) -> Iterator[Problem]:
 
 
 def check_outputs(trainer: RunConfig) -> Iterator[Problem]:
-    """Unknown names in trainer.logger, packages that are not installed, and no command for trainer.default_hdfs_dir."""
-    from verl.utils.tracking import BACKENDS
+    """Folders and trackers that cannot be written to, unknown trackers, and packages and commands that are missing."""
+    from verl.utils.tracking import BACKENDS, written_by
 
+    yield from check_written("trainer.default_local_dir", trainer.default_local_dir)
+    yield from check_written("trainer.default_hdfs_dir", trainer.default_hdfs_dir)
     key, remote = "trainer.default_hdfs_dir", trainer.default_hdfs_dir
     if remote is not None and is_non_local(remote) and shutil.which("hdfs") is None:
         yield absent(key, f"{key}={remote}: the `hdfs` command is not on PATH. Install it, or name a mounted folder.")
@@ -274,6 +276,23 @@ def check_outputs(trainer: RunConfig) -> Iterator[Problem]:
         package = LOGGER_PACKAGES.get(backend)  # none for wandb: the console replaces it
         if package is not None and importlib.util.find_spec(package) is None:
             yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {package}")
+        if written := written_by(backend, trainer.project_name, trainer.experiment_name):
+            yield from check_written(f"trainer.logger={backend}", *written)
+
+
+def check_written(key: str, path: str | os.PathLike | None, is_folder: bool = True) -> Iterator[Problem]:
+    """A local folder or file that cannot be written: wrong where something of another kind has the name, else absent.
+
+    None and paths of other storage are not checked. `key` names the path, as a key or as key=value.
+    """
+    if path is None or is_non_local(path):
+        return
+    try:
+        check_writable(path, is_folder)
+    except OSError as e:
+        kind = WRONG if isinstance(e, IsADirectoryError | NotADirectoryError) else ABSENT
+        text = f"{key}: {path} cannot be written: {e}. Name another {'folder' if is_folder else 'file'}."
+        yield Problem(kind, key.partition("=")[0], text)
 
 
 def check_gpus(trainer: RunConfig | GenerationTrainerConfig) -> Iterator[Problem]:

@@ -10,7 +10,15 @@ from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import read_rows
-from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models, row_problems
+from verl.planning.checks import (
+    Findings,
+    check_gpus,
+    check_length,
+    check_liger,
+    check_models,
+    check_written,
+    row_problems,
+)
 from verl.planning.config_check import text
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.utils.problems import Problem, one_line, wrong
@@ -66,6 +74,8 @@ def check_inputs(
     tokenizer, problems = findings.tokenizer, findings.problems
     read = read_rows if tokenizer is None else lambda _: GenerationPrompts(config, tokenizer)
     prompts = _tried(problems, "data.path", lambda: read(config.data.path))
+    problems += check_written("data.output_path", config.data.output_path, is_folder=False)
+    problems += check_written("data.output_path", f"{config.data.output_path}.partial")
     if isinstance(prompts, GenerationPrompts):
         problems += row_problems(prompts, "data.path", len(prompts) if rows is None else rows, lambda row: None)
         problems += PartialAnswers(config).problems()

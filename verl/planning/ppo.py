@@ -24,6 +24,7 @@ from verl.planning.checks import (
     check_outputs,
     check_splits,
     check_tensor_parallel,
+    check_written,
 )
 from verl.planning.config_check import ARITHMETIC, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
@@ -74,11 +75,25 @@ def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[
     check_data(config, findings, create_dataset, rows)
     trainer = config.trainer
     problems += [*check_gpus(trainer), *check_outputs(trainer)] if findings.to_start else check_machine(trainer)
-    problems += check_group_size(config)
+    problems += [*check_files_of_the_run(config), *check_group_size(config)]
     if isinstance(config, AsyncPPOConfig) and not findings.to_start:
         problems += check_generating_ranks(config)
     for check in (check_environment, check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
         problems += check(config, findings)
+
+
+def check_files_of_the_run(config: PPOConfig) -> Iterator[Problem]:
+    """Files and folders, beside those of every training, that the settings ask for and that cannot be written."""
+    for name in ("rollout_data_dir", "validation_data_dir"):
+        yield from check_written(f"trainer.{name}", config.trainer[name])
+    yield from check_written("ray_kwargs.timeline_json_file", config.ray_kwargs.timeline_json_file, is_folder=False)
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.skip_rollout:
+        yield from check_written(f"{key}.skip_dump_dir", rollout.skip_dump_dir)
+    if rollout.prometheus.enable:
+        yield from check_written(f"{key}.prometheus.file", rollout.prometheus.file, is_folder=False)
+    if config.global_profiler.steps:
+        yield from check_written("global_profiler.save_path", config.global_profiler.save_path)
 
 
 def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:

@@ -88,10 +88,11 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
             what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
             how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
             yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
-    unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
-    if (tools or interactions) and unused:
+    unnamed = rows and not any(row.get("agent_name") for row in rows)
+    if (tools or interactions) and unnamed and rollout.agent.default_agent_loop == "single_turn_agent":
         key = f"{ROLLOUT}.agent.default_agent_loop"
-        what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a column agent_name"
+        what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in column "
+        what += "agent_name"
         yield wrong(key, f"{what}. Set {key}=tool_agent.")
     yield from problems
 

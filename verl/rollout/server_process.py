@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import psutil
 from loguru import logger
 
 from verl.utils.children import supervised
+from verl.utils.redact import redact_command
 
 _LOG_TAIL = 25
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not reach this machine's servers
@@ -99,8 +101,8 @@ class RunningServer:
 class OwnedServer(RunningServer):
     """A server that this process starts and owns: with all its processes it ends with this one, SIGKILL included.
 
-    `log_file` gets the command line and the output; `environment` adds variables to those of this process, where None
-    removes one.
+    `log_file` gets the command line, without secrets, and the output; `environment` adds variables to those of this
+    process, where None removes one.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class OwnedServer(RunningServer):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         variables = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | (environment or {})
         with open(log_file, "w") as log:
-            log.write(" ".join(command) + "\n")
+            log.write(shlex.join(redact_command(command)) + "\n")
             log.flush()
             self._process = supervised(command, variables, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(self._process.pid, url, log_file)

@@ -1,5 +1,6 @@
 """Copies model and data files to this machine."""
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -168,6 +169,54 @@ def copy_into(sources: Sequence[Path], folder: str) -> None:
             shutil.copytree(source, root / source.name)
         else:
             shutil.copy2(source, root / source.name)
+
+
+def check_writable(path: str | os.PathLike, is_folder: bool) -> None:
+    """Raise OSError, whose text says why, if nothing can be written to a local file or folder that may not exist yet.
+
+    One block is written to a file without a name in the nearest folder that exists, so that read-only and full disks
+    are found as well. Nothing is left behind.
+    """
+    target = Path(path).expanduser().absolute()
+    for there in (target, *target.parents):
+        try:
+            os.lstat(there)
+            break
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+    if there == target and not is_folder:
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder, not a file")
+        if not os.access(target, os.W_OK):
+            raise PermissionError(f"{target} is read-only, or a broken link")
+        if not target.is_file():
+            return  # a device or a pipe
+        there = target.parent
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+    except OSError as e:
+        raise OSError(f"{there}: {e.strerror}") from e
+
+
+def output_folder(text: str) -> Path:
+    """A folder that an option of a command line names (`type=` of argparse); refused if it cannot be written to."""
+    return _output(text, is_folder=True)
+
+
+def output_file(text: str) -> Path:
+    """A file that an option of a command line names (`type=` of argparse); refused if it cannot be written."""
+    return _output(text, is_folder=False)
+
+
+def _output(text: str, is_folder: bool) -> Path:
+    try:
+        check_writable(text, is_folder)
+    except OSError as e:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {e}. Name another.") from e
+    return Path(text).expanduser()
 
 
 def local_mkdir_safe(path: str) -> str:

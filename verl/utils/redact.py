@@ -23,15 +23,25 @@ _LAST_WORDS = {
 _LAST_WORDS["keys"] = _LAST_WORDS["key"]
 _IN_PROSE = {*_LAST_WORDS}  # alone before a colon they are often words of a sentence
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_URL_CREDENTIALS = re.compile(r"(?<![\w+.\-])(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)[^/\s]+@")
-_SIGNED = re.compile(r"(?i)(?P<name>[?&][\w\-]*signature=)[^&\s#]+")
+# Up to the last @ before a slash; else a password with a slash, up to the first @, unless the slash ends a port.
+_URL_CREDENTIALS = re.compile(
+    r"(?<![\w+.\-])(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)(?:[^/\s]+@|[^/\s:@\[]*:(?!\d{1,5}/)[^\s@]+@)"
+)
+_SIGNED = re.compile(r"(?i)(?P<name>[?&](?:[\w\-]*signature|sig)=)[^&\s#]+")
+# Keys of services are known by how they begin.
+_SERVICE_KEY = re.compile(
+    r"(?<![\w\-])(?:sk[-_](?=[\w\-]*\d)[\w\-]{16,}|(?:hf|gsk|r8|gh[opsur])_[a-zA-Z0-9]{20,}|github_pat_\w{20,}"
+    r"|(?:glpat|nvapi|xox[a-z])-[\w\-]{16,}|AKIA[A-Z0-9]{16}|AIza[\w\-]{35}|eyJ[\w\-]{8,}\.eyJ[\w\-]{8,}\.[\w\-]+)"
+)
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _SCHEME = re.compile(r"(?i)(?P<name>\b(?:bearer|basic)\s+)[\w.~+/\-]{8,}=*")
 _ASSIGNED = re.compile(
-    r"(?<![\w.\-])(?P<flag>--?)?(?P<name>\w[\w.\-]*)(?P<quote>\\*['\"])?(?P<sign>\s*(?::=|[=:])\s*|(?(flag)\s+|(?!)))"
+    r"(?<![\w.\-])(?P<flag>--?)?(?P<name>\w[\w.\-]*)(?P<quote>\\*['\"])?(?P<sign>\s*(?::=|[=:])\s*"
+    r"|(?(flag)(?:\s+|(?(quote)\s*,\s*|(?!)))|(?!)))"
 )
 _QUOTED = re.compile(r"[bBrRfFuU]{0,2}\\*(['\"])(?:\\.|(?!\1).)*\1?", re.DOTALL)
 _BARE = re.compile(r"[^\s'\",;&#)}\]]+")
+_BARE_WORDS = re.compile(rf"{_BARE.pattern}(?:[ \t]+(?![+\-~]|[\w.\-]+\s*[=:]){_BARE.pattern})*")
 _LINE = re.compile(r"[^\r\n'\"]+")
 _OPEN, _CLOSE = "[{(", "]})"
 
@@ -51,10 +61,13 @@ def _is_secret_part(part: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """The text without credentials in URLs and headers, and without the values of secret names."""
+    """The text without credentials in URLs and headers, keys of services, and the values of secret names.
+
+    An unquoted value of an option, or after a = without spaces, ends before the next option, assignment or delimiter.
+    """
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
-    text = _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
+    text = _SERVICE_KEY.sub(HIDDEN, _SIGNED.sub(rf"\g<name>{HIDDEN}", text))
     parts, position = [], 0
     while match := _ASSIGNED.search(text, position):
         end = _end_of_value(text, match) if is_secret_name(match["name"]) else match.end()
@@ -76,7 +89,9 @@ def _end_of_value(text: str, match: re.Match) -> int:
     if quoted := _QUOTED.match(text, start):
         return quoted.end()
     is_colon = match["sign"].strip() == ":"
-    kind = _LINE if is_colon and name in ("authorization", "cookie", "set-cookie", "proxy-authorization") else _BARE
+    kind = _BARE_WORDS if match["flag"] or match["sign"] == "=" else _BARE
+    if is_colon and name in ("authorization", "cookie", "set-cookie", "proxy-authorization"):
+        kind = _LINE
     value = kind.match(text, start)
     if value is None or is_colon and not match["quote"] and name in _IN_PROSE and len(value[0]) < 12:
         return start
@@ -104,6 +119,8 @@ def redact(value: Any) -> Any:
         value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
         return {k: _redact_entry(str(k), v) for k, v in value.items()}
+    if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):  # may be a command line
+        return type(value)(redact_command(value))
     if isinstance(value, list | tuple):
         return type(value)(redact(v) for v in value)
     return redact_text(value) if isinstance(value, str) else value

@@ -113,6 +113,16 @@ class ConsoleLogger(Backend):
         sys.stdout.flush()
 
 
+def written_by(backend: str, project_name: str, experiment_name: str) -> tuple[Path, bool] | None:
+    """The path that a backend writes to, and whether it is a folder; None where a service decides."""
+    if backend == "file":
+        path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
+        return Path(path or Path(root or ".") / project_name / f"{experiment_name}.jsonl"), False
+    if backend == "tensorboard":
+        return Path(os.environ.get("TENSORBOARD_DIR") or Path("tensorboard_log", project_name, experiment_name)), True
+    return None
+
+
 class FileLogger(Backend):
     """JSON lines `{"step": N, "data": {...}}` in $VERL_FILE_LOGGER_PATH, or <root>/<project>/<experiment>.jsonl
     (root: $VERL_FILE_LOGGER_ROOT, else the working directory).
@@ -122,9 +132,7 @@ class FileLogger(Backend):
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
-        path = os.environ.get("VERL_FILE_LOGGER_PATH")
-        root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or ".")
-        self.path = Path(path) if path else root / project_name / f"{experiment_name}.jsonl"
+        self.path, _ = written_by("file", project_name, experiment_name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = None
 
@@ -175,8 +183,8 @@ class TensorboardLogger(Backend):
 
 
 def _tensorboard_writer(project_name: str, experiment_name: str) -> Any:
-    folder = os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", project_name, experiment_name)
-    return _optional("tensorboard", "torch.utils.tensorboard").SummaryWriter(folder)
+    folder, _ = written_by("tensorboard", project_name, experiment_name)
+    return _optional("tensorboard", "torch.utils.tensorboard").SummaryWriter(str(folder))
 
 
 class RunLogger(Backend):

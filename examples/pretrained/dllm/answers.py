@@ -15,6 +15,7 @@ from typing import Any
 
 from examples.pretrained.dllm import tasks
 from recipe.spd.rollout.answers import final_answer
+from verl.utils.fs import output_file
 
 PART = 100  # questions that are lost when the command is killed
 
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True)
-    add("--out", type=Path, required=True)
+    add("--out", type=output_file, required=True)
     add("--counts", type=json.loads, required=True, help="questions of each split, as JSON")
     add("--split", choices=tasks.SEEDS, default="train")
     add("--limit", type=int, help="only the first N questions of the split")

@@ -23,6 +23,7 @@ from examples.pretrained.spd.serve import LENGTH, measure
 from examples.spd_arithmetic.demo_serve import server
 from examples.spd_arithmetic.serving import Question
 from scripts.serve_spd import flags_of
+from verl.utils.fs import output_file
 from verl.utils.tokenizer import hf_tokenizer
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     """Serve, measure, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "questions", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+        parser.add_argument(f"--{name}", type=output_file if name == "out" else Path, required=True)
     parser.add_argument("--twin", type=Path, help="a further model, by greedy decoding and with n-gram drafts")
     parser.add_argument("--limit", type=int, default=60, help="questions; the first ones")
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from examples.pretrained.spd.labels import Row, drawn, prompts_of, read_gsm8k, read_rows
 from examples.spd_arithmetic.questions import Question, write_questions
 from recipe.spd.rollout.answers import final_answer
+from verl.utils.fs import output_folder
 
 SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
 HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the files of all splits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("labels", "gsm8k", "target", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+        parser.add_argument(f"--{name}", type=output_folder if name == "out" else Path, required=True)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target)

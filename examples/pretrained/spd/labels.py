@@ -30,6 +30,7 @@ from examples.spd_arithmetic.questions import PromptStyle
 from recipe.spd.rollout.answers import is_correct
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.accelerator import default_dtype, get_device_name
+from verl.utils.fs import output_file
 
 SYSTEM = ("You solve math word problems. Be brief: write at most five short lines of calculation, then end with "
           "'The answer is N.' where N is a number.")
@@ -139,8 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Label the questions that OUT lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    for name in ("target", "draft", "questions", "out"):
-        add(f"--{name}", type=Path, required=True, help="jsonl in GSM8K's format" if name == "questions" else None)
+    for name in ("target", "draft"):
+        add(f"--{name}", type=Path, required=True)
+    add("--questions", type=Path, required=True, help="jsonl in GSM8K's format")
+    add("--out", type=output_file, required=True)
     add("--skip", type=int, default=0, help="questions to leave out, such as those of another split")
     add("--count", type=int, required=True, help="questions")
     add("--wrong", action="store_true", help="label mismatches in wrong answers too")

@@ -33,6 +33,7 @@ from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
 from scripts.spd_evaluation.plot import CURVES
 from verl.utils.accelerator import default_dtype, get_device_name
+from verl.utils.fs import output_folder
 
 LENGTH = 1024  # tokens of prompt and answer in the servers
 GAMMAS = (3, 4, 6, 8)
@@ -164,7 +165,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("target", "draft", "questions", "evaluation", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+        parser.add_argument(f"--{name}", type=output_folder if name == "out" else Path, required=True)
     parser.add_argument("--scorers", nargs="+", required=True, metavar="RULE=DIR", help="by their names in EVALUATION")
     parser.add_argument("--gammas", type=int, nargs="+", default=GAMMAS, help="numbers of draft tokens")
     parser.add_argument("--rounds", type=int, default=2)

@@ -150,6 +150,8 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
     ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: file does not exist"),
     ({"data__response_key": "reply"}, "row 0: there is no column 'reply'"),
     ({"data__micro_batch_size_per_gpu": 0}, "data.micro_batch_size_per_gpu=0 is too small; use 1 or more"),
+    ({"trainer__default_local_dir": "/dev/null/run"}, "trainer.default_local_dir: /dev/null/run cannot be written: "
+     "/dev/null is not a folder. Name another folder."),
 ])  # fmt: skip
 def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more, said):
     config = compose_sft(write_pairs(tmp_path), tiny_llama, **more)

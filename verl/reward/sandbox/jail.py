@@ -24,7 +24,7 @@ INSIDE_ID = 1000
 NEW_USER_AND_PID = 0x10000000 | 0x20000000
 NEW_OTHERS = 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000  # mount, net, ipc, uts, cgroup
 MS_RDONLY_ATTR, MS_NOSUID_ATTR, MS_NODEV_ATTR = 1, 2, 4
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
 AT_FDCWD, AT_RECURSIVE, OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC, MOVE_MOUNT_F_EMPTY_PATH = -100, 0x8000, 1, os.O_CLOEXEC, 4
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 428, 429, 442, 155
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
@@ -85,13 +85,18 @@ def clone_trees(paths: list[str]) -> list[tuple[str, str | int]]:
     return trees
 
 
-def new_root(trees: list[tuple[str, str | int]], disk_mb: int) -> None:
-    """A root that holds the trees, read-only, /dev/null, and an empty writable /tmp."""
+def new_root(trees: list[tuple[str, str | int]], masked: list[str], disk_mb: int) -> None:
+    """A root that holds the trees, read-only, /dev/null, and an empty writable /tmp without executable files.
+
+    The folders `masked` in the trees are empty.
+    """
     base = next(d for d in ("/mnt", "/srv", "/opt", "/tmp") if os.path.isdir(d))
     quiet = MS_NOSUID | MS_NODEV
     call("tmpfs", "mount", b"tmpfs", base.encode(), b"tmpfs", quiet, b"size=1m,nr_inodes=512,mode=755")
     for path, tree in trees:
         show(base + path, tree)
+    for path in masked:
+        call(f"mask {path}", "mount", b"tmpfs", (base + path).encode(), b"tmpfs", quiet, b"nr_inodes=1,mode=755")
     os.mkdir(f"{base}/tmp")
     os.mkdir(f"{base}/dev")
     null = f"{base}/dev/null"
@@ -100,7 +105,7 @@ def new_root(trees: list[tuple[str, str | int]], disk_mb: int) -> None:
     call("read-only root", "syscall", SYS_MOUNT_SETATTR, AT_FDCWD, base.encode(), AT_RECURSIVE, attributes, 32)
     call("device", "mount", b"/dev/null", null.encode(), None, MS_BIND, None)
     size = f"size={disk_mb}m,nr_inodes=1024,mode=700"
-    call("tmpfs", "mount", b"tmpfs", f"{base}/tmp".encode(), b"tmpfs", quiet, size.encode())
+    call("tmpfs", "mount", b"tmpfs", f"{base}/tmp".encode(), b"tmpfs", quiet | MS_NOEXEC, size.encode())
     os.chdir(base)
     call("new root", "syscall", SYS_PIVOT_ROOT, b".", b".")
     call("old root", "umount2", b".", MNT_DETACH)
@@ -180,7 +185,7 @@ def start(request: dict, trees: list[tuple[str, str | int]], failure: int) -> No
         else:
             call("other namespaces", "unshare", NEW_OTHERS)
             call("private mounts", "mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-            new_root(trees or clone_trees(request["visible"]), request["disk_mb"])
+            new_root(trees or clone_trees(request["visible"]), request["masked"], request["disk_mb"])
         with open("main.py", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(request["program"])
         call("no new privileges", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -18,6 +18,13 @@ _JAIL = str(Path(__file__).with_name("jail.py"))
 _PYTHON = os.path.realpath(sys.executable)
 # What the program can read: the interpreter, its library and the system's; nothing of the user, no /etc, no /proc.
 _VISIBLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", f"{sys.base_prefix}/lib", _PYTHON)
+# Packages in these libraries, which are none of the standard library. Not of a link: the folder it names is visible.
+_MASKED = [
+    str(folder)
+    for library in _VISIBLE if not os.path.islink(library)
+    for name in ("site-packages", "dist-packages")
+    for folder in Path(library).glob(f"python*/{name}") if folder.is_dir() and not folder.is_symlink()
+]  # fmt: skip
 _GRACE_S = 15.0  # for the jail to start and to report, beyond the program's own time
 _KEPT_OF_STDERR = 16 << 10
 
@@ -55,7 +62,7 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         return Outcome(b"", f"the program has {size} bytes, sandbox.disk_mb allows {room}".encode(), 1, None, 0.0)
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
-    request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "folder": folder}
+    request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "masked": _MASKED, "folder": folder}
     outputs, overflow = {1: bytearray(), 2: bytearray()}, False
 
     def take(number: int, part: bytes) -> bool:

@@ -75,4 +75,7 @@ def sampling_arguments(given: dict[str, Any], room: int, vocab_size: int) -> dic
     named["max_tokens"] = min(named.get("max_tokens", room), room)
     # vLLM's own ignore_eos does not apply to stop ids.
     stops = [] if ignore_eos else [token for token in named.get("stop_token_ids", ()) if token < vocab_size]
+    if named.get("min_tokens") and len(set(stops)) == vocab_size:
+        rule = f"sampling_params.min_new_tokens={named['min_tokens']}, but stop_token_ids has all {vocab_size} ids"
+        raise ValueError(f"{rule}: no token is left to generate. Leave ids out of it, or set ignore_eos")
     return named | {"stop_token_ids": stops}

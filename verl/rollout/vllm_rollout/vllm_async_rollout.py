@@ -45,6 +45,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self.server = vLLMHttpServer(
             engine, rollout, vocab_size=own.model_config.get_vocab_size(),
             max_model_len=own.model_config.max_model_len, host=host_to_bind(), device=device,
+            open_metrics=config.prometheus.enable,
         )  # fmt: skip
         logger.debug(f"vLLM serves at {self.server.address}")
 

@@ -51,7 +51,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     at each position. POST /abort_request {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or
     in_place}, /continue_generation, /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags},
     /update_weights_from_disk {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus).
-    Every request but GET /health and /metrics needs the header `Authorization: Bearer <token>`.
+    Every request but GET /health needs the header `Authorization: Bearer <token>`; with `open_metrics`, GET /metrics
+    does not either. A client that closes its connection, or only its sending side, aborts its request.
 
     One thread steps the engine and runs what comes through `call` between two steps; another runs the HTTP server.
 
@@ -61,9 +62,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def __init__(
         self, engine: Any, rollout: Any, *, vocab_size: int, max_model_len: int, host: str = "127.0.0.1",
-        device: int | None = None,
+        device: int | None = None, open_metrics: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.rollout = engine, rollout
+        self.open = {"/health", "/metrics"} if open_metrics else {"/health"}
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.weight_version = "default"
         self.token = secrets.token_urlsafe(16)
@@ -295,7 +297,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     async def _authorize(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         wanted = f"Bearer {self.token}".encode()
-        if request.path not in ("/health", "/metrics") and not hmac.compare_digest(given, wanted):
+        if request.path not in self.open and not hmac.compare_digest(given, wanted):
             return _error(401, "the header Authorization: Bearer <token> of this run is missing or wrong")
         try:
             return await handler(request)
