@@ -85,6 +85,12 @@ def test_the_disk_needs_room_for_the_checkpoints_that_exist_at_the_same_time(tmp
         assert not problems(run(folder), 10 * MIB, 70)  # three more
         ((kind, text),) = problems(run(folder), 10 * MIB, 90)
         assert kind == ABSENT and "in addition to the 4 there" in text
+        ((kind, text),) = problems(run(folder, resume_mode="disable"), 10 * MIB, 70)  # none is its own
+        assert kind == ABSENT and "at a time, and" in text
+        back = {"resume_mode": "resume_path", "resume_from_path": str(folder / "global_step_20")}
+        assert "in addition to the 2 there" in problems(run(folder, **back), 10 * MIB, 90)[0][1]
+        (folder / "other_runs.json").write_text("?")
+        assert "remove it if" in problems(run(folder), 10 * MIB, 1)[0][1]
 
 
 def test_a_checkpoint_holds_trained_weights_moments_and_the_export(tiny_llama):

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.engines import make_actor, make_engine, rl_batch
 from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 from verl.training.checkpoint import CheckpointCorruptError, CheckpointWriter, find_valid_checkpoint, verify_manifest
+from verl.training.checkpoint.publish import begin_run
 
 WATCHED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate")
 
@@ -121,6 +122,38 @@ def die_everywhere(tmp_path, death, save, step):
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step saved again"])
 def test_a_publication_that_dies_anywhere_leaves_a_valid_checkpoint(tmp_path, death, step):
     assert die_everywhere(tmp_path, death, save_files, step) >= 15
+
+
+def test_a_new_run_that_dies_anywhere_in_a_used_folder_never_continues_the_former_one(tmp_path, death):
+    def save(root, step, of):
+        with CheckpointWriter(root, step, 2) as writer:
+            (writer.path / "run").write_text(of)
+
+    def offered(root):
+        valid = find_valid_checkpoint(root)
+        return valid and (step_of(valid), (valid / "run").read_text())
+
+    begun = tmp_path / "begun"
+    for step in (2, 4):
+        save(begun, step, "former")
+    for at in range(9):  # a start that dies has or has not begun the new run
+        root = tmp_path / f"start{at}"
+        shutil.copytree(begun, root)
+        killed = death.strikes(root, at, lambda root=root: begin_run(root, None))
+        assert offered(root) in ((None, (4, "former")) if killed else (None,))
+    assert not killed
+    begin_run(begun, None)
+    save(begun, 1, "new")
+    at, killed = 0, True
+    while killed:
+        root = tmp_path / f"save{at}"
+        shutil.copytree(begun, root)
+        killed = death.strikes(root, at, lambda root=root: save(root, 2, "new"))  # in place of the former one's
+        assert offered(root) in (((1, "new"), (2, "new")) if killed else ((2, "new"),))
+        save(root, 3, "new")
+        assert offered(root) == (3, "new") and (root / "global_step_4" / "run").read_text() == "former"
+        at += 1
+    assert at >= 10
 
 
 def test_a_whole_save_that_dies_anywhere_leaves_a_valid_checkpoint(tmp_path, death, engine):

@@ -134,8 +134,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_pat
     engine = make_engine(tiny_llama, lora_rank=4)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path / "lora"))
-    with pytest.raises(ValueError, match="does not fit the model"):
-        make_engine(tiny_llama).load_checkpoint(str(tmp_path / "lora"))
     with pytest.raises(FileNotFoundError, match="extra_state"):
         engine.load_checkpoint(str(tmp_path / "nothing"))
     bare = make_engine(tiny_llama, lora_rank=4, contents=("model",))
@@ -143,6 +141,29 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_pat
     with pytest.raises(ValueError, match="load_contents"):
         engine.load_checkpoint(str(tmp_path / "bare"))
     bare.load_checkpoint(str(tmp_path / "lora"))
+
+
+def test_the_settings_that_a_refused_checkpoint_names_load_it(tiny_llama, tmp_path):
+    """Adapters of another rank, on other layers, none, or of a run without them."""
+    adapted = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    saved = make_engine(tiny_llama, **adapted)
+    train(saved, 1)
+    saved.save_checkpoint(str(tmp_path / "lora"))
+    full = make_engine(tiny_llama)
+    full.save_checkpoint(str(tmp_path / "full"))
+    both = "It has adapters: set model.lora_rank=4 and model.target_modules=[q_proj,v_proj], with model.exclude"
+    for folder, present, said in (
+        ("lora", adapted | {"lora_rank": 8}, "is (4, 64) there, (8, 64) here. Set model.lora_rank=4."),
+        ("lora", adapted | {"target_modules": ["q_proj"]}, f"]). {both}"),
+        ("lora", {"lora_rank": 8, "target_modules": ["q_proj", "v_proj", "o_proj"]}, both),
+        ("lora", {}, both),
+        ("full", adapted, "It has no adapters: set model.lora_rank=0 and model.lora_adapter_path=null."),
+    ):
+        with pytest.raises(ValueError, match="does not fit the model") as refusal:
+            make_engine(tiny_llama, **present).load_checkpoint(str(tmp_path / folder))
+        assert said in str(refusal.value) and "such as []" not in str(refusal.value), refusal.value
+    make_engine(tiny_llama, **adapted).load_checkpoint(str(tmp_path / "lora"))
+    make_engine(tiny_llama, **adapted | {"lora_rank": 0}).load_checkpoint(str(tmp_path / "full"))
 
 
 def test_a_full_disk_is_seen_before_writing(tiny_llama, tmp_path, monkeypatch):

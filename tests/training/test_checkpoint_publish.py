@@ -7,6 +7,7 @@ import os
 import pytest
 
 from verl.training.checkpoint import (
+    CheckpointCorruptError,
     CheckpointWriteError,
     CheckpointWriter,
     find_valid_checkpoint,
@@ -67,6 +68,27 @@ def test_rotation_never_removes_the_step_just_written(tmp_path):
     save(tmp_path, 3, max_to_keep=1)
     assert "global_step_3" in names(tmp_path)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_steps_above_the_one_just_written_are_of_another_run(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    save(tmp_path, 5)
+    assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_5"
+    save(tmp_path, 15, max_to_keep=2)
+    assert names(tmp_path) == [f"global_step_{n}" for n in (10, 15, 20, 30, 5)]
+    save(tmp_path, 20, max_to_keep=2)  # the other run's is replaced
+    assert publish.steps_of_run(tmp_path) == [15, 20] and publish.published_steps(tmp_path) == [10, 15, 20, 30]
+    assert publish.begin_run(tmp_path, tmp_path / "global_step_30") == [10, 15, 20]
+    assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_30")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "5", "[null]", "[1.5]", '["10"]', "[" * 100_000, "\x00"])
+def test_a_list_of_other_runs_that_is_none_is_named(tmp_path, text):
+    save(tmp_path, 5)
+    (tmp_path / "other_runs.json").write_text(text)
+    with pytest.raises(CheckpointCorruptError, match="other_runs.json cannot be read .*; remove it if"):
+        find_valid_checkpoint(tmp_path)
 
 
 def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):

@@ -66,6 +66,13 @@ def test_steps_done_again_replace_what_the_killed_run_left():
     assert [(line["step"], *line["data"].values()) for line in lines()] == [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4)]
 
 
+def test_a_new_run_keeps_the_file_of_the_former_one():
+    run((1, {"a": 1}), (2, {"a": 2}))
+    run((1, {"a": 3}))
+    assert [line["data"]["a"] for line in lines()] == [3]
+    assert [line["data"]["a"] for line in lines("p/e.1.jsonl")] == [1, 2]
+
+
 def test_a_validation_before_resuming_keeps_that_steps_metrics():
     run((1, {"a": 1}), (2, {"a": 2, "val": 5}), (3, {"a": 3}))
     run((2, {"val": 5}), (3, {"a": 3}))

@@ -5,7 +5,6 @@ import functools
 import gc
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from omegaconf import DictConfig, ListConfig
 
 from verl.profiling.performance import GIB
 from verl.protocol.merge import deep_equal
-from verl.training.checkpoint.publish import TRACKER, CheckpointCorruptError
+from verl.training.checkpoint.publish import TRACKER, read_tracker
 from verl.utils.accelerator import get_device_name
 
 HALF_LIST = [16, "16", "fp16", "float16", torch.float16]
@@ -245,17 +244,6 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         return loop
-
-
-def read_tracker(root: str | os.PathLike) -> int | None:
-    """The step in the tracker file; None without one."""
-    file = Path(root) / TRACKER
-    if not file.is_file():
-        return None
-    text = file.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise CheckpointCorruptError(f"{file} holds {text[:40]!r} in place of a step number; remove it.")
-    return int(text)
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:

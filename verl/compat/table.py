@@ -133,13 +133,13 @@ NAMES = {
     ),
     "verl.utils.chat_template": (f"{_HELPERS}:extract_system_prompt_and_generation,initialize_system_prompt",),
     "verl.utils.checkpoint": (
-        "verl.training.checkpoint:*", f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename,read_tracker",
-        "verl.training.checkpoint.publish:TRACKER",
+        "verl.training.checkpoint:*", f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename",
+        "verl.training.checkpoint.publish:TRACKER,read_tracker",
     ),
     "verl.utils.checkpoint.checkpoint_manager": (
         "verl.training.checkpoint:BaseCheckpointManager,CheckpointCorruptError,should_save_ckpt_esi",
-        f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename,read_tracker",
-        "verl.training.checkpoint.publish:TRACKER",
+        f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename",
+        "verl.training.checkpoint.publish:TRACKER,read_tracker",
     ),
     "verl.utils.config": (
         "verl.config.compose:forced_override,hydra_main,omega_conf_to_dataclass",

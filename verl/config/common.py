@@ -150,7 +150,8 @@ class RunConfig(BaseConfig, section="trainer"):
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     resume_mode: str = setting(
         "auto",
-        "auto resumes from the newest valid checkpoint, resume_path from resume_from_path.",
+        "auto resumes from the newest valid checkpoint of the run that started last in the folder, resume_path from "
+        "resume_from_path; disable starts a new run.",
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = setting(None, "Folder global_step_N to resume from with resume_mode=resume_path.")

@@ -8,7 +8,7 @@ from typing import Any
 from verl.config.common import RunConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.planning.memory_estimate import BYTES, ModelSize
-from verl.training.checkpoint.publish import published_steps
+from verl.training.checkpoint.publish import CheckpointCorruptError, continued_steps, steps_of_run
 from verl.training.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
 
@@ -52,14 +52,20 @@ def checkpoint_bytes(size: ModelSize, engine: FSDPEngineConfig, contents: Sequen
 def check_disk(trainer: RunConfig, one: int, steps: int | None, keep: str, contents: str) -> Iterator[Problem]:
     """Space of trainer.default_local_dir for the checkpoints of `one` bytes that a run of `steps` steps keeps.
 
-    `keep` (below trainer) and `contents` are the keys of their number and of what they hold. Checkpoints that are in
-    the folder count as some of them.
+    `keep` (below trainer) and `contents` are the keys of their number and of what they hold. Checkpoints of the
+    run that are in the folder count as some of them.
     """
     every, kept = trainer.save_freq, trainer[keep]
     saved = 0 if every == 0 else -(-steps // every) if every > 0 and steps else 1
     most = saved if kept is None else min(saved, kept + 1)  # the oldest one goes when the next one is complete
     root = Path(trainer.default_local_dir).expanduser().absolute()
-    there = len(published_steps(root))
+    path = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+    resumed = Path(path).expanduser().absolute() if path else None
+    try:
+        there = len(steps_of_run(root) if trainer.resume_mode == "auto" else continued_steps(root, resumed))
+    except CheckpointCorruptError as error:
+        yield absent("trainer.default_local_dir", f"trainer.default_local_dir={root}: {error}")
+        return
     needed = one * max(0, most - there)
     free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
     more = f" in addition to the {there} there" if there else ""

@@ -1,7 +1,8 @@
-"""Files with one JSON object per line: read, or replaced as a whole."""
+"""Files with one JSON object per line: read, replaced as a whole, or set aside."""
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,26 @@ def replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.tmp")
     partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
+
+
+def set_aside(path: Path, copy: bool = False) -> Path | None:
+    """Rename (or copy) a non-empty file, or a folder, to the next free NAME.<n>.SUFFIX; the new path, or None if there
+    is nothing to keep."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    number = next(n for n in range(1, 1_000_000) if not path.with_suffix(f".{n}{path.suffix}").exists())
+    kept = path.with_suffix(f".{number}{path.suffix}")
+    shutil.copyfile(path, kept) if copy else os.replace(path, kept)
+    return kept
+
+
+def set_dumps_aside(folder: Path, step: int) -> Path | None:
+    """Move the files <n>.jsonl of steps after `step` into a new folder earlier_<i> within `folder`; that folder."""
+    later = [file for file in folder.glob("*.jsonl") if file.stem.isdecimal() and int(file.stem) > step]
+    if not later:
+        return None
+    kept = next(path for n in range(1, 1_000_000) if not (path := folder / f"earlier_{n}").exists())
+    kept.mkdir()
+    for file in later:
+        os.replace(file, kept / file.name)
+    return kept

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from loguru import logger as log
 
-from verl.utils.jsonl import replace_text
+from verl.utils.jsonl import replace_text, set_aside
 from verl.utils.registry import Registry
 
 
@@ -128,7 +128,8 @@ class FileLogger(Backend):
     (root: $VERL_FILE_LOGGER_ROOT, else the working directory).
 
     A resumed run appends to the same file. Its first `log` removes the lines that it will write again: later steps
-    of the interrupted run, the same step with the same metrics, and an incomplete last line.
+    of the interrupted run, the same step with the same metrics, and an incomplete last line. If no line is left, the
+    file is of an earlier run and is renamed (<experiment>.1.jsonl).
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
@@ -149,7 +150,9 @@ class FileLogger(Backend):
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _is_earlier(line, step, keys)]
-        if len(kept) < len(lines):
+        if not kept:
+            set_aside(self.path)
+        elif len(kept) < len(lines):
             log.info("{}: {} lines of step {} and later are replaced", self.path, len(lines) - len(kept), step)
             replace_text(self.path, "".join(line + "\n" for line in kept))
 

@@ -87,6 +87,18 @@ def test_a_resumed_journal_forgets_what_came_after_the_checkpoint(book, tmp_path
     resumed.close()
 
 
+def test_a_checkpoint_of_another_run_continues_in_a_file_of_its_own(book, tmp_path):
+    for state in PATH[:2]:
+        book.record("0/0", state)
+    resumed = Journal()
+    resumed.open(tmp_path / "new.jsonl", book.state(), step=3)
+    for state in PATH[2:]:
+        resumed.record("0/0", state)
+    saved = resumed.state()
+    assert saved["rows"] == len(rows(tmp_path / "new.jsonl")) == 1 + len(PATH[2:])  # the first one is the resume
+    Journal().open(tmp_path / "new.jsonl", saved, step=4)
+
+
 def test_a_new_run_keeps_the_file_of_an_earlier_one(book, tmp_path):
     book.record("0/0", "drawn")
     book.close()

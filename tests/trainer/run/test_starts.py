@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from tests.helpers.logs import logged
 from tests.helpers.rl_run import compose_run, fake_trainer
-from verl.trainer.run.starts import changed_settings, set_aside
+from verl.trainer.run.starts import changed_settings
+from verl.utils.jsonl import set_aside
 
 
 @pytest.fixture

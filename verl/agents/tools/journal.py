@@ -13,8 +13,10 @@ from loguru import logger
 
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.schemas import ToolResponse
-from verl.training.checkpoint.publish import TRACKER
+from verl.training.checkpoint.publish import read_tracker
 from verl.utils.jsonl import read_objects
+
+TOOL_JOURNAL = "tool_journal"
 
 
 class CallJournal:
@@ -29,7 +31,7 @@ class CallJournal:
 
     def __init__(self, run: str | Path, identity: str) -> None:
         self.run, self.identity = Path(run).expanduser(), identity
-        self.folder = self.run / "tool_journal"
+        self.folder = self.run / TOOL_JOURNAL
         self.writer, self.begun = uuid4().hex[:12], time.time()
         self.results: dict[int, dict[str, dict[str, Any]]] = {}  # of steps that have begun, by their calls' digests
         self.replayed = 0
@@ -42,8 +44,8 @@ class CallJournal:
         return f"{step} {digest}"
 
     def _read(self, step: int) -> None:
-        tracker = self.run / TRACKER
-        final = int(tracker.read_text()) if tracker.is_file() else -1
+        newest = read_tracker(self.run)
+        final = -1 if newest is None else newest
         kept = [number for number in self.results if number > final or number > step]
         self.results = {number: self.results[number] for number in kept}
         recorded = self.results[step] = {}

@@ -9,8 +9,7 @@ from typing import Any
 
 from loguru import logger
 
-from verl.trainer.run.starts import set_aside
-from verl.utils.jsonl import replace_text
+from verl.utils.jsonl import replace_text, set_aside
 
 JOURNAL_FILE, TIMELINE_FILE = "async_journal.jsonl", "async_timeline.jsonl"
 DRAWN, RUNNING, INTERRUPTED, FINISHED, GRADED, QUEUED = (
@@ -54,6 +53,8 @@ class RowsFile:
                 raise JournalError(f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}.")
             removed = len(lines) - rows
             replace_text(path, "".join(lines[:rows]))
+        else:  # the checkpoint is of another run
+            self.rows = 0
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return removed
 

@@ -25,7 +25,6 @@ from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
 from verl.trainer.run.run_log import JsonlLog, update_best
-from verl.trainer.run.starts import set_aside
 from verl.trainer.run.timing import step
 
 MIB = 1 << 20
@@ -64,6 +63,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self.taken: list[str] = []  # ids of the step's samples
         self.totals: Counter[str] = Counter()
         self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if config.async_training.record else None
+        files = (journal.JOURNAL_FILE, journal.TIMELINE_FILE, *([RECORD_FILE] if self.record is not None else []))
+        self.run_log.files += [self.run_log.run_dir / name for name in files]
         self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
         self._validation: tuple[int, Future] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="validation")
@@ -91,10 +92,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
                 groups.append(Group.load(group, row))
             self.rollout.rollouter.restore(groups, known["dropped"], self.global_steps)
             self.totals = Counter(known["totals"])
-        if self.record is not None and self.global_steps:
+        if self.record is not None:
             self.record.cut_after(self.global_steps)
-        elif self.record is not None:
-            set_aside(self.record.path)
 
     def _check_rollout(self) -> None:
         """Send the first weights, and let the servers begin."""

@@ -11,6 +11,7 @@ from loguru import logger
 from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 
+from verl.agents.tools.journal import TOOL_JOURNAL
 from verl.algos import advantage, aggregation, kl
 from verl.algos.names import AdvantageEstimator
 from verl.algos.rollout_correction import apply_bypass_mode
@@ -38,6 +39,7 @@ from verl.trainer.run.failure import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step, timed_step
 from verl.trainer.run.validator import Validator
+from verl.utils.jsonl import set_aside
 
 __all__ = [
     "AdvantageEstimator", "RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage",
@@ -415,7 +417,7 @@ class RayPPOTrainer:
         """Publish global_step_N: models, data position, trainer state."""
         self.checkpoints.save(
             self.global_steps, counters=self.counters, best=self.best, kl_controller=self.kl_ctrl.state_dict(),
-            variant=self.variant_state(),
+            variant=self.variant_state(), start=self.run_log.starts.number,
         )  # fmt: skip
         self.run_log.write_report()
 
@@ -435,7 +437,9 @@ class RayPPOTrainer:
             self.counters, self.best = state.counters, state.best
             self.global_steps = self.resumed_step = state.global_step
             self.load_variant_state(state.variant, same_data)
-        self.run_log.open(self.global_steps)
+        self.run_log.open(self.global_steps, self.checkpoints.origin)
+        if self.checkpoints.origin.leaves:  # otherwise this run made those calls before it was killed
+            set_aside(self.run_log.run_dir / TOOL_JOURNAL)
         self.health.replay(self.run_log.metrics_log.path)
 
     def variant_state(self) -> dict[str, Any]:

@@ -20,12 +20,17 @@ from loguru import logger
 from verl.config.common import RunConfig
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import from_first_rank, is_first_rank
+from verl.trainer.run.starts import Origin
 from verl.training.checkpoint import rng, should_save_ckpt_esi
 from verl.training.checkpoint.publish import (
+    OTHERS,
     TRACKER,
     CheckpointCorruptError,
     CheckpointWriter,
+    begin_run,
+    continued_steps,
     find_valid_checkpoint,
+    steps_of_run,
     verify_manifest,
 )
 from verl.utils.distributed import host_barrier
@@ -49,6 +54,7 @@ class TrainerState:
     data: dict[str, Any]
     kl_controller: dict[str, float] = field(default_factory=dict)
     variant: dict[str, Any] = field(default_factory=dict)
+    start: int | None = None  # number of the start that wrote it
     format: int = STATE_FORMAT
 
 
@@ -74,6 +80,7 @@ class Checkpoints:
         self.restores_rng = restores_rng
         self.delete_after_load = delete_after_load
         self.saved_step: int | None = None
+        self.origin = Origin()  # set by `resume`
         self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
         self.publishing: Future | None = None
         self.publisher = ThreadPoolExecutor(1)
@@ -111,7 +118,7 @@ class Checkpoints:
         return by_number or (last and every != 0) or should_save_ckpt_esi(step_seconds, redundant_time=spare)
 
     def save(self, step: int, **state: Any) -> None:
-        """Publish global_step_<step>; `state`: counters, best, kl_controller and variant of TrainerState.
+        """Publish global_step_<step>; `state`: counters, best, kl_controller, variant and start of TrainerState.
 
         Where a part writes in the background (checkpoint.async_save), a later `advance` or `complete` publishes it.
         """
@@ -151,7 +158,7 @@ class Checkpoints:
         if remote is None or not is_first_rank():
             return
         try:
-            copy_into([root / f"global_step_{step}", root / TRACKER], remote)
+            copy_into([p for p in (root / f"global_step_{step}", root / OTHERS, root / TRACKER) if p.exists()], remote)
         except (OSError, subprocess.CalledProcessError) as error:
             what = f"trainer.default_hdfs_dir={remote}: global_step_{step} could not be copied there"
             raise RuntimeError(f"{what} ({one_line(error)}); it is complete in {root}.") from error
@@ -182,8 +189,31 @@ class Checkpoints:
         Returns its state and whether the training data are unchanged.
         """
         path = from_first_rank(lambda: checkpoint_to_resume(self.trainer))
-        if path is None:
-            return None
+        resumed = None if path is None else self._load(path)
+        self.origin = from_first_rank(lambda: self._begin(path, None if resumed is None else resumed[0].start))
+        return resumed
+
+    def _begin(self, path: Path | None, start: int | None) -> Origin:
+        """Make this run the one whose checkpoints in the folder are rotated and resumed from; name what others left."""
+        root = Path(self.trainer.default_local_dir)
+        before, continued = steps_of_run(root), continued_steps(root, path)
+        continues = bool(continued) and continued[-1] in before
+        start = start if continued else 0
+        if "val_only" in self.trainer and self.trainer.val_only:  # it saves nothing
+            return Origin(continues, start=start)
+        others = begin_run(root, path)
+        if others:
+            names = ", ".join(f"global_step_{step}" for step in others[:5])
+            names += f" and {len(others) - 5} more" if len(others) > 5 else ""
+            logger.warning(
+                f"{root} has {names} of another run, or of later steps that this run left. This run does not resume "
+                "from them and does not rotate them out; it replaces one when it saves the same step. To continue one, "
+                "set trainer.resume_mode=resume_path and trainer.resume_from_path."
+            )
+        leaves = self.trainer.resume_mode == "disable" or not set(before).isdisjoint(others)
+        return Origin(continues, leaves, start)
+
+    def _load(self, path: Path) -> tuple[TrainerState, bool]:
         logger.info(f"resuming from {path}")
         state, loader_state = read_trainer_state(path, with_rng=self.restores_rng)
         same_data = check_same_data(state.data, self.fingerprint, self.trainer.allow_data_change)

@@ -18,8 +18,8 @@ from verl.config.compose import to_plain
 from verl.protocol import DataProto
 from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
-from verl.trainer.run.starts import Starts, leaves, set_aside
-from verl.utils.jsonl import read_objects, replace_text
+from verl.trainer.run.starts import Origin, Starts, leaves
+from verl.utils.jsonl import read_objects, replace_text, set_aside, set_dumps_aside
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
 
@@ -69,6 +69,7 @@ class RunLog:
         self.sample_every = max(1, total_steps // SAMPLED_STEPS)
         self.metrics_log = JsonlLog(self.run_dir / "metrics.jsonl")
         self.samples_log = JsonlLog(self.run_dir / "samples.jsonl")
+        self.files = [self.metrics_log.path, self.samples_log.path]  # each is of one run
         self.timing: defaultdict[str, float] = defaultdict(float)
         self.longest_step_s = 0.0
         self.tracking: Tracking | None = None
@@ -88,23 +89,21 @@ class RunLog:
             self.starts.end(self.last_step, how if kind is None else "failed")
             self.write_report()
 
-    def open(self, resumed_step: int) -> None:
+    def open(self, resumed_step: int, origin: Origin | None = None) -> None:
         """Write configuration and versions; report settings that changed since the checkpoint, and the seeds.
 
-        Rows after `resumed_step` are removed; if it is 0, the files of an earlier run are renamed (metrics.1.jsonl).
+        Rows after `resumed_step` are removed. Where `origin` leaves later checkpoints, a copy keeps them; if the step
+        is 0, or of a checkpoint of another run, the files are renamed (metrics.1.jsonl).
         """
+        origin = Origin() if origin is None else origin
         self.last_step = resumed_step
         if not self.writes:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
-        for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps):
+        for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps, origin.start):
             logger.warning("changed since the checkpoint: {}", line)
-        for log in (self.metrics_log, self.samples_log):
-            if resumed_step:
-                log.cut_after(resumed_step)
-            elif kept := set_aside(log.path):
-                logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
+        self._leave_other_runs(resumed_step, origin)
         seed = self.config.trainer.seed
         values = {k: v for k, v in leaves(self.plain_config) if k.endswith("seed") and v not in (None, seed)}
         if self.plain_config.get("data", {}).get("environment", {}).get("name") is None:  # no environment has a seed
@@ -112,6 +111,21 @@ class RunLog:
         own = [f"{k}={v}" for k, v in values.items()]
         seeds = ", ".join([f"trainer.seed={seed}", *own])
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
+
+    def _leave_other_runs(self, step: int, origin: Origin) -> None:
+        """Keep what is not of this run under other names, and remove the rows of steps that will run again."""
+        trainer, own = self.plain_config["trainer"], step > 0 and origin.continues
+        kept = []
+        if not own or origin.leaves:
+            kept += [(path, set_aside(path, copy=own)) for path in self.files]
+            folders = [trainer[key] for key in ("rollout_data_dir", "validation_data_dir") if trainer.get(key)]
+            kept += [(folder, set_dumps_aside(Path(folder).expanduser(), step if own else -1)) for folder in folders]
+        for path, aside in kept:
+            if aside is not None:
+                logger.info("{} of an earlier run is kept as {}", path, aside.name)
+        if not trainer.get("val_only"):
+            for log in (self.metrics_log, self.samples_log):
+                log.cut_after(step)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
         """Print where the results of a run are; `checkpoint` is the step of its newest checkpoint."""

@@ -1,14 +1,13 @@
 """The starts of a run: one config and one entry each, so that a resume can say what has changed since."""
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -25,6 +24,17 @@ RESTORED: dict[str, str | None] = {
 }  # fmt: skip
 
 
+class Origin(NamedTuple):
+    """What a start continues."""
+
+    #: whether the files of the run's folder are those of the run up to the checkpoint
+    continues: bool = True
+    #: whether the start leaves what is in the folder: it begins anew, or at an earlier step than the newest checkpoint
+    leaves: bool = False
+    #: number of the start that wrote the checkpoint; 0 for one in another folder, None where the checkpoint has none
+    start: int | None = None
+
+
 class Starts:
     """starts.jsonl and run_configs/ of a run folder; `run_config.yaml` is the config of the newest start."""
 
@@ -33,10 +43,10 @@ class Starts:
         self.path = run_dir / STARTS_FILE
         self.number = 0  # of this start; 0 until `begin`
 
-    def begin(self, config: Mapping[str, Any], step: int, total_steps: int) -> list[str]:
-        """Enter a start from a checkpoint of `step` (0: from the beginning).
+    def begin(self, config: Mapping[str, Any], step: int, total_steps: int, writer: int | None = None) -> list[str]:
+        """Enter a start from a checkpoint of `step` (0: from the beginning) that the start `writer` wrote.
 
-        Returns a line for each setting that differs from the start which wrote that checkpoint.
+        Returns a line for each setting that differs from that start (None: the last one before `step`).
         """
         earlier = [row for row in self.read() if "config" in row]
         self.number = len(earlier) + 1
@@ -45,11 +55,11 @@ class Starts:
         for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
             target.write_text(text, encoding="utf-8")
         command = shlex.join(redact_command([Path(sys.executable).name, *sys.orig_argv[1:]]))
-        writer = next((row for row in reversed(earlier) if step and row["step"] < step), None)
+        before = [row for row in earlier if (row["step"] < step if writer is None else row["start"] == writer)]
         lines, in_force = [], {}
-        if writer is not None and (self.run_dir / writer["config"]).is_file():
-            old, new = (OmegaConf.load(self.run_dir / name) for name in (writer["config"], file))
-            lines, in_force = changed_settings(old, new, writer.get("in_force", {}))
+        if step and before and (self.run_dir / before[-1]["config"]).is_file():
+            old, new = (OmegaConf.load(self.run_dir / name) for name in (before[-1]["config"], file))
+            lines, in_force = changed_settings(old, new, before[-1].get("in_force", {}))
         self._append(
             start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
         )
@@ -101,13 +111,3 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a non-empty file to the next free NAME.<n>.SUFFIX; the new path, or None if there is nothing to keep."""
-    if not path.exists() or path.stat().st_size == 0:
-        return None
-    number = next(n for n in range(1, 1_000_000) if not path.with_suffix(f".{n}{path.suffix}").exists())
-    kept = path.with_suffix(f".{number}{path.suffix}")
-    os.replace(path, kept)
-    return kept

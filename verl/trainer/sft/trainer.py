@@ -245,7 +245,8 @@ class FSDPSFTTrainer:
 
     def save_checkpoint(self, step: int) -> None:
         """Publish global_step_<step>: model, optimizer, schedule, every rank's random numbers, data position."""
-        self.checkpoints.save(step, counters=self.counters, best=self.best, variant=self.variant_state())
+        state = {"counters": self.counters, "best": self.best, "variant": self.variant_state()}
+        self.checkpoints.save(step, **state, start=self.run_log.starts.number)
         self.run_log.write_report()
 
     def load_checkpoint(self) -> None:
@@ -255,7 +256,7 @@ class FSDPSFTTrainer:
             state, _ = resumed
             self.global_steps, self.counters, self.best = state.global_step, state.counters, state.best
             self.load_variant_state(state.variant)
-        self.run_log.open(self.global_steps)
+        self.run_log.open(self.global_steps, self.checkpoints.origin)
 
     def ends_early(self) -> bool:
         """Whether a subclass ends the run before its last step; equal on all ranks."""

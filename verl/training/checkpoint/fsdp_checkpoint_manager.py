@@ -8,7 +8,7 @@ hashes its own files; their digests lie in `.digests.json` until a CheckpointWri
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -325,11 +325,26 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
     if wanted == stored:
         return
     missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
-    raise ValueError(
-        f"{folder} does not fit the model: {len(missing)} trained parameters are not in it (such as {missing[:3]}), "
-        f"{len(unknown)} of its own are not trained here (such as {unknown[:3]}). Check the model's path (model.path; "
-        "in SFT model.partial_pretrain), model.lora_rank and what is frozen."
-    )
+    what = [f"{len(missing)} trained parameters are not in it (such as {missing[:3]})"] if missing else []
+    what += [f"{len(unknown)} of its own are not trained here (such as {unknown[:3]})"] if unknown else []
+    # The names of the layers with adapters, without those of the modules that contain them.
+    there, here = ({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
+                   for names in (stored, wanted))  # fmt: skip
+    if there == here:
+        remedy = "Check the model's path (model.path; in SFT model.partial_pretrain), model.lora_rank and "
+        remedy += "what is frozen"
+    elif there:
+        described = read_metadata(folder).state_dict_metadata
+        rank = next(_adapter_rank(name, meta.size) for name, meta in described.items() if ".lora_" in name)
+        remedy = f"It has adapters: set model.lora_rank={rank} and model.target_modules=[{','.join(sorted(there))}]"
+        remedy += ", with model.exclude_modules as they were"
+    else:
+        remedy = "It has no adapters: set model.lora_rank=0 and model.lora_adapter_path=null"
+    raise ValueError(f"{folder} does not fit the model: {', '.join(what)}. {remedy}.")
+
+
+def _adapter_rank(name: str, shape: Sequence[int]) -> int:
+    return shape["_A." not in name]  # [rank, in] and [out, rank]
 
 
 def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -339,6 +354,8 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         if stored != here:
             what = f"{name} is {stored} there, {here} here"
             remedy = "Check the model's path (model.path; in SFT model.partial_pretrain)."
+            if ".lora_" in name and (rank := _adapter_rank(name, stored)) != _adapter_rank(name, here):
+                remedy = f"Set model.lora_rank={rank}."
             raise ValueError(f"{folder} does not fit the model: {what}. {remedy}")
 
 

@@ -2,6 +2,9 @@
 
 Order: write into `global_step_N.tmp`, fsync, manifest, rename to `global_step_N`, fsync the parent, replace the
 tracker file, rotate. A crash between any two of these leaves the newest complete checkpoint findable.
+
+A folder may have checkpoints of several runs. Those of the run that started last are the ones up to the step in the
+tracker file that are not listed in `other_runs.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from loguru import logger
 MANIFEST = "manifest.json"
 DIGESTS = ".digests.json"  # each rank's digests of its own files, which the manifest takes in
 TRACKER = "latest_checkpointed_iteration.txt"
+OTHERS = "other_runs.json"  # list of the steps in the folder that the run that started last did not write
 STEP_FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _FORMAT = 1
 
@@ -37,7 +41,7 @@ class CheckpointCorruptError(RuntimeError):
 class CheckpointWriter:
     """Context manager: write into `.path`; on a clean exit the folder is published, on an exception it is removed.
 
-    `max_to_keep` newest published steps stay on the disk, this one included (None or 0: all stay).
+    `max_to_keep` newest published steps of the run stay on the disk, this one included (None or 0: all stay).
     """
 
     def __init__(self, root: str | os.PathLike, step: int, max_to_keep: int | None = None):
@@ -81,6 +85,9 @@ class CheckpointWriter:
             fsync_folder(self.root)
         os.rename(self.path, self.final)
         fsync_folder(self.root)
+        # A run's steps ascend: those above this one are not its own.
+        above = {step for step in published_steps(self.root) if step > self.step}
+        _write_others(self.root, (_others(self.root) | above) - {self.step})
         write_tracker(self.root, self.step)
         if replaced is not None:
             remove(replaced)
@@ -100,7 +107,7 @@ def restore_interrupted(root: Path) -> None:
 
 def clear_interrupted(root: Path) -> None:
     """Removes what a killed run left behind. Only a writer may: a reader could meet a save that is under way."""
-    for pattern in ("global_step_*.tmp", "global_step_*.trash", "global_step_*.old", f"{TRACKER}.tmp"):
+    for pattern in ("global_step_*.tmp", "global_step_*.trash", "global_step_*.old", f"{TRACKER}.tmp", f"{OTHERS}.tmp"):
         for left in root.glob(pattern):
             logger.warning("removing {}, left by an interrupted save or rotation", left)
             remove(left)
@@ -125,10 +132,55 @@ def published_steps(root: str | os.PathLike) -> list[int]:
     return sorted(int(m.group(1)) for m in matches if m)
 
 
-def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> None:
-    """Removes all but the `max_to_keep` newest steps on the disk; `keep` always stays."""
+def steps_of_run(root: str | os.PathLike) -> list[int]:
+    """Published steps of the run that started last in the folder, ascending; valid or not."""
+    newest, others = read_tracker(root), _others(Path(root))
+    return [n for n in published_steps(root) if n not in others and (newest is None or n <= newest)]
+
+
+def continued_steps(root: str | os.PathLike, resumed: Path | None) -> list[int]:
+    """Published steps of a run that resumes from the folder `resumed`, global_step_N (None: from nothing)."""
+    match = None if resumed is None else STEP_FOLDER.fullmatch(resumed.name)
+    if match is None or resumed.parent.resolve() != Path(root).resolve():
+        return []
+    last, steps = int(match.group(1)), steps_of_run(root)
+    return [n for n in steps if n <= last] if last in steps else [last]  # of another run, the others are not known
+
+
+def begin_run(root: str | os.PathLike, resumed: Path | None) -> list[int]:
+    """Makes the run that resumes from `resumed` the folder's; the published steps that are left of other runs."""
     root = Path(root)
-    steps = published_steps(root)
+    steps = continued_steps(root, resumed)
+    others = sorted(set(published_steps(root)) - set(steps))
+    _write_others(root, set(others))
+    if not steps:
+        (root / TRACKER).unlink(missing_ok=True)
+    elif read_tracker(root) != steps[-1]:
+        write_tracker(root, steps[-1])
+    return others
+
+
+def _others(root: Path) -> set[int]:
+    file = root / OTHERS
+    try:
+        steps = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        if not isinstance(steps, list) or any(type(step) is not int for step in steps):
+            raise ValueError("it is not a list of steps")
+    except (ValueError, RecursionError) as e:
+        text = f"{file} cannot be read ({e}); remove it if all checkpoints in its folder are of one run."
+        raise CheckpointCorruptError(text) from e
+    return set(steps)
+
+
+def _write_others(root: Path, steps: set[int]) -> None:
+    if steps != _others(root):
+        _replace_synced(root / OTHERS, json.dumps(sorted(steps)))
+
+
+def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> None:
+    """Removes all but the `max_to_keep` newest steps of the run; `keep` always stays."""
+    root = Path(root)
+    steps = steps_of_run(root)
     for step in steps[: max(0, len(steps) - max_to_keep)]:
         folder = root / f"global_step_{step}"
         if folder == keep:
@@ -221,10 +273,10 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
 
 
 def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
-    """The newest published folder whose manifest holds, or None; refused ones are logged by file."""
+    """The run's newest published folder whose manifest holds, or None; refused ones are logged by file."""
     root = Path(root)
     restore_interrupted(root)
-    for step in reversed(published_steps(root)):
+    for step in reversed(steps_of_run(root)):
         folder = root / f"global_step_{step}"
         try:
             verify_manifest(folder)
@@ -237,15 +289,18 @@ def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
 
 def write_tracker(root: str | os.PathLike, step: int) -> None:
     """Replaces latest_checkpointed_iteration.txt by one that holds `step`, atomically."""
-    root = Path(root)
-    fresh = root / f"{TRACKER}.tmp"
-    try:
-        _write_synced(fresh, str(step))
-        os.replace(fresh, root / TRACKER)
-    except OSError:  # a full disk
-        fresh.unlink(missing_ok=True)
-        raise
-    fsync_folder(root)
+    _replace_synced(Path(root) / TRACKER, str(step))
+
+
+def read_tracker(root: str | os.PathLike) -> int | None:
+    """The step in the tracker file; None without one."""
+    file = Path(root) / TRACKER
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise CheckpointCorruptError(f"{file} holds {text[:40]!r} in place of a step number; remove it.")
+    return int(text)
 
 
 def disk_full(path: Path, needed: int, free: int | None = None) -> CheckpointWriteError:
@@ -278,6 +333,17 @@ def _digest(file: Path, sync: bool = False) -> tuple[int, str]:
         if sync:
             os.fsync(f.fileno())
         return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _replace_synced(file: Path, text: str) -> None:
+    fresh = file.with_name(f"{file.name}.tmp")
+    try:
+        _write_synced(fresh, text)
+        os.replace(fresh, file)
+    except OSError:  # a full disk
+        fresh.unlink(missing_ok=True)
+        raise
+    fsync_folder(file.parent)
 
 
 def _write_synced(file: Path, text: str) -> None:
