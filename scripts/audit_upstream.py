@@ -7,7 +7,8 @@ read as text (syntax trees, yaml) and compared with that list, and nothing of th
 where anything differs, or a name in the modules of the release's reasons or a configuration key is missing, without a
 reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
 here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
-tables; where verl.compat serves a path that verl does not have.
+tables; where verl.compat serves a path that verl does not have; where a loss, estimator, rule or reward helper gives
+another result than the release without a reason in scripts/audit/values.py.
 """
 
 import argparse
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from scripts.audit import changes, compat, departures, facts, keys, names, page  # noqa: E402
+from scripts.audit import changes, compat, departures, facts, keys, names, page, values  # noqa: E402
 from scripts.audit.facts import Facts  # noqa: E402
 from scripts.audit.reasons import Reasons, file_of  # noqa: E402
 from scripts.audit.sources import read_release  # noqa: E402
@@ -116,13 +117,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
         print(f"docs/migrating.md: {line}")
-    for line in [*misplaced, *outdated]:
+    differing = values.unexplained(version)
+    for line in [*misplaced, *outdated, *differing]:
         print(line)
     for pattern in reasons.unused():
         print(f"scripts/audit/{file_of(version).name}: {pattern!r} excuses nothing any more")
     print(page.markdown(parts))
     print(f"{len(bad)} without a reason; {time.monotonic() - began:.0f} s")
-    return int(bool(bad or unfounded or misplaced or outdated or reasons.unused()))
+    return int(bool(bad or unfounded or misplaced or outdated or differing or reasons.unused()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
+from verl.data.chat_template import answer_text
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
@@ -117,7 +118,7 @@ def _answer(
             result = iterative_generate(model, prompts, ends, tokenizer.pad_token_id, return_details=True, **generation)
             answers = []
             for item, tokens in zip(batch, result.tokens, strict=True):
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                text = answer_text(tokenizer, tokens)
                 if tokens[-1] not in ends:
                     counts[f"without an end within {KEY}.max_new_tokens and data.max_length"] += 1
                 elif not text.strip():

@@ -18,6 +18,7 @@ from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
+from verl.data.chat_template import answer_text
 from verl.models.kv_cache import Prefills
 from verl.models.loading import torch_dtype_of
 from verl.utils.import_utils import load_extern_object
@@ -124,7 +125,7 @@ class Worker:
             self._done.value += more
 
     def _is_right(self, question: dict, tokens: Sequence[int]) -> bool:
-        return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
+        return is_correct(answer_text(self.tokenizer, tokens), question["ground_truth"])
 
     def _load_scorers(self) -> dict[str, torch.nn.Module]:
         """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config

@@ -37,6 +37,7 @@ def composed(*words, tree="ppo_trainer"):
         ("reward.num_workers=8", "reward_model.num_workers", 8),
         ("+reward.reward_kwargs.max_resp_len=5", "reward_model.reward_kwargs.max_resp_len", 5),
         ("+reward.reward_kwargs.overlong_buffer_cfg.len=5", "reward_model.reward_kwargs.overlong_buffer_cfg.len", 5),
+        (f"{ACTOR}.use_prefix_grouper=true", f"{ACTOR}.share_prompt_forward", True),
         ("reward.sandbox_fusion.url=http://s", "reward_model.sandbox_fusion.url", "http://s"),
         ("reward.reward_model.enable=True", "reward_model.enable", True),
         ("reward.reward_model.model_path=rm", "reward_model.model.path", "rm"),
@@ -140,7 +141,9 @@ def test_what_has_no_counterpart_is_refused_with_what_works(word, works):
 @pytest.mark.parametrize(
     "word",
     [
-        "trainer.use_v1=True", "trainer.use_v1=False", "trainer.v1.trainer_mode=sync", "model_engine=dp",
+        "data.continuous_token.model_family=qwen", f"{ACTOR}.profiler.relocate_results=true",
+        "global_profiler.relocate_results=true", "trainer.use_v1=True", "trainer.use_v1=False",
+        "trainer.v1.trainer_mode=sync", "model_engine=dp",
         f"{ROLLOUT}.checkpoint_engine.backend=naive", f"{ROLLOUT}.scheduling_policy=fcfs", "distillation.enabled=False",
         f"{ROLLOUT}.nnodes=0", f"{ACTOR}.optim.zero_indexed_step=True",
         "algorithm.filter_groups.max_inflight_gen_batches=1", "skip.rollout.steps=[]",

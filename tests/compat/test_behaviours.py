@@ -1,6 +1,7 @@
 """What callers of verl 0.7.0 see: one test for each behaviour that code written for it relies on."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -253,3 +254,13 @@ def test_a_samplers_class_is_loaded_before_its_settings_are_checked(tmp_path):
         create_rl_sampler({"sampler": sampler, "dataloader_num_workers": 8}, [])
     with pytest.raises(AssertionError, match="Wrong"):
         create_rl_sampler({"sampler": {**sampler, "class_name": "Wrong"}, "dataloader_num_workers": 8}, [])
+
+
+def test_a_replaced_copy_fetches_what_is_not_local(monkeypatch, tmp_path):
+    from verl.utils import fs
+
+    def fetch(source, target):
+        Path(target).write_text(f"from {source}")
+
+    monkeypatch.setattr(fs, "copy", fetch)
+    assert Path(fs.copy_to_local("hdfs://site/model", cache_dir=str(tmp_path))).read_text() == "from hdfs://site/model"

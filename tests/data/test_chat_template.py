@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.chat_templates import FORMATS
 from tests.helpers.models import make_tokenizer
 from verl.data import chat_template
-from verl.data.chat_template import ChatTemplateError, render_chat
+from verl.data.chat_template import ChatTemplateError, answer_text, render_chat
 
 CHAT = [{"role": "user", "content": "1 + 1 = \u2028 é"}, {"role": "assistant", "content": "2"}]
 PLAIN = [
@@ -136,3 +136,21 @@ def test_a_wrong_template_and_a_missing_one_are_reported():
     with pytest.raises(ChatTemplateError, match="raised TemplateError: not this one") as caught:
         render_chat(with_template("{{ raise_exception('not\nthis one') }}"), CHAT)
     assert "\n" not in str(caught.value)
+
+
+def test_an_answers_text_keeps_markers_and_leaves_out_ends_of_turns_and_padding():
+    left_out = ["<|im_end|>", "<|image_pad|>", "[PAD]"]
+    kept = ["<think>", "<scratchpad>", "[/TOOL]"]
+    tokenizer = make_tokenizer([*left_out, *kept, "a", "b"])
+    tokenizer.add_special_tokens({"additional_special_tokens": left_out + kept})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|> {% endfor %}"
+    ids = tokenizer("<pad> <bos> a <think> <|image_pad|> b <|im_end|> <scratchpad> [PAD] [/TOOL] <eos> b")["input_ids"]
+    assert answer_text(tokenizer, ids) == "a <think> b <scratchpad> [/TOOL] b"
+    assert answer_text(tokenizer, []) == ""
+
+
+def test_without_a_template_ends_are_those_of_the_tokenizer():
+    tokenizer = make_tokenizer(["a", "<think>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    tokenizer.chat_template = None
+    assert answer_text(tokenizer, tokenizer("<think> a <eos> <pad>")["input_ids"]) == "<think> a"

@@ -148,6 +148,18 @@ def test_an_estimator_that_compares_samples_warns_of_a_single_one(overrides, cap
     assert code == 0 and warned == (estimator != "reinforce_plus_plus")
 
 
+@pytest.mark.parametrize(
+    ("loss", "mode", "warns"),
+    [("gspo", "seq-mean-token-sum", True), ("geo_mean", "seq-mean-token-sum-norm", True), ("gspo", "token-mean", False),
+     ("sapo", "seq-mean-token-mean", False), ("vanilla", "seq-mean-token-sum", False)],
+)  # fmt: skip
+def test_an_aggregation_that_the_loss_does_not_read_is_named(overrides, capsys, loss, mode, warns):
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.policy_loss.loss_mode={loss}", f"{actor}.loss_agg_mode={mode}", "trainer.device=cpu"]
+    code, text = plan([*overrides, *words], capsys)
+    assert code == 0 and (f"loss_agg_mode={mode} has no effect with policy_loss.loss_mode={loss}" in text) == warns
+
+
 @pytest.fixture
 def own_checks():
     """Checks that a test registers end with it; those of modules that it is the first to import stay."""

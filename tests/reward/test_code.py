@@ -323,17 +323,21 @@ def test_each_case_of_a_program_has_a_result_and_a_report(service):
 
 
 @pytest.mark.parametrize(
-    ("reply", "result"),
+    ("reply", "result", "status"),
     [
-        ({"status": "Failed", "compile_result": {"status": "Finished", "return_code": 1, "stderr": "x"}}, -4),
-        ({"status": "Failed", "compile_result": {"status": "TimeLimitExceeded"}}, -3),
-        ({"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}, -3),
-        ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "3"}}, True),
+        ({"status": "Failed", "compile_result": {"status": "Finished", "return_code": 1}}, -4, "compile_error"),
+        ({"status": "Failed", "compile_result": {"status": "TimeLimitExceeded"}}, -3, "compile_timeout"),
+        ({"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}, -3, "timeout"),
+        ({"status": "Failed", "run_result": {"status": "Finished", "return_code": 1}}, -2, "runtime_error"),
+        ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "3"}}, True, "success"),
+        ({"status": "Success", "run_result": {"return_code": 0, "stdout": "4"}}, False, "wrong_answer"),
     ],
 )
-def test_replies_become_results(reply, result):
-    (case,) = cases_of("code", {"inputs": ["1 2"], "outputs": ["3"]})
-    assert sandbox_fusion.verdict(case, reply)[0] is result
+def test_replies_become_results(reply, result, status):
+    _, case = cases_of("code", {"inputs": ["", "1 2"], "outputs": ["", "3"]})
+    given, report = sandbox_fusion.verdict(case, reply)
+    assert given is result
+    assert (report["status"], report["api_status"], report["case_index"]) == (status, reply["status"], 1)
 
 
 @pytest.mark.process

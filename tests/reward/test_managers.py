@@ -12,6 +12,7 @@ from tests.helpers import rewards
 from tests.helpers.columns import object_columns
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
+from tests.reward.test_judged_text import texts
 from verl.config.reward_model import RewardModelConfig, SandboxFusionConfig
 from verl.protocol import DataProto
 from verl.reward.loading import get_custom_reward_fn, load_reward_manager
@@ -75,8 +76,8 @@ def test_function_sees_text_truth_and_extra_info():
     tools = np.array([{"search": [0.5]}, {}], dtype=object)
     NaiveRewardManager(TOKENIZER, 0, spy, bonus=3)(batch(__num_turns__=np.array([2, 4]), reward_scores=tools))
     assert seen == [
-        ("x", "1 2", "0", {"index": 10, "num_turns": 2, "rollout_reward_scores": {"search": [0.5]}}, 3),
-        ("x", "7", "1", {"index": 11, "num_turns": 4, "rollout_reward_scores": {}}, 3),
+        ("x", "1 2", "0", {"index": 10, "num_turns": 2, "rollout_reward_scores": {"search": [0.5]}, **texts("1 2")}, 3),
+        ("x", "7", "1", {"index": 11, "num_turns": 4, "rollout_reward_scores": {}, **texts("7")}, 3),
     ]
 
 
@@ -154,7 +155,8 @@ def test_batch_manager_calls_once_with_plural_names_and_tensors():
     result = BatchRewardManager(TOKENIZER, 0, score, alpha=2)(batch(), return_dict=True)
     prompt = TOKENIZER("a b")["input_ids"]
     ids = [TOKENIZER("1 2")["input_ids"], TOKENIZER("7")["input_ids"]]
-    extra_infos = [{"index": i, "num_turns": None, "rollout_reward_scores": {}} for i in (10, 11)]
+    infos = ({"index": i, "num_turns": None, "rollout_reward_scores": {}} for i in (10, 11))
+    extra_infos = [{**info, **texts(text)} for info, text in zip(infos, ("1 2", "7"), strict=True)]
     assert calls == [(["x", "x"], ["1 2", "7"], ["0", "1"], extra_infos, [prompt] * 2, ids, 2)]
     assert result["reward_tensor"].sum(-1).tolist() == [0.25, 0.5]
     assert result["reward_extra_info"]["acc"] == [None, 1]

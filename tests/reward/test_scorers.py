@@ -36,6 +36,16 @@ def test_every_source_of_the_conventions_has_a_rule():
         assert default_compute_score(source, "no code", json.dumps({"inputs": [""], "outputs": [""]})) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("7", 1), ("The answer is 7.", 1), ("Answer: 7", 1), ("answer is: $7$", 1), ("So x is 7", 1), ("x = 7", 1),
+     ("The answer is\n7", 1), ("The answer is 8.", 0), ("The answer is 7 or 8", 0), ("#### 7", 0), ("This 7", 0),
+     ("The answer is \\boxed{8}, not 7", 0)],
+)  # fmt: skip
+def test_numina_without_a_box(text, score):
+    assert default_compute_score("numina_olympiads", text, "7") == score
+
+
 def test_another_source_is_refused_with_the_fix():
     with pytest.raises(NotImplementedError, match=r"'openai/gsm8'; did you mean 'openai/gsm8k'\?"):
         default_compute_score("openai/gsm8", "x", "1")
@@ -246,6 +256,9 @@ def test_an_answer_that_is_python_runs_nowhere(code, tmp_path):
         ("Answer: \\frac12", "\\frac{1}{2}", True, "\\frac{1}{2}"),
         ("Answer: 35", "34", False, "35"),
         ("34", "34", False, "[INVALID]"),
+        ("so \\boxed{34}", "34", True, "34"),  # as since verl 0.9.1
+        ("Answer: 35 or \\boxed{34}", "34", False, "35or34"),
+        ("\\boxed{34}" + "x" * 100, "34", False, "[INVALID]"),
         ("Answer: 34" + " " * 300, "34", False, "[INVALID]"),  # too far from the end
     ],
 )

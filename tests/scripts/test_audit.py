@@ -11,7 +11,7 @@ import pytest
 import ray
 import yaml
 
-from scripts.audit import changes, compat, departures, facts, keys, names, page
+from scripts.audit import changes, compat, departures, facts, keys, names, page, values
 from scripts.audit.facts import Facts
 from scripts.audit.reasons import Reasons, file_of
 from scripts.audit.sources import flat, read_release
@@ -337,3 +337,14 @@ def test_what_differs_has_a_reason_and_what_is_missing_where_importers_rely_on_i
     rows = [page.Row(f, why, required) for f in (gone, other) for why in ("", "Why.") for required in (True, False)]
     assert page.unexplained(rows) == [rows[0], rows[4], rows[5]]
     assert page.reasons_table({"names": rows}).splitlines()[2:] == ["| Why. | m (3) |"]
+
+
+@pytest.mark.parametrize("version", ["0.7.0", "0.9.1"])
+def test_results_are_those_of_the_release_or_differ_for_a_reason(version, monkeypatch):
+    assert values.unexplained(version) == [] and values.unexplained("9.9") == []
+    found = values.results()
+    monkeypatch.setattr(values, "results", lambda: {**found, "kl_penalty mse": 1.0})
+    monkeypatch.setitem(values.REASONS, "agg_loss token-mean", ((version,), "no longer"))
+    differs, unneeded = values.unexplained(version)
+    assert differs.startswith(f"kl_penalty mse: verl {version} gives [[0.045,")
+    assert differs.endswith("this tree 1.0, without a reason") and "'agg_loss token-mean' excuses nothing" in unneeded

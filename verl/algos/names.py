@@ -33,6 +33,9 @@ COMPARES_SAMPLES = tuple(AdvantageEstimator(name) for name in (
 #: estimators that read sum_pi_squared
 READS_SQUARES = (AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
 
+#: losses that are means over sequences, whatever actor.loss_agg_mode says
+MEANS_OVER_SEQUENCES = ("gspo", "sapo", "geo_mean")
+
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean", "bypass_mode", "dppo_tv", "dppo_kl",
     "dro",

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from verl.reward.rules.code_cases import Case, cases_of
-from verl.reward.rules.sandbox_fusion import DEFAULT_TIMEOUT, call_sandbox_api, verdict
+from verl.reward.rules.sandbox_fusion import DEFAULT_TIMEOUT, call_sandbox_api, unanswered, verdict
 from verl.reward.rules.sandbox_fusion import check_correctness as check_by_service
 
 _SERVICE = call_sandbox_api  # as long as no program has replaced the name in this module
@@ -33,7 +33,7 @@ def check_correctness(
                 run_timeout=timeout, memory_limit_mb=memory_limit_mb, language=language,
             )  # fmt: skip
         if reply is None:
-            return -1, {"passed": False, "status": "api_error", "api_request_error": error}
+            return unanswered(case, error)
         return verdict(case, reply)
 
     cases = cases_of(generation, in_outs)

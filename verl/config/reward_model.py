@@ -88,6 +88,11 @@ class RewardModelConfig(GradingConfig):
     n_gpus_per_node: int = setting(8, "Ranks of the reward model on each machine, with enable_resource_pool.", low=0)
     nnodes: int = setting(0, "Machines of the reward model, with enable_resource_pool.", low=0)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
+    judged_text: str = setting(
+        "model",
+        "What built-in rules and reward models read: model, what the model wrote, or conversation, also tools' text.",
+        choices=("model", "conversation"),
+    )
     launch_reward_fn_async: bool = setting(
         False, "Compute rewards in parallel with old log-probs, reference log-probs and values."
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import pass_context
@@ -16,12 +18,18 @@ from jinja2.runtime import Context
 from verl.data import template_process
 from verl.utils.children import ChildDied, ProcessorSeconds, Program
 from verl.utils.time_limit import call_interruptibly
+from verl.utils.tokenizer import special_ids, stop_ids
 from verl.utils.visible_text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0  # seconds of processor time of one rendering, which usually takes a tenth of a millisecond
+
+
+_PROBE = "4217"
+_ROLES = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+_PADDING = re.compile(r"(?:^|[\W_])pad\W*$", re.IGNORECASE)  # <|image_pad|>, but not <scratchpad>
 
 
 class ChatTemplateError(ValueError):
@@ -53,6 +61,35 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     except Exception as error:  # a template can raise anything
         problem = f"the chat template raised {type(error).__name__}: {error}"
     raise ChatTemplateError(f"{tokenizer.name_or_path}: {visible(' '.join(problem.split())[:400])}")
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
+    """The text of the ids, without those that end turns, pad, or have another role of the tokenizer's own (bos, unk).
+
+    Other special tokens are part of the text: a reward looks for markers such as <think> or <answer>, which some
+    tokenizers have as special tokens.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    left_out = _left_out(tokenizer)
+    return tokenizer.decode([token for token in ids if token not in left_out])
+
+
+@functools.lru_cache(maxsize=8)
+def _left_out(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that `answer_text` leaves out."""
+    special = special_ids(tokenizer)
+    tokens = [token for role, token in tokenizer.special_tokens_map.items() if role in _ROLES]
+    ids = special.intersection([*tokenizer.convert_tokens_to_ids(tokens), *stop_ids(tokenizer)])
+    ids |= {token for token in special if _PADDING.search(tokenizer.convert_ids_to_tokens(token))}
+    try:  # a base model's eos token is not what ends the turns of its chat template
+        turn = render_chat(tokenizer, [{"role": "user", "content": _PROBE}])
+    except ChatTemplateError:
+        return frozenset(ids)
+    after = tokenizer(turn.rpartition(_PROBE)[2].strip(), add_special_tokens=False)["input_ids"]
+    return frozenset(ids | special.intersection(after[:1]))
 
 
 def _refused(what: str) -> str:

@@ -10,7 +10,7 @@ from verl.config.compose import to_settings
 from verl.config.sft import SFTDataConfig
 from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.data.rl_dataset import FileRows, custom_dataset_class, truncate_ids
-from verl.utils.tokenizer import hf_tokenizer, stop_ids
+from verl.utils.tokenizer import hf_tokenizer, special_ids, stop_ids
 
 Segment = tuple[str, bool]
 """Part of a sample's text, and whether its tokens count in the loss."""
@@ -27,7 +27,7 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
     ids: list[int] = []
     learned: list[int] = []
     stops = set(stop_ids(tokenizer))
-    special = {*tokenizer.all_special_ids, *unnamed_special_ids(tokenizer), *stops}
+    special = special_ids(tokenizer) | stops
     for number, (text, counts) in enumerate(segments, 1):
         piece = tokenizer(text, add_special_tokens=False)["input_ids"]
         last = next((i for i in range(len(piece), 0, -1) if piece[i - 1] in special), 0)
@@ -38,12 +38,6 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
         ids += piece
         learned += [int(counts and i < last) for i in range(len(piece))]
     return ids, learned
-
-
-def unnamed_special_ids(tokenizer: Any) -> set[int]:
-    """Special tokens of the tokenizer that have no name such as eos_token: Gemma's <end_of_turn> and the like."""
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added - set(tokenizer.all_special_ids)
 
 
 class SFTDataset(FileRows):

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verl.algos.names import COMPARES_SAMPLES
+from verl.algos.names import COMPARES_SAMPLES, MEANS_OVER_SEQUENCES
 from verl.config.asynchronous import AsyncPPOConfig, versions_allowed
 from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.ppo import PPOConfig
@@ -75,7 +75,7 @@ def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[
     check_data(config, findings, create_dataset, rows)
     trainer = config.trainer
     problems += [*check_gpus(trainer), *check_outputs(trainer)] if findings.to_start else check_machine(trainer)
-    problems += [*check_files_of_the_run(config), *check_group_size(config)]
+    problems += [*check_files_of_the_run(config), *check_group_size(config), *check_aggregation(config)]
     if isinstance(config, AsyncPPOConfig) and not findings.to_start:
         problems += check_generating_ranks(config)
     for check in (check_environment, check_cpu_heads, check_drafter, check_sglang, check_agent_loops, *CHECKS):
@@ -153,6 +153,15 @@ def check_group_size(config: PPOConfig) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.n == 1 and estimator in COMPARES_SAMPLES:
         what = f"{key}=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt: a single one"
         yield Problem(UNUSED, key, f"{what} has no baseline. Set {key}=2 or more, or another estimator.")
+
+
+def check_aggregation(config: PPOConfig) -> Iterator[Problem]:
+    """A warning of a loss_agg_mode that the policy loss does not read."""
+    actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.loss_agg_mode"
+    loss, mode = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    if loss in MEANS_OVER_SEQUENCES and mode not in (type(actor)().loss_agg_mode, "seq-mean-token-mean"):
+        what = f"{key}={mode} has no effect with policy_loss.loss_mode={loss}, a mean over sequences of token means"
+        yield Problem(UNUSED, key, f"{what}. Leave the key out.")
 
 
 def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:

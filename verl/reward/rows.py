@@ -2,15 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, groupby
 from typing import Any
 
 import numpy as np
 import torch
 from loguru import logger
 
+from verl.config.reward_model import RewardModelConfig
+from verl.data.chat_template import answer_text
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.utils.user_code import defined_at
@@ -39,7 +41,11 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """One answer: its position in the batch, ids without padding, columns of the data set."""
+    """One answer: its position in the batch, ids without padding, columns of the data set.
+
+    `response_mask` has one number per id of the response: 1 for those that the model generated, 0 for those of tools
+    and users; empty: all are generated.
+    """
 
     index: int
     data_source: str
@@ -47,6 +53,7 @@ class Row:
     response_ids: list[int]
     ground_truth: Any
     extra_info: dict[str, Any] | None
+    response_mask: Sequence[int] = ()
 
     def __str__(self) -> str:
         known = (self.extra_info or {}).get("index")
@@ -56,8 +63,9 @@ class Row:
 def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     """The rows of a batch with prompts [B, P], responses [B, R] and attention_mask [B, P+R], 1 on real tokens.
 
-    `reward_model` is needed for its ground truth. `extra_info` also gets num_turns (column `__num_turns__`, else None)
-    and rollout_reward_scores (column `reward_scores`: rewards that the rollout's tools gave, by name; else empty).
+    A column `response_mask` [B, R] tells what the model generated. `reward_model` is needed for its ground truth.
+    `extra_info` also gets num_turns (column `__num_turns__`, else None) and rollout_reward_scores (column
+    `reward_scores`: rewards that the rollout's tools gave, by name; else empty).
     """
     extras = data.non_tensor_batch
     for key in (reward_fn_key, "reward_model"):
@@ -68,6 +76,7 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
             )
     prompts, responses = data.batch["prompts"].tolist(), data.batch["responses"].tolist()
     valid = data.batch["attention_mask"].bool().tolist()
+    generated = data.batch["response_mask"].tolist() if "response_mask" in data.batch else [()] * len(data)
     rows = []
     for i, (prompt, response, is_token) in enumerate(zip(prompts, responses, valid, strict=True)):
         extra_info = {
@@ -80,9 +89,34 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
             raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
         prompt_ids = list(compress(prompt, is_token[: len(prompt)]))
         response_ids = list(compress(response, is_token[len(prompt) :]))
+        mask = list(compress(generated[i], is_token[len(prompt) :]))
         truth = reward_model["ground_truth"]
-        rows.append(Row(i, extras[reward_fn_key][i], prompt_ids, response_ids, truth, extra_info))
+        rows.append(Row(i, extras[reward_fn_key][i], prompt_ids, response_ids, truth, extra_info, mask))
     return rows
+
+
+def response_turns(tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> list[dict[str, str]]:
+    """A response as {text, kind}: "generated" where the mask is 1, "given" (by tools and users) where it is 0.
+
+    A mask without a 1, which a rollout may set to leave a sample out of the loss, counts as all 1.
+    """
+    marked = zip(ids, mask if any(mask) else [1] * len(ids), strict=True)
+    return [
+        {"text": answer_text(tokenizer, [token for token, _ in turn]), "kind": "generated" if generated else "given"}
+        for generated, turn in groupby(marked, key=lambda pair: bool(pair[1]))
+    ]
+
+
+def model_text(turns: list[dict[str, str]]) -> str:
+    """The generated ones of `response_turns`, a line break between them."""
+    return "\n".join(turn["text"] for turn in turns if turn["kind"] == "generated")
+
+
+def judged_text(settings: RewardModelConfig, tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> str:
+    """The text of a response that built-in rules and reward models score: `reward_model.judged_text`."""
+    if settings.judged_text == "conversation":
+        return answer_text(tokenizer, ids)
+    return model_text(response_turns(tokenizer, ids, mask))
 
 
 def parse_results(
@@ -188,7 +222,7 @@ def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examin
         if shown[row.data_source] >= num_examine:
             continue
         shown[row.data_source] += 1
-        prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.response_ids))
+        prompt, answer = (answer_text(tokenizer, ids) for ids in (row.prompt_ids, row.response_ids))
         text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
         score = result.text if isinstance(result, Failure) else result[1] or result[0]
         logger.info(text, *(visible(str(value)) for value in (prompt, answer, row.ground_truth, score)))

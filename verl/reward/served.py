@@ -7,7 +7,7 @@ from verl.data.chat_template import render_chat
 from verl.protocol import DataProto
 from verl.reward.managers.base import SampleRewardManager
 from verl.reward.pool import Failure
-from verl.reward.rows import RewardError, rows_of
+from verl.reward.rows import RewardError, judged_text, rows_of
 from verl.utils.http_json import post_json
 from verl.utils.request_router import RequestProxy
 
@@ -60,7 +60,7 @@ class ServedRewardManager(SampleRewardManager):
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """{"reward_score", "reward_extra_info"} of a batch with one row and its column raw_prompt."""
         (row,) = rows_of(data, self.reward_fn_key)
-        answer = self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
+        answer = judged_text(self.settings, self.tokenizer, row.response_ids, row.response_mask)
         chat = [*data.non_tensor_batch["raw_prompt"][0], {"role": "assistant", "content": answer}]
         body = {
             "model": self.settings.model.path, "input": render_chat(self.reward_model_tokenizer, chat),

@@ -10,7 +10,7 @@ from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
-from verl.reward.rows import place_scores
+from verl.reward.rows import judged_text, place_scores
 from verl.roles.critic import value_model
 from verl.roles.ranks import ModelWorker
 from verl.single_controller.base.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -85,8 +85,10 @@ class RewardModelWorker(ModelWorker):
     def _rewritten(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
         kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
-        answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
-        texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
+        generated = data.batch["response_mask"] if "response_mask" in data.batch else kept
+        answers = zip(data.batch["responses"], generated, kept, strict=True)
+        pairs = [(ids[mask].tolist(), own[mask].tolist()) for ids, own, mask in answers]
+        texts = [judged_text(self.settings, self.policy_tokenizer, *pair) for pair in pairs]
         conversations = [
             [*messages, {"role": "assistant", "content": text}]
             for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)

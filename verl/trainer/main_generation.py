@@ -24,6 +24,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
+from verl.data.chat_template import answer_text
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
 from verl.planning.offline import generation_entry
@@ -148,7 +149,7 @@ def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, t
     batch.meta_info |= {"n": data.n_samples, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     outputs = rollout.generate_sequences(batch).batch
     kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
-    texts = tokenizer.batch_decode([ids[mask] for ids, mask in kept], skip_special_tokens=True)
+    texts = [answer_text(tokenizer, ids[mask].tolist()) for ids, mask in kept]
     return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
 
 

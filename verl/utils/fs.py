@@ -102,7 +102,7 @@ def copy_local_path_from_hdfs(
         if not os.path.exists(local):
             if verbose:
                 logger.info(f"copying {src} to {local}")
-            _hdfs_get(src, local)
+            copy(src, local)  # by its name, which programs with a storage client of their own replace
     return local
 
 

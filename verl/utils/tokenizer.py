@@ -56,6 +56,12 @@ def stop_ids(
     return list(dict.fromkeys([*own, *(_eos_ids(copy_to_local(source)) if source else ())]))
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """All special tokens, with those that have no name such as eos_token: Gemma's <end_of_turn> and the like."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added.union(tokenizer.all_special_ids)
+
+
 @functools.lru_cache(maxsize=16)
 def _eos_ids(model: str) -> tuple[int, ...]:
     from transformers import GenerationConfig, PretrainedConfig

@@ -11,6 +11,7 @@ from recipe.spd.rollout.answers import is_correct
 from recipe.spd.rollout.client import CompletionCounts, Request
 from recipe.spd.rollout.hybrid import Hybrid, counted_positions, hybrid_of
 from recipe.spd.rollout.store import Completion
+from verl.data.chat_template import answer_text
 
 Completions = Mapping[Request, Completion]
 
@@ -95,7 +96,7 @@ class JudgedBlock:
         if correction := list(hybrid.tokens[hybrid.effective_len :]):
             segments.append({"text": tokenizer.convert_ids_to_tokens(correction)[0], "kind": "correction"})
         if added := [*self.further, *self.completion.token_ids]:
-            segments.append({"text": tokenizer.decode(added, skip_special_tokens=True), "kind": "completion"})
+            segments.append({"text": answer_text(tokenizer, added), "kind": "completion"})
         return segments
 
 
@@ -119,7 +120,7 @@ def grade_blocks(
 
     @functools.cache
     def answers(ids: tuple[int, ...], ground_truth: str) -> bool:
-        return is_correct(tokenizer.decode(list(ids), skip_special_tokens=True), ground_truth)
+        return is_correct(answer_text(tokenizer, ids), ground_truth)
 
     for block in blocks:
         context, truth = tuple(block.info["context_ids"]), str(block.info["ground_truth"])

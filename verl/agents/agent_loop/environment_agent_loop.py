@@ -17,6 +17,7 @@ from verl.agents.message_encoder import CALL_ID
 from verl.agents.rollout_trace import rollout_trace_op
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
+from verl.data.chat_template import answer_text
 
 _COMPARED = ("role", "content", "tool_calls")  # of earlier messages, which an environment must not change
 
@@ -107,7 +108,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         state.turns += 1
         if output.stop_reason == "aborted":
             raise EnvironmentFailed("the generation was aborted")
-        message = {"role": "assistant", "content": self.tokenizer.decode(output.token_ids, skip_special_tokens=True)}
+        message = {"role": "assistant", "content": answer_text(self.tokenizer, output.token_ids)}
         cut = output.stop_reason == "length" or len(state.conversation.response_ids) >= limit
         if tools and not cut:
             content, calls = await parser.extract_tool_calls(output.token_ids)

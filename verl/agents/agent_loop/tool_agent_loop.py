@@ -22,7 +22,7 @@ from verl.agents.tools.runner import ToolConversation, ToolRunner
 from verl.agents.tools.schemas import ToolResponse
 from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.config.rollout import MultiTurnConfig
-from verl.data.chat_template import ChatTemplateError
+from verl.data.chat_template import ChatTemplateError, answer_text
 from verl.reward.pool import FatalGradingError
 
 
@@ -272,7 +272,7 @@ class ToolAgentLoop(AgentLoopBase):
         for i, call in enumerate(data.tool_calls):
             call.id = call.id or CALL_ID % (data.tool_call_count + i)
         if not self.settings.row_per_turn:
-            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+            return {"role": "assistant", "content": answer_text(self.tokenizer, ids)}
         while ids and ids[-1] in self.encoder.stop_ids:
             ids = ids[:-1]
         return self.parser.message(ids, data.starts_reasoning, data.tool_calls)

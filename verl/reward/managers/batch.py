@@ -48,7 +48,7 @@ class BatchRewardManager(NaiveRewardManager):
             "data_sources": [row.data_source for row in rows],
             "solution_strs": [self.text(row) for row in rows],
             "ground_truths": [row.ground_truth for row in rows],
-            "extra_infos": [row.extra_info for row in rows],
+            "extra_infos": [self.extra_info(row) for row in rows],
             **{name: value for name, value in offered.items() if takes_all or name in parameters},
             **self.reward_kwargs,
         }

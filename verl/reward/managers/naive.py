@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from verl.config.reward_model import RewardModelConfig
+from verl.data.chat_template import answer_text
 from verl.protocol import DataProto
 from verl.reward.managers.base import RawRewardFn, SampleRewardManager, register
 from verl.reward.pool import BatchedCalls, ExternFunction, Failure, GradingPool
-from verl.reward.rows import RewardError, Row, rows_of, split
+from verl.reward.rows import RewardError, Row, judged_text, model_text, response_turns, rows_of, split
 from verl.utils.user_code import defined_at
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
@@ -129,7 +130,7 @@ class NaiveRewardManager(SampleRewardManager):
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """The keyword arguments of the reward function."""
-        values = (row.data_source, self.text(row), row.ground_truth, row.extra_info)
+        values = (row.data_source, self.text(row), row.ground_truth, self.extra_info(row))
         return {**dict(zip(ARGUMENTS, values, strict=True)), **self.reward_kwargs}
 
     def adjusted(self, result: Any, row: Row) -> Any:
@@ -137,5 +138,13 @@ class NaiveRewardManager(SampleRewardManager):
         return result
 
     def text(self, row: Row) -> str:
-        """The answer of a row."""
-        return self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
+        """The text that the function scores: for verl's own `reward_model.judged_text`, else the whole response."""
+        function = getattr(self.compute_score, "func", self.compute_score)  # of a functools.partial
+        if getattr(function, "__module__", "").startswith("verl."):
+            return judged_text(self.settings, self.tokenizer, row.response_ids, row.response_mask)
+        return answer_text(self.tokenizer, row.response_ids)
+
+    def extra_info(self, row: Row) -> dict[str, Any]:
+        """The row's extra_info with response_turns and model_text, by which a function tells whose text is whose."""
+        turns = response_turns(self.tokenizer, row.response_ids, row.response_mask)
+        return {**(row.extra_info or {}), "response_turns": turns, "model_text": model_text(turns)}

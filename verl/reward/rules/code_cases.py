@@ -37,12 +37,15 @@ _sys.__stdout__.flush()
 
 @dataclass(frozen=True)
 class Case:
-    """One run: the program text, its stdin, the expected output; `is_call` when that is a function's result."""
+    """One run: the program text, its stdin, the expected output; `is_call` when that is a function's result; the
+    position among the cases.
+    """
 
     program: str
     stdin: str
     expected: Any
     is_call: bool
+    index: int = 0
 
     def passes(self, stdout: str) -> bool:
         """Whether the program's output is right."""
@@ -77,12 +80,13 @@ def cases_of(code: str, test_cases: Any) -> list[Case]:
         raise ValueError(f"test cases have {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed.")
     name = tests["fn_name"] if "fn_name" in tests else None
     if name is None:
-        return [Case(code, _text(i), _text(o), False) for i, o in zip(inputs, outputs, strict=True)]
+        pairs = enumerate(zip(inputs, outputs, strict=True))
+        return [Case(code, _text(given), _text(expected), False, i) for i, (given, expected) in pairs]
     cases = []
-    for given, expected in zip(inputs, outputs, strict=True):
+    for i, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
         program = _PRELUDE + code + _CALL.format(name=str(name), arguments=json.dumps(arguments))
-        cases.append(Case(program, "", json.loads(expected) if isinstance(expected, str) else expected, True))
+        cases.append(Case(program, "", json.loads(expected) if isinstance(expected, str) else expected, True, i))
     return cases
 
 

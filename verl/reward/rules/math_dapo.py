@@ -8,6 +8,7 @@ from verl.reward.rules.math_reward import last_boxed_only_string as _last_box
 
 # Only the end of an answer counts: text, and the box of the strict form.
 _TAIL, _BOX_TAIL = 300, 100
+_NO_ANSWER = "[INVALID]"
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 # Normalisation of final answers: appendix D.1 of Minerva, arXiv 2206.14858.
 _UNITS = (
@@ -46,7 +47,7 @@ def is_correct_minerva(
 ) -> tuple[bool, str]:
     """(whether the last 'Answer: ...' is the ground truth, that answer normalised); '[INVALID]' without one."""
     answers = re.findall(answer_pattern, solution_str)
-    predicted = normalize_final_answer(answers[-1] if answers else "[INVALID]")
+    predicted = normalize_final_answer(answers[-1] if answers else _NO_ANSWER)
     truth = str(gt)
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or truth)
@@ -73,11 +74,16 @@ def _same(answer: str, truth: str) -> bool:
 def verify(
     solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> tuple[bool, str | None]:
-    """(whether the answer is right, the extracted answer)."""
-    if strict_box_verify:
-        correct, predicted = is_correct_strict_box(solution_str, answer, pause_tokens_index)
-        return correct == 1, predicted
-    return is_correct_minerva(solution_str, answer)
+    """(whether the answer is right, the extracted answer).
+
+    Without `strict_box_verify` a text without 'Answer:' is judged by its last box, too.
+    """
+    if not strict_box_verify:
+        correct, predicted = is_correct_minerva(solution_str, answer)
+        if predicted != normalize_final_answer(_NO_ANSWER):
+            return correct, predicted
+    boxed, content = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+    return (boxed == 1, content) if strict_box_verify or content is not None else (False, _NO_ANSWER)
 
 
 def compute_score(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.reward.rules.math_reward import boxed_answer, is_equiv
 from verl.utils.children import ChildDied, ForkedChild, ProcessorSeconds
 
 _SECONDS = 10.0
+_NAMES = re.compile(r"\banswer\s*:|\bis\b:?", re.IGNORECASE)  # before an answer without a box
 _LONGEST = 2000  # characters; a longer answer counts as wrong
 
 
@@ -29,10 +31,13 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
 
 
 def compute_numina_score(model_output: str, ground_truth: str, **kwargs: Any) -> float:
-    """`compute_score`; an answer without a box is compared with the ground truth as text."""
+    """`compute_score`; without a box, what the text names last ("answer: 7", "x is 7"), or all of it, is compared as
+    text with the ground truth.
+    """
     if "\\boxed" in model_output or "\\fbox" in model_output:
         return compute_score(model_output, ground_truth, **kwargs)
-    return float(is_equiv(model_output, str(ground_truth)))
+    last = _NAMES.split(model_output)[-1].strip().rstrip(".")
+    return float(any(is_equiv(answer, str(ground_truth)) for answer in (model_output, last)))
 
 
 def is_equal(answer: str, ground_truth: str) -> bool:

@@ -73,7 +73,9 @@ def check_correctness(
     """(results, reports) of a program for the cases `in_outs`: {inputs, outputs, fn_name (Python only)}.
 
     A result is True (passed), False (wrong output), -1 (the service gave no verdict), -2 (the program failed), -3
-    (time limit), -4 (it does not compile). `concurrent_semaphore` (acquire and release, or None) bounds the requests.
+    (time limit), -4 (it does not compile). `status` of its report is success, wrong_answer, api_error, runtime_error,
+    timeout, compile_error or compile_timeout; `api_status` is that of the service. `concurrent_semaphore` (acquire and
+    release, or None) bounds the requests.
     Raises ValueError for an unknown language and for cases that cannot be read.
     """
     if in_outs is None:
@@ -109,7 +111,7 @@ def run_cases(
                 except SandboxServiceError as error:
                     if not keep_going:
                         raise
-                    return -1, {"passed": False, "status": "api_error", "api_request_error": str(error)}
+                    return unanswered(case, str(error))
                 finally:
                     if semaphore is not None:
                         semaphore.release()
@@ -120,21 +122,35 @@ def run_cases(
 
 
 def verdict(case: Case, reply: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(result, report) of a case from the service's reply."""
+    """(result, report) of a case from the service's reply; the durations are in seconds."""
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     if compiled.get("status", "Finished") != "Finished" or compiled.get("return_code"):
-        result = -3 if compiled.get("status") == "TimeLimitExceeded" else -4
+        in_time = compiled.get("status") != "TimeLimitExceeded"
+        result, status = (-4, "compile_error") if in_time else (-3, "compile_timeout")
     elif ran.get("status") == "TimeLimitExceeded":
-        result = -3
+        result, status = -3, "timeout"
     elif reply["status"] != "Success" or ran.get("return_code") != 0:
-        result = -2
+        result, status = -2, "runtime_error"
     else:
         result = case.passes(ran.get("stdout") or "")
-    return result, {
-        "passed": result is True, "status": reply["status"], "compile_status": compiled.get("status"),
-        "run_status": ran.get("status"), "stdout": ran.get("stdout"),
-        "stderr": ran.get("stderr") or compiled.get("stderr"), "exit_code": ran.get("return_code"),
-        "input": case.stdin, "expected_output": case.expected,
+        status = "success" if result else "wrong_answer"
+    return result, _report(case, status, None, reply)
+
+
+def unanswered(case: Case, error: str) -> tuple[int, dict[str, Any]]:
+    """(-1, report) of a case for which the service gave no verdict."""
+    return -1, _report(case, "api_error", error, {})
+
+
+def _report(case: Case, status: str, error: str | None, reply: dict[str, Any]) -> dict[str, Any]:
+    compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
+    return {
+        "case_index": case.index, "input": case.stdin, "expected_output": case.expected, "passed": status == "success",
+        "status": status, "api_request_error": error, "api_response": reply or None, "api_status": reply.get("status"),
+        "stdout": ran.get("stdout"), "stderr": ran.get("stderr"), "exit_code": ran.get("return_code"),
+        "run_status": ran.get("status"), "duration": ran.get("execution_time"),
+        "compile_status": compiled.get("status"), "compile_stderr": compiled.get("stderr"),
+        "compile_duration": compiled.get("execution_time"),
     }  # fmt: skip
 
 

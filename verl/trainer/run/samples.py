@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.data.chat_template import answer_text
 from verl.protocol import DataProto
 from verl.reward.rows import EXTRAS
 from verl.utils.jsonl import replace_text
@@ -25,13 +26,13 @@ def sample_rows(
     their text into the column `response_text`: a string, or a list of segments with a `text` each.
     """
     columns = samples.non_tensor_batch
-    prompts = tokenizer.batch_decode(samples.batch["prompts"], skip_special_tokens=True)
+    prompts = [answer_text(tokenizer, ids) for ids in samples.batch["prompts"].tolist()]
     if "response_text" in columns:
         outputs = [t if isinstance(t, str) else " ".join(s["text"] for s in t) for t in columns["response_text"]]
     else:
         mask = samples.batch["attention_mask"][:, -samples.batch["responses"].size(1) :].bool()
         responses = zip(samples.batch["responses"], mask, strict=True)
-        outputs = tokenizer.batch_decode([ids[kept] for ids, kept in responses], skip_special_tokens=True)
+        outputs = [answer_text(tokenizer, ids[kept].tolist()) for ids, kept in responses]
     if "reward_model" in columns:
         truths = [row["ground_truth"] if "ground_truth" in row else None for row in columns["reward_model"]]
     else:
