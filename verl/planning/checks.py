@@ -93,7 +93,8 @@ def check_models(
 
 
 def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
-    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read.
+    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read, or fewer
+    than prompt and answer may have.
 
     `rollout` has RolloutConfig's settings, under `key`.
     """
@@ -104,6 +105,12 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
     if rollout.name in ("vllm", "sglang") and positions is not None and not scaled and tokens > positions:
         rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
+    wanted = rollout.prompt_length + rollout.response_length
+    if rollout.name in ("vllm", "sglang") and tokens < wanted:
+        least = max(0, tokens - rollout.response_length)
+        rule = f"{key}.max_model_len={tokens} is less than prompt_length + response_length = {wanted}"
+        text = f"{rule}: answers to prompts of more than {least} tokens are cut before response_length. Raise it."
+        yield Problem(UNUSED, f"{key}.max_model_len", text)
 
 
 def check_tensor_parallel(settings: BaseConfig, findings: Findings, key: str) -> Iterator[Problem]:

@@ -74,7 +74,7 @@ METRICS: dict[str, str] = {
     "critic/lr": "Learning rate of the critic's update.",
     "critic/nonfinite_steps": "Mini-batches whose value update was skipped.",
     "critic/empty_steps": "Mini-batches that the critic skipped since they have no counted token.",
-    "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at the limit (clip_ratio).",
+    "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at any limit (clip_ratio).",
     "response_length_non_aborted/*": "The same without empty answers.",
     "response/aborted_ratio": "Share of answers without a token.",
     "prompt_length/*": "Tokens of a prompt: mean, max, min, and the share as long as the limit (clip_ratio).",
@@ -134,7 +134,7 @@ METRICS: dict[str, str] = {
     "health/entropy_ratio": "actor/entropy, mean of the last 5 steps, over that of the first 5 of the run.",
     "health/length_without_reward": "Mean length of the last 10 steps' answers over that of the first 10 of the "
     "run; 1 if the score rose by more than its noise.",
-    "health/truncated": "Share of answers that were cut at the token limit.",
+    "health/truncated": "Share of answers that a limit of tokens ended, whichever, and no stop token.",
     "health/repeated_answers_reward": "Share of samples with a score above the mean whose answer, of at least 8 "
     "tokens, another prompt has too.",
     "health/grad_norm_ratio": "actor/grad_norm over its median in the last 20 steps.",

@@ -108,7 +108,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if output.stop_reason == "aborted":
             raise EnvironmentFailed("the generation was aborted")
         message = {"role": "assistant", "content": self.tokenizer.decode(output.token_ids, skip_special_tokens=True)}
-        cut = output.stop_reason == "length" or len(state.conversation.response_ids) >= limit
+        is_full = len(state.conversation.response_ids) >= limit
+        cut = output.stop_reason == "length" or (is_full and output.stop_reason != "completed")
         if tools and not cut:
             content, calls = await parser.extract_tool_calls(output.token_ids)
             for i, call in enumerate(calls):
