@@ -1,6 +1,6 @@
 """The metrics of the recipe, for the documentation and the report."""
 
-from verl.report.metric_names import RecipeMetrics
+from verl.report.metric_names import LeftOut, RecipeMetrics
 
 METRICS = RecipeMetrics(
     meanings={
@@ -14,6 +14,7 @@ METRICS = RecipeMetrics(
         "spd/hit_limit": "Share of answers cut at the token limit.",
         "spd/baseline/truncated": "Share of samples whose answer by the target alone is cut there (`spd.truncated`).",
         "spd/baseline/changed": "Share of samples whose baseline by the run's server differs from that of the data.",
+        "spd/unlabelled_blocks": "Share of the supervised training's blocks that have no label.",
         "spd/output_length_ratio": "Length of the answer after a hybrid context over the target's own.",
     },
     headlines=(
@@ -26,4 +27,9 @@ METRICS = RecipeMetrics(
     trends={"spd/accepted_len/mean": "accepted length"},
     counters={"spd/dropped_samples": "lost completions' samples", "spd/completions/failed": "failed completions"},
     flags=("scenario_",),
+    left_out=(
+        LeftOut("spd/hit_limit", "of the answers after a hybrid context were cut at the token limit"),
+        LeftOut("spd/baseline/truncated", "of the samples have a baseline that is cut at the token limit"),
+        LeftOut("spd/unlabelled_blocks", "of the training blocks have no label"),
+    ),
 )

@@ -62,6 +62,7 @@ class LabelledBlocks(Dataset):
     def __init__(self, blocks: SPDRLHFDataset, order: Sequence[int], labels: Labels) -> None:
         self.blocks, self.labels = blocks, labels
         self.rows = [(order[number], number) for number in sorted(labels)]
+        self.unlabelled = 1 - len(labels) / len(order)  # share of the blocks
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -145,7 +146,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     def training_step(self, batch: TensorDict) -> dict[str, float]:
         metrics = super().training_step(batch)
         self.losses.append(metrics.get("train/loss", float("nan")))
-        return metrics
+        return metrics | {"spd/unlabelled_blocks": self.blocks[0].unlabelled}
 
     def _validate(self) -> dict[str, float]:
         means = super()._validate()

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.helpers.models import make_tokenizer
 from verl.data import RLHFDataset, collate_fn, get_dataset_class
 from verl.data.rl_dataset import DatasetError, left_pad, read_rows, truncate_ids
+from verl.planning.checks import row_problems
 from verl.utils.fs import copy_to_shm
 
 TOKENIZER = make_tokenizer()
@@ -201,11 +202,20 @@ def test_an_overlong_prompt_is_an_error_that_names_it(tmp_path):
         dataset[1]
 
 
+def test_cut_prompts_are_counted(tmp_path):
+    file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5"), row("1"), row("1 + 2 + 3 + 4 + 6")])
+    dataset = RLHFDataset(file, TOKENIZER, config(truncation="left"))
+    (problem,) = row_problems(dataset, "data.train_files", 10, lambda row: None)
+    assert problem.kind == "unused" and "d.jsonl: 2 of 3, the first is row 0. Raise the limit." in problem.message
+
+
 def test_overlong_prompts_are_dropped_and_counted(tmp_path):
     file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5"), row("1"), row("1 + 2 + 3 + 4 + 6")])
     dataset = RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
     assert (len(dataset), dataset.dropped_overlong) == (1, 2)
     assert dataset.error(0, "x").args[0].endswith("row 1: x")  # still says where the row came from
+    (problem,) = row_problems(dataset, "data.train_files", 10, lambda row: None)
+    assert "data.train_files: 2 of 3 rows are left out (data.filter_overlong_prompts)" in problem.message
     with pytest.raises(DatasetError, match="every one of 3 prompts"):
         RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True, max_prompt_length=2))
 

@@ -1,5 +1,6 @@
 """A dry run prints plan and every problem, in two classes, and starts nothing."""
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
@@ -7,7 +8,8 @@ import pandas as pd
 import pytest
 
 from tests.helpers.configs import compose_ppo
-from verl.planning.checks import check_url
+from verl.config.rollout import RolloutConfig
+from verl.planning.checks import Findings, check_length, check_url
 from verl.trainer.main_ppo import dry_run
 from verl.utils.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
 
@@ -206,6 +208,17 @@ def test_secrets_are_not_printed(overrides, capsys):
         capsys,
     )  # fmt: skip
     assert "hush" not in text
+
+
+def test_a_context_that_cuts_answers_is_named():
+    """A prompt of 8 tokens and an answer of 16 need 24: with 21, prompts of more than 5 tokens cut it."""
+    config = RolloutConfig(name="vllm", prompt_length=8, response_length=16, max_model_len=21)
+    (problem,) = check_length(config, Findings(), "rollout")
+    what = "max_model_len=21 is less than prompt_length + response_length = 24"
+    assert problem.kind == UNUSED and what in problem.message
+    assert "answers to prompts of more than 5 tokens are cut before response_length. Raise it." in problem.message
+    for more in ({"max_model_len": 24}, {"max_model_len": None}, {"max_model_len": 21, "name": "hf"}):
+        assert not list(check_length(dataclasses.replace(config, **more), Findings(), "rollout"))
 
 
 def test_addresses():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.report.metric_names import all_metrics, left_out
 from verl.report.page import collect_series, summary_cards, write_report
 from verl.report.plots import smooth
 from verl.utils.jsonl import read_objects
@@ -47,6 +48,27 @@ def _run_dir(tmp_path):
     (tmp_path / "run_config.yaml").write_text("trainer:\n  nnodes: 1\n")
     (tmp_path / "versions.json").write_text('{"torch": "2.13.0"}')
     return tmp_path
+
+
+def test_shares_above_a_tenth_of_what_a_run_left_out():
+    """Sums of counts, means of shares, the last of running counts; the row of a step that ran again replaces it."""
+    steps = [
+        {"training/dropped_samples": 9, "training/requested_samples": 10, "health/truncated": 0.2,
+         "fully_async/count/dropped_stale_samples": 1, "fully_async/count/total_generated_samples": 3},
+        {"training/dropped_samples": 0, "training/requested_samples": 10, "health/truncated": 0.0,
+         "actor/nonfinite_steps": 4, "fully_async/count/dropped_stale_samples": 3,
+         "fully_async/count/total_generated_samples": 5},
+        {"training/dropped_samples": 4, "training/requested_samples": 20, "health/truncated": 0.1,
+         "actor/nonfinite_steps": 0},
+    ]  # fmt: skip
+    rows = [{"step": n, "data": data} for n, data in ((1, steps[0]), (1, steps[1]), (2, steps[2]))]
+    shares = {metric: share for metric, share, _ in left_out(rows)}
+    assert shares == {
+        "training/dropped_samples": pytest.approx(4 / 30), "actor/nonfinite_steps": 0.5,
+        "fully_async/count/dropped_stale_samples": pytest.approx(3 / 8),
+    }  # fmt: skip
+    assert left_out([{"step": 1, "data": {"health/truncated": 0.1}}]) == []
+    assert all(name in all_metrics() for name in shares)
 
 
 def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_path):

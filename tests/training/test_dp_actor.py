@@ -107,7 +107,7 @@ def test_a_batch_without_counted_tokens_changes_no_bit(tiny_llama):
     batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
     engine = make_engine(tiny_llama)
     before = weights_of(engine)
-    assert make_actor(engine).update_policy(batch) == {"actor/nonfinite_steps": [0]}
+    assert make_actor(engine).update_policy(batch) == {"actor/nonfinite_steps": [0], "actor/empty_steps": [1]}
     assert all((w == before[n]).all() for n, w in weights_of(engine).items())
 
 

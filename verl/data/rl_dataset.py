@@ -124,6 +124,7 @@ class FileRows(Dataset):
         self.rows: Sequence[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         self.columns: dict[str, None] = {}  # of any file
+        self.cut_rows: set[int] = set()  # samples of this process that data.truncation cut
         columns_of: dict[str, dict[str, None]] = {}
         for file in self.data_files:
             rows = self.load(str(file), use_shm)
@@ -310,6 +311,8 @@ class RLHFDataset(FileRows):
                 item,
                 f"the prompt has {len(ids)} tokens, {self.length_key}={self.max_prompt_length}. {self.overlong_remedy}",
             )
+        if len(ids) > self.max_prompt_length:
+            self.cut_rows.add(item)
         ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:

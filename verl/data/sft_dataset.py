@@ -103,6 +103,8 @@ class SFTDataset(FileRows):
         if len(ids) > self.max_length and self.truncation == "error":
             what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
             raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
+        if len(ids) > self.max_length:
+            self.cut_rows.add(item)
         return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from verl.config.compose import select
 from verl.config.data import DataConfig
 from verl.config.offline import GenerationTrainerConfig
 from verl.config.sft import SFTDataConfig
+from verl.report.metric_names import SHARE_NAMED
 from verl.utils.fs import check_writable, copy_to_local, is_non_local
-from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, absent, one_line, wrong
+from verl.utils.problems import ABSENT, UNUSED, WRONG, ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
 
 ROWS_CHECKED = 20_000
 ROWS_AT_START = 200  # of each data set: a run reads the others soon enough
-ROW_ERRORS_SHOWN = 5
+ROW_ERRORS_SHOWN = FILES_SHOWN = 5
 LOGGER_PACKAGES = {name: name for name in ("tensorboard", "trackio", "mlflow", "swanlab", "clearml")}
 LOGGER_PACKAGES["vemlp_wandb"] = "volcengine_ml_platform"
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
@@ -91,7 +93,8 @@ def check_models(
 
 
 def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
-    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read.
+    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read, or fewer
+    than prompt and answer may have.
 
     `rollout` has RolloutConfig's settings, under `key`.
     """
@@ -102,6 +105,12 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
     if rollout.name in ("vllm", "sglang") and positions is not None and not scaled and tokens > positions:
         rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
+    wanted = rollout.prompt_length + rollout.response_length
+    if rollout.name in ("vllm", "sglang") and tokens < wanted:
+        least = max(0, tokens - rollout.response_length)
+        rule = f"{key}.max_model_len={tokens} is less than prompt_length + response_length = {wanted}"
+        text = f"{rule}: answers to prompts of more than {least} tokens are cut before response_length. Raise it."
+        yield Problem(UNUSED, f"{key}.max_model_len", text)
 
 
 def check_tensor_parallel(settings: BaseConfig, findings: Findings, key: str) -> Iterator[Problem]:
@@ -171,10 +180,12 @@ def check_fills_a_batch(findings: Findings, batch: Any, what: str, key: str = "d
 def check_splits(
     data: DataConfig | SFTDataConfig, findings: Findings, rows: int, find_class: Callable[[], Any],
     make: Callable[[list[str], str], Any], lacks: Callable[[Mapping[str, Any]], str | None],
+    learns: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> bool:  # fmt: skip
     """Files, class and first `rows` rows of data.train_files and data.val_files; False without a usable class.
 
-    `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks.
+    `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks; `learns` as for
+    row_problems.
     """
     from verl.data.rl_dataset import read_rows
 
@@ -210,7 +221,7 @@ def check_splits(
                 dataset = make(files, split)
                 findings.datasets[key] = dataset
                 count = len(dataset)
-                findings.problems += row_problems(dataset, key, rows, lacks)
+                findings.problems += row_problems(dataset, key, rows, lacks, learns)
         except Exception as e:  # a user's class may raise anything; its text is the problem
             text = f": {one_line(e)}"
             if not any(problem.message.endswith(text) for problem in findings.problems):  # of both splits alike
@@ -221,15 +232,21 @@ def check_splits(
 
 
 def row_problems(
-    dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None]
-) -> Iterator[Problem]:
+    dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None],
+    learns: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> Iterator[Problem]:  # fmt: skip
     """Problems of the first `rows` samples of the data set of `key`, and of the first of each file; `lacks` as for
-    check_splits."""
+    check_splits.
+
+    `learns(sample)` says whether a sample has a learned token. A data set without one is wrong, and read to its end to
+    know that; samples without one, and those that were cut or filtered, are warnings.
+    """
     from verl.data.rl_dataset import MissingColumn
 
-    broken = 0
+    broken, empty = 0, []
     firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}
-    for i in dict.fromkeys([*range(min(len(dataset), rows)), *sorted(firsts.values())]):
+    checked = dict.fromkeys([*range(min(len(dataset), rows)), *sorted(firsts.values())])
+    for i in checked:
         try:
             row = dataset[i]
         except Exception as e:  # a user's class may raise anything; its text is the problem
@@ -244,9 +261,41 @@ def row_problems(
             if hasattr(dataset, "origins"):
                 place = "{}: {}, row {}".format(key, *dataset.origins[i])
             yield wrong(key, f"{place}: {message}")
-            break
+            return
+        if learns is not None and not learns(row):
+            empty.append(i)
     if broken > ROW_ERRORS_SHOWN:
         yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")
+    if broken:
+        return
+    unread = (i for i in range(len(dataset)) if i not in checked)
+    if empty and len(empty) == len(checked) and not any(learns(dataset[i]) for i in unread):
+        rule = f"{key}: none of its {len(dataset)} rows has a learned token within data.max_length"
+        yield wrong(key, f"{rule}: nothing can be learned. Raise data.max_length, or set data.truncation=left.")
+        return
+    if empty:
+        what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"
+        yield Problem(UNUSED, key, f"{key}: rows {what}. Raise data.max_length, or drop these rows.")
+    if cut := sorted((set(getattr(dataset, "cut_rows", ())) & checked.keys()) - set(empty)):
+        how = f"longer than the limit and cut by data.truncation={dataset.truncation}"
+        yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise the limit.")
+    dropped = getattr(dataset, "dropped_overlong", 0)
+    if dropped > SHARE_NAMED * (dropped + len(dataset)):
+        what = f"{dropped} of {dropped + len(dataset)} rows are left out (data.filter_overlong_prompts)"
+        yield Problem(UNUSED, key, f"{key}: {what}: they are longer than data.max_prompt_length.")
+
+
+def _places(dataset: Any, checked: Collection[int], found: list[int]) -> str:
+    """How many of the checked rows were found in each file, and the first of them."""
+    origins = getattr(dataset, "origins", None) or [("the data set", i) for i in range(len(dataset))]
+    per_file = Counter(origins[i][0] for i in checked)
+    rows: dict[str, list[int]] = defaultdict(list)
+    for i in found:
+        rows[origins[i][0]].append(origins[i][1])
+    part = "" if len(checked) == len(dataset) else " checked ones"
+    texts = [f"{file}: {len(own)} of {per_file[file]}{part}, the first is row {own[0]}" for file, own in rows.items()]
+    more = f"; and in {len(texts) - FILES_SHOWN} further files" if len(texts) > FILES_SHOWN else ""
+    return "; ".join(texts[:FILES_SHOWN]) + more
 
 
 def check_machine(trainer: RunConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from loguru import logger
 from rich.console import Console
 
 from verl.config.batch_sizes import divides_ranks, rank_count, sharding_ranks, splits_ranks
@@ -87,7 +88,8 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
             build = trainer_class.build_dataset if split == "train" else trainer_class.build_val_dataset
             return build(files, config, tokenizer, data[f"{split}_max_samples"])
 
-        if check_splits(data, findings, ROWS_CHECKED, lambda: get_sft_dataset_class(data), make, _missing_columns):
+        find_class = lambda: get_sft_dataset_class(data)  # noqa: E731
+        if check_splits(data, findings, ROWS_CHECKED, find_class, make, _missing_columns, _learns):
             check_fills_a_batch(findings, data.train_batch_size, "samples")
         _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *check_machine(config.trainer)]
@@ -121,10 +123,18 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
     return problems
 
 
-def refuse_bad_rows(dataset: Any, key: str) -> None:
-    """Raise one ConfigError with the problems of the first rows of a data set; `key` names its files."""
-    if fatal := [p for p in row_problems(dataset, key, ROWS_AT_START, _missing_columns) if p.kind in (WRONG, ABSENT)]:
+def refuse_bad_rows(dataset: Any, key: str, warn: bool = True) -> None:
+    """Raise one ConfigError with the problems of the first rows of a data set, and warn of rows that train nothing;
+    `key` names its files."""
+    problems = list(row_problems(dataset, key, ROWS_AT_START, _missing_columns, _learns))
+    if fatal := [p for p in problems if p.kind in (WRONG, ABSENT)]:
         raise ConfigError(fatal)
+    for problem in problems if warn else ():
+        logger.warning("{}", problem.message)
+
+
+def _learns(row: Mapping[str, Any]) -> bool:
+    return bool(row["loss_mask"][1:].any())  # no position comes before the first token
 
 
 def _missing_columns(row: Mapping[str, Any]) -> str | None:

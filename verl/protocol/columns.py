@@ -58,7 +58,7 @@ COLUMNS = {
     "sample_id": Column("[B]", "object", "Asynchronous training: name of the sample in async_journal.jsonl."),
     "__num_turns__": Column("[B]", "object", "Turns of the conversation (agent loops)."),
     "__seed__": Column("[B]", "object", "Seed of the conversation (agent loops)."),
-    "end_reason": Column("[B]", "object", "Why the conversation ended: docs/agents.md lists the reasons."),
+    "end_reason": Column("[B]", "object", "Why the answer ended: stop, length (cut), or a reason of docs/agents.md."),
     "turn_prompts": Column("[B]", "object", "A list of (start, end, prompt ids) of turns that are rows of their own."),
     "turn_scores": Column("[B]", "object", "Scores of an interaction, one for each turn."),
     "tool_rewards": Column("[B]", "object", "Rewards that tools returned for their calls."),

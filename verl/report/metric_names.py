@@ -2,14 +2,50 @@
 
 import functools
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from verl.utils.registry import installed_plugins
 
 #: panels of the report: (title, explanation, names, or prefixes that end in "/", "_" or "@")
 Headlines = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+SHARE_NAMED = 0.1  # shares of what was left out are named at the end of a run if they are larger
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a run leaves out, by a metric: its mean over the steps is a share, or its sum over that of `of`.
+
+    With `running`, both metrics count from the start of the run, and `of` does not contain the metric's own count.
+    """
+
+    metric: str
+    text: str  # follows the share: "of the answers were cut"
+    of: str | None = None
+    running: bool = False
+
+
+LEFT_OUT: tuple[LeftOut, ...] = (
+    LeftOut("training/overlong_prompts", "of the prompts are longer than data.max_prompt_length and were left out"),
+    LeftOut("training/dropped_samples", "of the requested samples were dropped", "training/requested_samples"),
+    LeftOut("fully_async/count/dropped_stale_samples", "of the samples became too old and were dropped",
+            "fully_async/count/total_generated_samples", running=True),
+    LeftOut("response/aborted_ratio", "of the answers are empty"),
+    LeftOut("health/truncated", "of the answers were cut at a limit of tokens"),
+    LeftOut("health/without_tool_call", "of the conversations called no tool, although tools are given"),
+    LeftOut("health/groups_without_variance", "of the prompts have samples of equal reward, which give no gradient"),
+    LeftOut("rollout_corr/rollout_rs_masked_fraction", "of the tokens were rejected by the rollout correction"),
+    LeftOut("actor/nonfinite_steps", "of the steps skipped updates of the policy, not finite"),
+    LeftOut("critic/nonfinite_steps", "of the steps skipped updates of the critic, not finite"),
+    LeftOut("actor/empty_steps", "of the steps skipped updates of the policy, without a counted token"),
+    LeftOut("critic/empty_steps", "of the steps skipped updates of the critic, without a counted token"),
+    LeftOut("train/rows_without_target", "of the rows have no learned token within data.max_length"),
+    LeftOut("train/skipped_steps", "of the steps changed no weight"),
+    LeftOut("val-aux/dropped_samples", "of the validation's samples were dropped", "val-aux/requested_samples"),
+)  # fmt: skip
 
 METRICS: dict[str, str] = {
     "actor/pg_loss": "Policy loss of the step's mini-batches, mean over them.",
@@ -22,6 +58,7 @@ METRICS: dict[str, str] = {
     "actor/grad_norm": "Norm of the gradient before clipping.",
     "actor/lr": "Learning rate of this step's update.",
     "actor/nonfinite_steps": "Mini-batches whose update was skipped for a loss or gradient that is not finite.",
+    "actor/empty_steps": "Mini-batches that were skipped since they have no counted token.",
     "actor/logprob_drift*": "|log-prob in the update - log-prob before it| over counted tokens: mean, and _max.",
     "actor/reward_kl_penalty": "KL of old and reference policy that lowered the reward, before its coefficient.",
     "actor/reward_kl_penalty_coeff": "Coefficient of that penalty.",
@@ -37,7 +74,8 @@ METRICS: dict[str, str] = {
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/lr": "Learning rate of the critic's update.",
     "critic/nonfinite_steps": "Mini-batches whose value update was skipped.",
-    "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at the limit (clip_ratio).",
+    "critic/empty_steps": "Mini-batches that the critic skipped since they have no counted token.",
+    "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at any limit (clip_ratio).",
     "response_length_non_aborted/*": "The same without empty answers.",
     "response/aborted_ratio": "Share of answers without a token.",
     "prompt_length/*": "Tokens of a prompt: mean, max, min, and the share as long as the limit (clip_ratio).",
@@ -75,6 +113,7 @@ METRICS: dict[str, str] = {
     "training/scored_samples": "Samples that are trained on.",
     "training/dropped_samples": "Samples left out; below it why: lost, masked, no_reward, small_group, uneven, ...",
     "training/dropped_samples/*": "Samples left out for this reason.",
+    "training/overlong_prompts": "Share of the data's prompts that data.filter_overlong_prompts left out.",
     "training/rollout_probs_diff_*": "|probability in the rollout - in the trained model| of sampled tokens.",
     "training/rollout_actor_probs_pearson_corr": "Correlation of the two probabilities.",
     "rollout_corr/rollout_is_*": "Weights pi_old / pi_rollout before truncation, of tokens and sequences (seq_).",
@@ -96,7 +135,8 @@ METRICS: dict[str, str] = {
     "health/entropy_ratio": "actor/entropy, mean of the last 5 steps, over that of the first 5 of the run.",
     "health/length_without_reward": "Mean length of the last 10 steps' answers over that of the first 10 of the "
     "run; 1 if the score rose by more than its noise.",
-    "health/truncated": "Share of answers that were cut at the token limit.",
+    "health/truncated": "Share of answers that a limit of tokens ended, whichever, and no stop token.",
+    "health/without_tool_call": "Share of conversations without a tool call, although tools are given.",
     "health/repeated_answers_reward": "Share of samples with a score above the mean whose answer, of at least 8 "
     "tokens, another prompt has too.",
     "health/grad_norm_ratio": "actor/grad_norm over its median in the last 20 steps.",
@@ -111,6 +151,7 @@ METRICS: dict[str, str] = {
     "train/grad_norm": "Norm of the gradient before clipping.",
     "train/global_tokens": "Tokens of the step's batch on all ranks, without padding.",
     "train/skipped_steps": "1 where loss or gradient was not finite, or nothing was learned, and no weight changed.",
+    "train/rows_without_target": "Share of the step's rows that have no learned token within data.max_length.",
     "train/time(s)": "Seconds of the training step.",
     "val/loss": "SFT: the loss over the learned tokens of the full validation set.",
     "train/num_gen_batches": "Generations that one DAPO batch took.",
@@ -141,6 +182,7 @@ class RecipeMetrics:
         trends: name -> label of a card with its first and last values.
         counters: name -> label of a card with its sum.
         flags: beginnings of names of the reward's extras that the report shows only where they are not 0.
+        left_out: shares that the end of a run and the report name if they are above a tenth.
     """
 
     meanings: Mapping[str, str]
@@ -148,6 +190,7 @@ class RecipeMetrics:
     trends: Mapping[str, str] = field(default_factory=dict)
     counters: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @functools.cache
@@ -159,6 +202,27 @@ def metrics_of_recipes() -> tuple[RecipeMetrics, ...]:
 def all_metrics() -> dict[str, str]:
     """METRICS and those of all installed recipes."""
     return METRICS | {name: meaning for recipe in metrics_of_recipes() for name, meaning in recipe.meanings.items()}
+
+
+def left_out(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, str]]:
+    """(metric, share, text) of what a run with these rows of metrics.jsonl left out, where above SHARE_NAMED.
+
+    A count of skipped updates is 1 of its step: the share is that of the steps.
+    """
+    logged = list({row["step"]: row["data"] for row in rows}.values())
+    found = []
+    for entry in (*LEFT_OUT, *(entry for recipe in metrics_of_recipes() for entry in recipe.left_out)):
+        steps = [data for data in logged if entry.metric in data and (entry.of is None or entry.of in data)]
+        counts = [float(data[entry.metric]) for data in steps]
+        if entry.of is None:
+            share = sum(min(1.0, count) for count in counts) / max(1, len(counts))
+        else:
+            totals = [float(data[entry.of]) for data in steps]
+            part, whole = (counts[-1:], [*counts[-1:], *totals[-1:]]) if entry.running else (counts, totals)
+            share = sum(part) / max(1.0, sum(whole))
+        if share > SHARE_NAMED:
+            found.append((entry.metric, share, entry.text))
+    return found
 
 
 def unknown_metrics(names: list[str]) -> list[str]:

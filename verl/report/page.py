@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from verl.report.asynchronous import async_panels, idle_cards
 from verl.report.health import RULES
-from verl.report.metric_names import Headlines, metrics_of_recipes
+from verl.report.metric_names import Headlines, left_out, metrics_of_recipes
 from verl.report.plots import Curve, Panel, draw_panel
 from verl.utils.jsonl import read_objects, replace_text
 from verl.utils.visible_text import visible
@@ -186,6 +186,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
         title=title or run_dir.resolve().name,
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         cards=summary_cards(series, steps, starts[-1]["total_steps"] if starts else None) + idle_cards(run_dir),
+        left_out=[f"{share:.0%} {text} ({metric})." for metric, share, text in left_out(rows)],
         starts=starts,
         health=health_rows(series),
         wide=wide,

@@ -139,7 +139,11 @@ class ServerClient(HttpClient):
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": params, "return_logprob": log_probs}
         if sampling.get("kept_tokens"):
             body["return_kept_tokens"] = True
-        return token_output(await self.post("generate", body), log_probs, self.handle.address)
+        output = token_output(await self.post("generate", body), log_probs, self.handle.address)
+        stops = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids") or ()
+        if output.stop_reason == "length" and output.token_ids and output.token_ids[-1] in stops:
+            return output.model_copy(update={"stop_reason": "completed"})  # some engines look at the limit first
+        return output
 
 
 class RolloutReplica:

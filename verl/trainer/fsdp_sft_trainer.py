@@ -48,7 +48,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         settings = sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
         tokenizer = trainer_class.build_tokenizer(settings)
-        datasets = [_dataset(settings, trainer_class, tokenizer, split) for split in ("train", "val")]
+        datasets = [_dataset(settings, trainer_class, tokenizer, split, first) for split in ("train", "val")]
     except (ValueError, OSError) as e:  # as a rule every rank has the same one
         _fail(str(e), shown=first)
     try:
@@ -70,14 +70,16 @@ def _fail(message: str, shown: bool = True) -> NoReturn:
     sys.exit(message if shown else 1)
 
 
-def _dataset(config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:
+def _dataset(
+    config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str, warn: bool
+) -> Any:
     """The data set of a split, its first rows tried; None without validation files."""
     files = config.data[f"{split}_files"]
     if not files:
         return None
     build = trainer_class.build_dataset if split == "train" else trainer_class.build_val_dataset
     dataset = build(files, config, tokenizer, config.data[f"{split}_max_samples"])
-    refuse_bad_rows(dataset, f"data.{split}_files")
+    refuse_bad_rows(dataset, f"data.{split}_files", warn)
     return dataset
 
 

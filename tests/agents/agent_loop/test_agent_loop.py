@@ -27,14 +27,16 @@ from verl.agents.agent_loop import (
 )
 from verl.agents.agent_loop.manager import manager_class
 from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.agents.agent_loop.rows import batch_of
 from verl.agents.agent_loop.server_manager import ConversationTooLong
 from verl.agents.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
 from verl.agents.agent_loop.worker import AgentLoopWorkerBase
 from verl.agents.rollout_trace import RolloutTraceConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager
 from verl.reward.rows import LOST, place_scores
-from verl.rollout.replica import ServerHandle, TokenOutput
+from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput
 from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.http_json import ServerUnreachable
 
@@ -187,6 +189,45 @@ def test_what_a_model_has_no_room_for_is_left_out(manager):
     output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
     assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
     assert output.batch["attention_mask"].sum() == 2 + 2  # the interaction's three tokens would fill it
+
+
+@pytest.mark.parametrize("agent", ["single_turn_agent", "tool_agent"])
+def test_an_answer_is_cut_where_the_engine_says_so_whatever_its_length(manager, agent):
+    """A stop token at the limit; an answer that another limit cut; one that ended."""
+    whole, short = [7] * (RESPONSE - 1) + [EOS], [7] * 5
+    answers = [(whole, "completed"), (short, "length"), ([7, EOS], "completed")]
+    for ids, reason in answers:
+        made = manager(lambda row, turn, ids=ids, reason=reason: TokenOutput(token_ids=ids, stop_reason=reason))
+        more = {"tools_kwargs": [{}]} if agent == "tool_agent" else {}
+        output = generated(made, 1, agent=agent, **more)
+        assert output.non_tensor_batch["end_reason"].tolist() == ["length" if reason == "length" else "stop"]
+
+
+def test_an_interaction_is_not_asked_about_an_answer_that_fills_the_response(manager):
+    made = manager(lambda row, turn: TokenOutput(token_ids=[7] * (RESPONSE - 1) + [EOS], stop_reason="completed"),
+                   interaction=True)  # fmt: skip
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
+    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
+
+
+def test_a_row_that_a_loop_makes_longer_than_the_response_counts_as_cut():
+    rollout = RolloutConfig(name="vllm", prompt_length=2, response_length=3)
+    outputs = [AgentLoopOutput(prompt_ids=[5], response_ids=[6] * n, response_mask=[1] * n) for n in (3, 4)]
+    assert batch_of(outputs, rollout, 0).non_tensor_batch["end_reason"].tolist() == [None, "length"]
+    assert "end_reason" not in batch_of(outputs[:1], rollout, 0).non_tensor_batch
+
+
+def test_a_stop_token_at_the_limit_ends_an_answer_also_where_the_engine_looks_at_the_limit_first():
+    client = ServerClient.__new__(ServerClient)
+    client.handle = ServerHandle("127.0.0.1:1")
+
+    async def post(path, body, timeout=None):
+        return {"output_ids": [7, EOS], "meta_info": {"finish_reason": {"type": "length"}}}
+
+    client.post = post
+    for sampling, reason in (({"stop_token_ids": [EOS]}, "completed"), ({"stop_token_ids": [7]}, "length"),
+                             ({"stop_token_ids": [EOS], "ignore_eos": True}, "length"), ({}, "length")):  # fmt: skip
+        assert asyncio.run(client.generate("a", [5], sampling, False)).stop_reason == reason
 
 
 def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):

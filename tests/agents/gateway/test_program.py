@@ -140,6 +140,10 @@ def test_a_program_reports_its_reward(run, how):
     assert output.metrics.tool_calls > 0
 
 
+def test_a_conversation_whose_last_reply_was_cut_counts_as_cut(run):
+    assert run("ask(); post('/reward', reward=1)", length=3)[1].extra_fields["end_reason"] == "length"
+
+
 def test_the_reward_function_may_score_instead(run):
     _, output, _ = run("ask()", command_reward="function")
     assert output.reward_score is None and not is_lost(output)

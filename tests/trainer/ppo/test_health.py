@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from verl.report.health import RULES, best_of, best_of_groups
 from verl.report.page import collect_series, health_rows, write_report
 from verl.reward.rows import EXTRAS
 from verl.trainer.ppo.health import RunHealth
+from verl.trainer.ppo.metric_utils import cut_answers
 
 PROMPTS, N, P, R, STEPS = 8, 4, 5, 16, 60
 
@@ -102,6 +104,48 @@ def test_a_run_with_one_defect_gets_that_warning(defect, tmp_path):
     assert list(table) == ([defect.replace("_", " ")] if defect else [])
     page = write_report(tmp_path).read_text()
     assert page.count(">warning<") == len(table) and page.count(">ok<") == len(RULES) - len(table)
+
+
+def test_answers_without_any_reward_are_described_once():
+    """Of 4 answers 3 are cut; the rule finds a number in 1 of them; 2 conversations called the tool."""
+    texts = ["so 7", "#### 7", "so <b>", "8"]
+    rows = [[ord(c) for c in text] for text in texts]
+    ids = torch.tensor([row + [0] * (6 - len(row)) for row in rows])
+    batch = DataProto.from_dict(
+        {"prompts": torch.full((4, 1), 63), "responses": ids, "response_mask": (ids > 0).long(),
+         "attention_mask": torch.cat([torch.ones(4, 1, dtype=torch.long), (ids > 0).long()], 1),
+         "token_level_scores": torch.zeros(4, 6)},
+        {"uid": np.array(["a", "a", "b", "b"]), "data_source": np.array(["openai/gsm8k"] * 4),
+         "tool_call_counts": np.array([0, 1, 0, 2]),
+         "end_reason": np.array(["length", "stop", "length", "length"], dtype=object)},
+    )  # fmt: skip
+    decode = lambda rows, skip_special_tokens: ["".join(map(chr, row.tolist())) for row in rows]  # noqa: E731
+    tokenizer = SimpleNamespace(batch_decode=decode)
+    tools = "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py"
+    known = {"response_length/clip_ratio": cut_answers(batch).float().mean().item(), "response_length/mean": 4.0,
+             "critic/score/mean": 0.0}  # fmt: skip
+
+    def said(health, batch):
+        with logged() as lines:
+            for step in (1, 2):
+                metrics = known | health.measure(batch, step, known)
+                health.explain_no_reward(batch, tokenizer, step, metrics)
+        return [line for line in lines if "nothing can be learned" in line]
+
+    assert said(new_health(tools), batch) == [
+        "step 1: all 4 samples have the reward 0, from which nothing can be learned. 75% of the answers were cut at a "
+        "limit of tokens; the scorer found no answer to compare in 75%; 50% called no tool, although tools are given. "
+        "One answer: 'so 7'"
+    ]
+    assert "tool" not in said(new_health(), batch)[0]
+    own = said(new_health("custom_reward_function.path=own.py"), batch)[0]
+    assert "the scorer" not in own  # a function of one's own: it is not known what it looks for
+    extras = np.empty(4, dtype=object)
+    extras[:] = [{"pred": pred} for pred in (None, "[INVALID]", "7", "8")]
+    batch.non_tensor_batch[EXTRAS] = extras
+    assert "no answer to compare in 50%" in said(new_health("custom_reward_function.path=own.py"), batch)[0]
+    batch.batch["token_level_scores"][0, 0] = 1.0
+    assert said(new_health(tools), batch) == []
 
 
 def test_a_warning_is_given_again_after_a_while():

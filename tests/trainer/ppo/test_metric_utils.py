@@ -13,8 +13,10 @@ from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    cut_answers,
     process_validation_metrics,
 )
+from verl.trainer.ppo.rollout_phase import end_reasons
 
 
 def batch(response_lengths=(2, 3, 0), prompt_lengths=(1, 2, 2), limit=3, prompt_limit=2):
@@ -53,6 +55,35 @@ def test_data_metrics_by_hand():
     assert metrics["prompt_length/clip_ratio"] == pytest.approx(2 / 3)
     assert [metrics[f"num_turns/{how}"] for how in ("min", "max", "mean")] == [2, 6, 4]
     assert "critic/values/mean" not in compute_data_metrics(batch(), use_critic=False)
+
+
+def test_cut_answers_are_those_that_no_stop_token_ended_whatever_their_length():
+    """R = 3, stop token 2. A stop token at the limit; cut after 2 tokens, and at the limit; a tool's words; empty."""
+    samples = DataProto.from_dict(
+        {"responses": torch.tensor([[5, 6, 2], [5, 6, 0], [5, 6, 7], [5, 2, 8], [0, 0, 0], [5, 2, 0]]),
+         "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 0]]),
+         "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1] * 4, [1] * 4, [1, 0, 0, 0], [1, 1, 1, 0]])},
+    )  # fmt: skip
+    reasons = end_reasons(samples, (2,))
+    assert reasons.tolist() == ["stop", "length", "length", None, None, "stop"]
+    samples.non_tensor_batch["end_reason"] = reasons
+    assert cut_answers(samples).tolist() == [False, True, True, False, False, False]
+    assert end_reasons(samples[:1], (2,)).tolist() == ["stop"]
+    samples.non_tensor_batch["end_reason"] = np.array(["turns", None, "length", "length", None, None], dtype=object)
+    assert end_reasons(samples, (2,)).tolist() == ["turns", "length", "length", "length", None, "stop"]
+    del samples.non_tensor_batch["end_reason"]
+    assert end_reasons(samples, ()).tolist() == ["length", "length", "length", None, None, "length"]  # ignore_eos
+    assert cut_answers(samples).tolist() == [True, False, True, True, False, False]  # nothing but the width is known
+
+
+def test_the_metrics_count_what_was_cut_before_the_response_length():
+    data = batch()  # 2, 3 and 0 of 3 tokens
+    data.non_tensor_batch["end_reason"] = np.array(["length", "stop", None], dtype=object)
+    metrics = compute_data_metrics(data)
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert metrics["response_length_non_aborted/clip_ratio"] == 0.5
+    data.non_tensor_batch["end_reason"][1] = "length"
+    assert compute_data_metrics(data)["response_length_non_aborted/clip_ratio"] == 1.0
 
 
 def test_a_batch_of_empty_answers_has_finite_metrics():

@@ -245,6 +245,31 @@ def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
     assert len(trainer.actor_rollout_wg.updates) == 3
 
 
+class NothingCounted(FakeGroup):
+    def update_actor(self, data):
+        super().update_actor(data)
+        return DataProto(meta_info={"metrics": {"actor/nonfinite_steps": [0.0], "actor/empty_steps": [1.0]}})
+
+
+@pytest.mark.parametrize(("group", "why"), [(NeverFinite, "NaN or infinite"), (NothingCounted, "no token was counted")])
+def test_a_run_whose_few_updates_are_all_skipped_is_no_success(tmp_path, group, why):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), group)
+    with pytest.raises(StepFailed, match=f"{why} in every one of the 2 steps; those updates were skipped"):
+        trainer.fit()
+
+
+def test_the_last_lines_name_the_share_of_prompts_and_samples_that_were_left_out(tmp_path, capsys):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), Losing)
+    trainer.train_dataset.dropped_overlong = 6  # of 30 rows
+    trainer.fit()
+    lines = capsys.readouterr().out.splitlines()
+    rows = metrics_rows(tmp_path)
+    assert rows[0]["training/overlong_prompts"] == pytest.approx(6 / 30)
+    share = rows[0]["training/dropped_samples"] / rows[0]["training/requested_samples"]
+    for said in ("20% of the prompts are longer", f"{share:.0%} of the requested samples were dropped"):
+        assert any(line.startswith(f"Over a tenth: {said}") for line in lines), lines
+
+
 def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3))
     for skipped in (1.0, 1.0, 0.0, 1.0, 2.0):  # the third is no step in a row

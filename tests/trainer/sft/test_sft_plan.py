@@ -15,13 +15,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.config.test_defaults import at, leaves, plain
 from tests.helpers.engines import make_engine
+from tests.helpers.logs import logged
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from verl.config.compose import forced_override
-from verl.planning.sft import sft_entry
+from verl.planning.checks import row_problems
+from verl.planning.sft import refuse_bad_rows, sft_entry
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.config import SFTConfig
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.utils.problems import ConfigError
 
 GSM8K = """
 data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question']
@@ -142,6 +145,78 @@ def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
 def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys):
     code, text = planned(published, tiny_llama, f"{GSM8K} {settings}", capsys)
     assert code == 1 and said in text, text[-2000:]
+
+
+def cut_files(tmp_path, conversations):
+    """half: the question of every odd row fills data.max_length; all: that of every row; none: the rows are short."""
+    def row(i, is_cut):
+        question, answer = "3 + " * 20 * is_cut + f"{i} =", str(i)
+        if not conversations:
+            return {"question": question, "answer": answer}
+        turns = (("user", question), ("assistant", answer))
+        return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+    for name, is_cut in (("half", lambda i: i % 2), ("all", lambda i: 1), ("none", lambda i: 0)):
+        pd.DataFrame([row(i, is_cut(i)) for i in range(16)]).to_parquet(tmp_path / f"{name}.parquet")
+    more = {"data__multiturn__enable": "true", "data__multiturn__messages_key": "messages"} if conversations else {}
+    return more | {"data__truncation": "right"}
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_rows_whose_answer_is_cut_away_are_counted_and_a_set_of_them_is_refused(
+    tmp_path, tiny_llama, conversations, capsys
+):
+    more = cut_files(tmp_path, conversations)
+
+    def planned_with(train, val):
+        files = {f"data__{split}_files": tmp_path / f"{n}.parquet" for split, n in (("train", train), ("val", val))}
+        return compose_sft(tmp_path, tiny_llama, **files, **more)
+
+    said = "data.{}_files: rows have no learned token within data.max_length and train nothing: {}/half.parquet: "
+    assert sft_entry(FSDPSFTTrainer).dry_run(planned_with("half", "half")) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for split in ("train", "val"):
+        assert f"{said.format(split, tmp_path)}8 of 16, the first is row 1. Raise data.max_length" in text
+    assert sft_entry(FSDPSFTTrainer).dry_run(planned_with("none", "none")) == 0
+    assert "Warnings: 0" in capsys.readouterr().out
+    none = "data.{}_files: none of its 16 rows has a learned token within data.max_length: nothing can be learned"
+    for split, names in (("train", ("all", "none")), ("val", ("none", "all"))):
+        config = planned_with(*names)
+        assert sft_entry(FSDPSFTTrainer).dry_run(config) == 1
+        assert none.format(split) in " ".join(capsys.readouterr().out.split())
+        with pytest.raises(SystemExit) as ended:
+            run_sft(config)
+        assert none.format(split) in str(ended.value.code) and not (tmp_path / "out").exists()
+
+
+def test_a_start_warns_of_the_rows_that_it_checks_and_reads_on_where_none_of_them_learns(
+    tmp_path, tiny_llama, monkeypatch
+):
+    more = cut_files(tmp_path, False)
+    config = compose_sft(tmp_path, tiny_llama, data__train_files=tmp_path / "half.parquet", **more)
+    tokenizer = FSDPSFTTrainer.build_tokenizer(config)
+    rows = FSDPSFTTrainer.build_dataset(config.data.train_files, config, tokenizer)
+    monkeypatch.setattr("verl.planning.sft.ROWS_AT_START", 4)
+    with logged() as lines:
+        refuse_bad_rows(rows, "data.train_files")
+        rows._keep([1, 3, 5, 7, 0])
+        refuse_bad_rows(rows, "data.train_files")  # the fifth row has a learned token
+    for line, count in zip(lines, (2, 4), strict=True):
+        assert f"half.parquet: {count} of 4 checked ones, the first is row 1." in line
+    rows._keep([0, 1, 2, 3])
+    rows.rows = [rows.rows[0]] * 4
+    with pytest.raises(ConfigError, match="none of its 4 rows has a learned token"):
+        refuse_bad_rows(rows, "data.train_files")
+
+
+def test_rows_that_keep_a_part_of_their_answer_are_counted_as_cut(tmp_path, tiny_llama):
+    pairs = [{"question": "1 +", "answer": "2 " * (30 if i == 2 else 3)} for i in range(4)]
+    pd.DataFrame(pairs).to_parquet(tmp_path / "train.parquet")
+    config = compose_sft(tmp_path, tiny_llama, data__train_files=tmp_path / "train.parquet", data__truncation="right")
+    rows = FSDPSFTTrainer.build_dataset(config.data.train_files, config, FSDPSFTTrainer.build_tokenizer(config))
+    (problem,) = row_problems(rows, "data.train_files", 200, lambda row: None, lambda row: True)
+    assert problem.kind == "unused" and "cut by data.truncation=right" in problem.message
+    assert "train.parquet: 1 of 4, the first is row 2. Raise the limit." in problem.message
 
 
 @pytest.mark.parametrize(("more", "said"), [

@@ -127,6 +127,33 @@ def test_a_run_whose_steps_are_all_skipped_ends(tmp_path, tiny_llama):
     assert [row.get("train/skipped_steps") for row in metric_rows(tmp_path)] == [None, 1, 1]
 
 
+def test_a_run_whose_few_steps_are_all_skipped_is_no_success(tmp_path, tiny_llama):
+    """Fewer steps than trainer.nonfinite_steps_max."""
+    trainer = make_trainer(write_pairs(tmp_path), tiny_llama, trainer__total_training_steps=2)
+    inner = trainer._draw
+    trainer._draw = lambda: (batch := inner()).set("loss_mask", torch.zeros_like(batch["loss_mask"]))
+    with pytest.raises(NonFiniteRun, match="or no token was learned, in every one of the 2 steps; they were skipped"):
+        trainer.fit()
+    assert [row.get("train/rows_without_target") for row in metric_rows(tmp_path)] == [None, 1, 1]
+
+
+def test_the_last_lines_and_the_report_name_the_share_of_rows_that_trained_nothing(tmp_path, tiny_llama, capsys):
+    more = {"trainer__report": "true", "trainer__total_training_steps": 2}
+    trainer = make_trainer(write_pairs(tmp_path), tiny_llama, **more)
+    inner, count = trainer._draw, iter((2, 3))  # of 8 rows
+
+    def drawn():
+        batch = inner()
+        batch["loss_mask"][: next(count)] = 0
+        return batch
+
+    trainer._draw = drawn
+    trainer.fit()
+    said = "31% of the rows have no learned token within data.max_length (train/rows_without_target)."
+    lines = capsys.readouterr().out.splitlines()
+    assert f"Over a tenth: {said}" in lines[-2:] and said in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_the_model_is_not_validated_before_its_training_where_that_is_off_or_without_validation_files(
     tmp_path, tiny_llama
 ):

@@ -56,6 +56,9 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
     columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
     for name in sorted({name for row in rows for name in row.extra_fields}):
         columns[name] = column_of([row.extra_fields.get(name) for row in rows])
+    if any(cut := [len(row.response_ids) > r for row in rows]):
+        reasons = columns.get("end_reason", [None] * len(rows))
+        columns["end_reason"] = column_of(["length" if c else own for c, own in zip(cut, reasons, strict=True)])
     if any(row.kept_tokens is not None for row in rows):
         columns[SAMPLING_MASK] = mask_column((row.kept_tokens or [])[:r] for row in rows)
     scores = [row.reward_score for row in rows]

@@ -254,11 +254,14 @@ class ToolAgentLoop(AgentLoopBase):
         data.assistant_turns += 1
         if output.stop_reason == "aborted":
             return data.end("cancelled")
-        if output.stop_reason == "length" or len(conversation.response_ids) >= self.rollout_config.response_length:
+        is_full = len(conversation.response_ids) >= self.rollout_config.response_length
+        if output.stop_reason == "length" or (is_full and output.stop_reason != "completed"):
             return data.end("length")
         _, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, data.starts_reasoning)
         data.messages.append(self._message(output.token_ids, data))
         if data.tool_calls or data.interaction:
+            if is_full:
+                return data.end("length")
             if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
                 return data.end("turns")
             if settings.max_user_turns and data.user_turns >= settings.max_user_turns:

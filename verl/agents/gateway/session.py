@@ -84,6 +84,7 @@ class Session:
     failure: str | None = None  # why the conversation cannot be used
     on_failure: Callable[[], None] = lambda: None  # called when `failure` is set
     is_full: bool = False  # a request did not fit into response_length any more
+    is_cut: bool = False  # the last reply, or one of those to the last prompt, was cut at a limit
     is_aborted: bool = False  # a generation was aborted by the server
     seconds: float = 0.0  # in which at least one generation ran
     requests: int = 0
@@ -122,6 +123,7 @@ class Session:
                 kept = output.kept_tokens and output.kept_tokens[: len(choice.ids)]
                 self.tree.add(prompt, choice.ids, choice.log_probs, output.weights_version, kept)
                 self._ids_after.setdefault(key_after(keys[-1], choice.message), [*prompt, *choice.ids])
+            self.is_cut = any(choice.finish_reason == "length" for choice in choices)
         finally:
             async with self._changed:
                 self._reserved -= reserved

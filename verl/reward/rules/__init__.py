@@ -23,6 +23,9 @@ _SCORERS: dict[str, tuple[str, str]] = {
     "hiyouga/geometry3k": ("geo3k", "compute_score"),
     "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }
+#: rule -> module, function of an answer's text that returns what the rule compares, or None
+_FINDERS = {"gsm8k": ("gsm8k", "extract_solution"), "geo3k": ("math_reward", "boxed_answer"),
+            "search_r1_like_qa_em": ("search_r1_like_qa_em", "extract_solution")}  # fmt: skip
 _CODE = ("codecontests", "apps", "codeforces", "taco")
 _PLUGINS = installed_plugins("reward_rules")  # data source -> dotted name of a compute_score
 
@@ -93,6 +96,14 @@ def truth_problem(data_source: str, ground_truth: Any) -> str | None:
         number = plain_number(text)
         return None if same_number(number, number) else f"{shown} is no number, which the rule compares"
     return None
+
+
+def lacks_answer(data_source: str, solution_str: str) -> bool | None:
+    """Whether the rule of a data source finds nothing in a text that it could compare; None where it cannot say."""
+    if data_source in _CODE or data_source in _PLUGINS or not has_rule(data_source):
+        return None
+    finder = _FINDERS.get(_scorer(str(data_source))[0])
+    return finder and getattr(importlib.import_module(f"{_HERE}.{finder[0]}"), finder[1])(solution_str) is None
 
 
 def unknown_source(data_source: str) -> str:

@@ -15,11 +15,15 @@ from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.report.health import RULES, Rule, best_of_groups
 from verl.reward.rows import reward_extras
+from verl.reward.rules import lacks_answer
 from verl.trainer.ppo.batching import group_rows
+from verl.trainer.run.samples import sample_rows
 from verl.utils.jsonl import read_objects
+from verl.utils.visible_text import visible
 
 WINDOW = 10  # steps whose means are compared
 SHORTEST_ANSWER = 8  # tokens; shorter answers of different prompts may well be equal
+SHOWN = 200  # characters of an answer's start, and of its end, in a warning
 AGAIN_AFTER = 50  # steps until the same warning is given again
 SUCCESS = 0.5  # value of the reward's `acc` above which an answer counts as right
 
@@ -37,6 +41,10 @@ class RunHealth:
         # There old_log_probs are the rollout's, whose ratio to themselves says nothing.
         self.bypasses = actor.use_rollout_log_probs or (correction is not None and correction.bypass_mode)
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
+        turns, self.data_source = config.actor_rollout_ref.rollout.multi_turn, config.data.reward_fn_key
+        self.has_tools = bool(turns.tool_config_path or turns.function_tool_path)
+        self.scores_by_rule = config.custom_reward_function.path is None
+        self.explained = False  # whether it was said what answers without a reward look like
         bound = config.async_training if "async_training" in config else None
         self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
         self.updated: int | None = None  # the last step that changed the weights
@@ -57,9 +65,43 @@ class RunHealth:
         if self.has_texts:
             values["truncated"] = metrics["response_length/clip_ratio"]
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
+            if self.has_tools and (calls := batch.non_tensor_batch.get("tool_call_counts")) is not None:
+                values["without_tool_call"] = np.mean([not count for count in calls])
         named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
+
+    def explain_no_reward(self, batch: DataProto, tokenizer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Warn, at the first step whose samples all have the same reward of at most 0, of what their answers look like.
+
+        `metrics` are those of the step, with health/*.
+        """
+        scores = batch.batch["token_level_scores"].sum(-1)
+        if self.explained or not self.has_texts or scores.max() > 0 or scores.max() - scores.min() > 1e-9:
+            return
+        self.explained = True
+        texts = [row["output"] for row in sample_rows(batch, tokenizer, scores.tolist(), {}, step)]
+        said = [f"{metrics['health/truncated']:.0%} of the answers were cut at a limit of tokens"]
+        if found := self._without_answer(batch, texts):
+            said.append(f"the scorer found no answer to compare in {np.mean(found):.0%}")
+        if (share := metrics.get("health/without_tool_call")) is not None:
+            said.append(f"{share:.0%} called no tool, although tools are given")
+        text = texts[0] if len(texts[0]) <= 2 * SHOWN else f"{texts[0][:SHOWN]} ... {texts[0][-SHOWN:]}"
+        logger.warning(
+            "step {}: all {} samples have the reward {:g}, from which nothing can be learned. {}. One answer: {}",
+            step, len(texts), scores[0].item(), "; ".join(said), repr(visible(text)),
+        )  # fmt: skip
+
+    def _without_answer(self, batch: DataProto, texts: Sequence[str]) -> list[bool]:
+        """Whether the scorer found no answer, of the samples of which it can say: by the reward's `pred`, or by its
+        rule."""
+        if (predicted := reward_extras(batch).get("pred")) is not None:
+            return [value in (None, "", "[INVALID]") for value in predicted]
+        sources = batch.non_tensor_batch.get(self.data_source)
+        if sources is None or not self.scores_by_rule:
+            return []
+        found = (lacks_answer(source, text) for source, text in zip(sources, texts, strict=True))
+        return [lacks for lacks in found if lacks is not None]
 
     def replay(self, metrics_file: Path) -> None:
         """Continue after the steps in a run's metrics.jsonl: a resumed run measures what an uninterrupted one does."""

@@ -21,9 +21,9 @@ def _stats(name: str, values: torch.Tensor) -> dict[str, float]:
     return {f"{name}/{how}": value.item() for how, value in statistics.items()}
 
 
-def _lengths(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
-    """Statistics of lengths [B]; clip_ratio is the share that filled its limit."""
-    clipped = (lengths == limit).float().mean().item() if len(lengths) else 0.0
+def _lengths(name: str, lengths: torch.Tensor, cut: torch.Tensor) -> dict[str, float]:
+    """Statistics of lengths [B]; clip_ratio is the share that was cut, bool [B]."""
+    clipped = cut.float().mean().item() if len(cut) else 0.0
     return {**_stats(name, lengths), f"{name}/clip_ratio": clipped}
 
 
@@ -35,17 +35,24 @@ def _compute_response_info(batch: DataProto) -> dict[str, torch.Tensor]:
     return {"response_mask": response, **lengths}
 
 
+def cut_answers(batch: DataProto) -> torch.Tensor:
+    """Which answers ended at a limit, bool [B]: by the column end_reason, else those that fill the R tokens."""
+    if (reasons := batch.non_tensor_batch.get("end_reason")) is not None:
+        return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
+    return _compute_response_info(batch)["response_length"] == batch.batch["responses"].shape[-1]
+
+
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
     """Scores, rewards, advantages, returns, values and lengths of a scored batch.
 
     Reads token_level_scores, token_level_rewards, advantages, returns, response_mask (and values) [B, R],
-    responses [B, R], attention_mask [B, P+R]. Samples with an empty response (aborted) are left out of the score
-    statistics, unless all are empty.
+    responses [B, R], attention_mask [B, P+R], and the column end_reason [B], if it is there. Samples with an empty
+    response (aborted) are left out of the score statistics, unless all are empty.
     """
     tensors, info = batch.batch, _compute_response_info(batch)
     limit = tensors["responses"].shape[-1]
     response_lengths, prompt_limit = info["response_length"], tensors["attention_mask"].shape[-1] - limit
-    answered = response_lengths > 0
+    answered, cut = response_lengths > 0, cut_answers(batch)
     scored = answered if bool(answered.any()) else torch.ones_like(answered)
     counted = tensors["response_mask"].bool()
     returns = tensors["returns"][counted]
@@ -55,10 +62,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         **_stats("critic/rewards", tensors["token_level_rewards"].sum(-1)[scored]),
         **_stats("critic/advantages", tensors["advantages"][counted]),
         **_stats("critic/returns", returns),
-        **_lengths("response_length", response_lengths, limit),
-        **_lengths("response_length_non_aborted", response_lengths[answered], limit),
+        **_lengths("response_length", response_lengths, cut),
+        **_lengths("response_length_non_aborted", response_lengths[answered], cut[answered]),
         "response/aborted_ratio": (~answered).float().mean().item(),
-        **_lengths("prompt_length", info["prompt_length"], prompt_limit),
+        **_lengths("prompt_length", info["prompt_length"], info["prompt_length"] == prompt_limit),
     }
     if use_critic:
         values = tensors["values"][counted]

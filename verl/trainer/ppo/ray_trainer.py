@@ -358,11 +358,17 @@ class RayPPOTrainer:
         return self.rank_rows.update(self.actor_rollout_wg.update_actor, batch)
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:
-        """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
+        """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`, or
+        with an error if no step changed a weight."""
         skipped = any(value for name, value in metrics.items() if name.endswith("/nonfinite_steps"))
+        empty = any(value for name, value in metrics.items() if name.endswith("/empty_steps"))
+        changed = any(name in metrics for name in ("actor/grad_norm", "critic/grad_norm"))
+        self.counters["skipped"] = self.counters.get("skipped", 0) + ((skipped or empty) and not changed)
         count_skipped(
-            self.counters, skipped, self.config.trainer.nonfinite_steps_max, "loss or gradient was NaN or infinite in",
+            self.counters, skipped, self.config.trainer.nonfinite_steps_max,
+            f"{'loss or gradient was NaN or infinite' if skipped else 'no token was counted'} in",
             "those updates were skipped and the weights are unchanged. Lower the learning rate or check the rewards.",
+            self.global_steps if self.is_finished else None,
         )  # fmt: skip
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
@@ -459,10 +465,13 @@ class RayPPOTrainer:
         timing = self.run_log.take_timing()  # saving happens later: its time is logged with the next step
         ranks = self.resource_pool_manager.get_n_gpus()
         metrics["training/global_step"] = self.global_steps
+        if overlong := getattr(self.train_dataset, "dropped_overlong", 0):
+            metrics["training/overlong_prompts"] = overlong / (overlong + len(self.train_dataset))
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
         metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
         metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
         metrics |= self.health.measure(batch, self.global_steps, metrics)
+        self.health.explain_no_reward(batch, self.tokenizer, self.global_steps, metrics)
         metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= metric_utils.compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)

@@ -3,7 +3,7 @@
 With reward_model.launch_reward_fn_async a step's scores are computed later (LateScores).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from verl.config.compose import to_omegaconf
 from verl.config.ppo import PPOConfig
 from verl.config.roles import serves_reward_model
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.serialization import object_array
 from verl.reward.rows import EXTRAS, GRADED, LOST, drop_failed, place_scores
 from verl.reward.stream import RewardStream, can_stream
 from verl.rollout.replica import RolloutReplicaRegistry
@@ -35,6 +36,7 @@ class RolloutPhase:
     rollout that has a server, agent loops hold the conversations; otherwise the ranks answer the prompts in batches.
     """
 
+    has_texts = False  # whether responses are tokens that the model wrote: then the column end_reason is completed
     model_path: str | None = None  # whose stop tokens end an answer; None for that of the tokenizer
 
     def __init__(
@@ -46,6 +48,7 @@ class RolloutPhase:
             RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout
         self.streams_rewards = config.reward_model.use_reward_loop and not self.rollout_config.skip_rollout
+        self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
         self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
         self.actor_group = actor_group
         self.rm_group = None if serves_reward_model(config) else rm_group  # a served one is asked over HTTP
@@ -134,6 +137,9 @@ class RolloutPhase:
         samples = DataProto(output.batch, columns | output.non_tensor_batch, facts)
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
+        if self.has_texts:
+            stops = () if self.rollout_config.ignore_eos else self._stop_ids
+            samples.non_tensor_batch["end_reason"] = end_reasons(samples, stops)
         return samples
 
     @cached_property
@@ -187,6 +193,21 @@ class RolloutPhase:
             sums = [sum(sum(column[i] or ()) for column in given) for i in range(len(samples))]
             scores = scores + place_scores(samples, sums)
         return samples, scores, extras, failed
+
+
+def end_reasons(samples: DataProto, stop_ids: Collection[int]) -> np.ndarray:
+    """The column end_reason [B]: what agent loops say, elsewhere "stop" after a last token of `stop_ids`, or "length".
+
+    Engines end an answer at a stop token, or at whatever limit comes first. Nothing is known, None, of an empty answer,
+    and of one whose last token was given by a tool or user.
+    """
+    responses, generated = samples.batch["responses"], samples.batch["response_mask"]
+    lengths = samples.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
+    reasons = list(samples.non_tensor_batch.get("end_reason", [None] * len(samples)))
+    for i, length in enumerate(lengths):
+        if reasons[i] is None and length and generated[i, length - 1]:
+            reasons[i] = "stop" if int(responses[i, length - 1]) in stop_ids else "length"
+    return object_array(reasons)
 
 
 def without_lost(samples: DataProto) -> tuple[DataProto, int]:

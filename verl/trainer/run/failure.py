@@ -38,11 +38,16 @@ class NonFiniteRun(RuntimeError):
     """Too many steps in a row were skipped for a non-finite loss or gradient."""
 
 
-def count_skipped(counters: dict[str, int], skipped: bool, limit: int, why: str, remedy: str) -> None:
+def count_skipped(
+    counters: dict[str, int], skipped: bool, limit: int, why: str, remedy: str, all_skipped_of: int | None = None
+) -> None:
     """Count steps with a skipped update in a row; NonFiniteRun at `limit` (trainer.nonfinite_steps_max).
 
-    `why` ends in "in", the number of steps follows; `remedy` says what happened to the weights and what to do.
+    `why` ends in "in", the number of steps follows; `remedy` says what happened to the weights and what to do. With
+    `all_skipped_of`, the steps of a run that has just ended, NonFiniteRun if counters["skipped"] is that number.
     """
     counters["nonfinite_in_row"] = counters["nonfinite_in_row"] + 1 if skipped else 0
     if counters["nonfinite_in_row"] >= limit:
         raise NonFiniteRun(f"{why} {limit} steps in a row (trainer.nonfinite_steps_max); {remedy}")
+    if counters.get("skipped") == all_skipped_of:
+        raise NonFiniteRun(f"{why} every one of the {all_skipped_of} steps; {remedy}")

@@ -16,6 +16,7 @@ from loguru import logger
 
 from verl.config.compose import to_plain
 from verl.protocol import DataProto
+from verl.report.metric_names import left_out
 from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
 from verl.trainer.run.starts import Origin, Starts, leaves
@@ -128,7 +129,8 @@ class RunLog:
                 log.cut_after(step)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
-        """Print where the results of a run are; `checkpoint` is the step of its newest checkpoint."""
+        """Print where the results of a run are, after large shares of what it left out; `checkpoint` is the step of its
+        newest checkpoint."""
         if not self.writes:
             return
         done, total = self.last_step, self.total_steps
@@ -139,6 +141,9 @@ class RunLog:
             )
         else:
             text = f"{'Finished' if done >= total else 'Ended'} after step {done} of {total}."
+        rows = (row for _, row in read_objects(self.metrics_log.path, growing=True))
+        for metric, share, what in left_out(rows):
+            sys.stdout.write(f"Over a tenth: {share:.0%} {what} ({metric}).\n")
         report = f", report: {self.run_dir / 'report.html'}" if self.config.trainer.report else ""
         saved = f"last checkpoint: {self.run_dir}/global_step_{checkpoint}" if checkpoint else "no checkpoint was saved"
         sys.stdout.write(f"{text} Folder: {self.run_dir}{report}, {saved}\n")

@@ -197,16 +197,17 @@ class FSDPSFTTrainer:
                 if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                     metrics |= self._validate()
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
+                stop, ended = any_rank(signals.stop_requested, self.engine.device), self.ends_early()
+                last = ended or self.global_steps >= self.total_training_steps
                 skipped = int(metrics["train/skipped_steps"])
                 self.counters["skipped"] += skipped
                 count_skipped(
                     self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
                     "loss or gradient was NaN or infinite, or no token was learned, in",
                     "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
+                    self.global_steps if last else None,
                 )  # fmt: skip
                 self.checkpoints.advance()
-                stop, ended = any_rank(signals.stop_requested, self.engine.device), self.ends_early()
-                last = ended or self.global_steps >= self.total_training_steps
                 if stop or self.checkpoints.is_due(self.global_steps, last):
                     self.save_checkpoint(self.global_steps)
                 if ended:
@@ -305,7 +306,9 @@ class FSDPSFTTrainer:
         """One optimizer step on this rank's share [B, L] of a batch; global metrics, the same on every rank."""
         inputs = self.step_inputs(batch)
         rate = float(self.engine.lr_scheduler.get_last_lr()[0])
-        counts = {"learned": batch["loss_mask"][:, 1:].sum(), "all": batch["attention_mask"].sum()}
+        learned = batch["loss_mask"][:, 1:].sum(-1)
+        counts = {"learned": learned.sum(), "all": batch["attention_mask"].sum(), "rows": len(learned)}
+        counts["empty"] = (learned == 0).sum()
         counts = all_reduce_values({name: float(count) for name, count in counts.items()}, self.engine.device)
         sums: dict[str, float] = defaultdict(float)
         skipped, norm = True, math.nan
@@ -330,6 +333,7 @@ class FSDPSFTTrainer:
         metrics = {name: value / ranks for name, value in all_reduce_values(sums, self.engine.device).items()}
         metrics |= {"train/grad_norm": norm, "train/lr": rate, "train/lr(1e-3)": rate * 1e3}
         metrics |= {"train/global_tokens": counts["all"], "train/skipped_steps": float(skipped)}
+        metrics["train/rows_without_target"] = counts["empty"] / counts["rows"]
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: Any) -> dict[str, float | torch.Tensor]:

@@ -50,7 +50,7 @@ def update_by_mini_batches(
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     budget = config.ppo_max_token_len_per_gpu * engine.sequence_parallel_size if config.use_dynamic_bsz else None
-    skipped = 0
+    skipped = empty = 0
     minis = mini_batches(
         data, config.ppo_mini_batch_size, whole_groups=cut["whole_groups"], epochs=config.ppo_epochs,
         shuffle=config.shuffle, seed=config.data_loader_seed,
@@ -63,6 +63,7 @@ def update_by_mini_batches(
             counts = StepCounts(engine.get_data_parallel_size(), *(int(size) for size in sizes.tolist()))
             if counts.batch_num_tokens == 0:
                 logger.warning("{}: skipping a mini-batch that has no counted token on any rank", name)
+                empty += 1
                 continue
             if begin is not None:
                 begin(mini, number)
@@ -80,7 +81,7 @@ def update_by_mini_batches(
                 metrics[metric].append(value)
             if engine.rank == 0:
                 logger.debug("{} update on {} rows with {}: {}", name, len(mini), asdict(counts), values)
-    metrics[f"{name}/nonfinite_steps"] = [skipped]
+    metrics |= {f"{name}/nonfinite_steps": [skipped], f"{name}/empty_steps": [empty]}
     return dict(metrics)
 
 
