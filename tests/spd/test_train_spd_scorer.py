@@ -92,7 +92,7 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     assert entry._create_training_env(args)["TENSORBOARD_DIR"] == str(tmp_path / "o" / "logs")
 
 
-PUBLIC = """backbone attention context_tokens head_inputs head_size seed feature_store adapter_path sample_temperature
+PUBLIC = """backbone attention context_tokens head_inputs head_size state_layer seed feature_store adapter_path sample_temperature
 loss_positions truncated target_path reward.alpha reward.penalty_break reward.useless
 reward.correct_base reward.length reward.zero_length reward.length_penalty rollout.servers
 rollout.served_model rollout.server_args rollout.server_log rollout.start_timeout_s rollout.max_model_len
@@ -107,7 +107,7 @@ def test_public_keys_of_the_recipe_are_frozen_and_the_scorer_s_defaults_are_the_
     assert keys == PUBLIC.split(), "users set these keys: enter a new one here and in CHANGES.md"
     of_the_code = asdict(ScoringModelConfig())
     shared = spd.keys() & of_the_code.keys()
-    assert len(shared) == 6 and all(spd[name] == of_the_code[name] for name in shared)
+    assert len(shared) == 7 and all(spd[name] == of_the_code[name] for name in shared)
 
 
 def test_yaml_and_code_agree_on_the_reward_and_the_settings_are_complete():
