@@ -15,7 +15,7 @@ install() {  # runs pip, whose output goes to the log; every 15 s says how many 
     while kill -0 "$work" 2>/dev/null; do
         sleep 1
         if (( SECONDS - begun >= next )); then
-            say "$(ls -d "$VENV"/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) of about 200 packages after $(( $(date +%s) - started )) s"
+            say "$(ls -d "$VENV"/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) of about 220 packages after $(( $(date +%s) - started )) s"
             next=$(( next + 15 ))
         fi
     done
@@ -42,7 +42,7 @@ if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV"
 fi
 : > "$log"
-say "installing the $VERL_DEVICE set (about 200 packages, 2-4 minutes on a fast line)"
+say "installing the $VERL_DEVICE set (about 220 packages, 2-4 minutes on a fast line)"
 install setuptools wheel
 if [ "$VERL_DEVICE" = cuda ]; then
     install -r requirements/cuda.txt

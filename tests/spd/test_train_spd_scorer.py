@@ -92,7 +92,8 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     assert entry._create_training_env(args)["TENSORBOARD_DIR"] == str(tmp_path / "o" / "logs")
 
 
-PUBLIC = """backbone attention context_tokens head_inputs head_size state_layer seed feature_store adapter_path sample_temperature
+PUBLIC = """backbone attention context_tokens head_inputs head_size state_layer seed feature_store adapter_path
+sample_temperature
 loss_positions truncated target_path reward.alpha reward.penalty_break reward.useless
 reward.correct_base reward.length reward.zero_length reward.length_penalty rollout.servers
 rollout.served_model rollout.server_args rollout.server_log rollout.start_timeout_s rollout.max_model_len
