@@ -261,6 +261,18 @@ def test_a_common_prefix_is_read_once_and_little_padding(monkeypatch):
     assert fed == [(1, 4), *blocks, *[(8, 1)] * 6]
 
 
+def test_the_output_layer_gets_contiguous_states():
+    """torch copies a frozen weight once for each row of a view with unequal strides."""
+    target = tiny_llama(0)
+    draft, seen = noisy_copy(target, 0.3, 1), []
+    for model in (target, draft):
+        model.requires_grad_(False)
+        model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    speculative_generate(target, draft, ragged_prompts(6), accept_all, gamma=3, max_new_tokens=9, eos_token_id=None)
+    assert {states.shape[1] for states in seen} == {0, 1, 4}  # prompts, draft tokens, verification
+    assert all(states.is_contiguous() for states in seen)
+
+
 def test_models_are_left_as_they_were():
     target, draft = tiny_llama(0, kv_heads=1).train(), tiny_llama(1)
     greedy_generate(target, [[3, 4]], max_new_tokens=2, eos_token_id=None)
