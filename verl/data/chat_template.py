@@ -64,7 +64,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> str:
-    """The text of the ids, without those that end turns, pad, or have another role of the tokenizer's own (bos, unk).
+    """The text of the ids, without those that begin or end turns, pad, or have another role of the tokenizer's own
+    (bos, unk).
 
     Other special tokens are part of the text: a reward looks for markers such as <think> or <answer>, which some
     tokenizers have as special tokens.
@@ -88,8 +89,7 @@ def _left_out(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         turn = render_chat(tokenizer, [{"role": "user", "content": _PROBE}])
     except ChatTemplateError:
         return frozenset(ids)
-    after = tokenizer(turn.rpartition(_PROBE)[2].strip(), add_special_tokens=False)["input_ids"]
-    return frozenset(ids | special.intersection(after[:1]))
+    return frozenset(ids | special.intersection(tokenizer(turn, add_special_tokens=False)["input_ids"]))
 
 
 def _refused(what: str) -> str:

@@ -19,9 +19,8 @@ from verl.config.compose import select
 from verl.config.data import DataConfig
 from verl.config.offline import GenerationTrainerConfig
 from verl.config.sft import SFTDataConfig
-from verl.report.metric_names import SHARE_NAMED
 from verl.utils.fs import check_writable, copy_to_local, is_non_local
-from verl.utils.problems import ABSENT, UNUSED, WRONG, ConfigError, Problem, absent, one_line, wrong
+from verl.utils.problems import ABSENT, SHARE_NAMED, UNUSED, WRONG, ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl.utils.problems import SHARE_NAMED
 from verl.utils.registry import installed_plugins
 
 #: panels of the report: (title, explanation, names, or prefixes that end in "/", "_" or "@")
 Headlines = tuple[tuple[str, str, tuple[str, ...]], ...]
-
-SHARE_NAMED = 0.1  # shares of what was left out are named at the end of a run if they are larger
-
 
 @dataclass(frozen=True)
 class LeftOut:

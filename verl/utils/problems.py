@@ -10,6 +10,7 @@ WRONG = "wrong"  # cannot work on any machine
 ABSENT = "absent"  # would work where the missing thing is present
 UNUSED = "unused"  # a setting without effect; no reason to refuse the run
 TITLES = {WRONG: "Wrong on every machine", ABSENT: "Absent on this machine", UNUSED: "Warnings"}
+SHARE_NAMED = 0.1  # a larger share of rows or samples that a run leaves out is named
 
 
 @dataclass(frozen=True)

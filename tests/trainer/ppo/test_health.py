@@ -120,7 +120,9 @@ def test_answers_without_any_reward_are_described_once():
          "end_reason": np.array(["length", "stop", "length", "length"], dtype=object)},
     )  # fmt: skip
     decode = lambda rows, skip_special_tokens: ["".join(map(chr, row.tolist())) for row in rows]  # noqa: E731
-    tokenizer = SimpleNamespace(batch_decode=decode)
+    tokenizer = SimpleNamespace(
+        batch_decode=decode, decode=lambda row, skip_special_tokens: "".join(map(chr, map(int, row)))
+    )
     tools = "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py"
     known = {"response_length/clip_ratio": cut_answers(batch).float().mean().item(), "response_length/mean": 4.0,
              "critic/score/mean": 0.0}  # fmt: skip

@@ -140,7 +140,7 @@ class NaiveRewardManager(SampleRewardManager):
     def text(self, row: Row) -> str:
         """The text that the function scores: for verl's own `reward_model.judged_text`, else the whole response."""
         function = getattr(self.compute_score, "func", self.compute_score)  # of a functools.partial
-        if getattr(function, "__module__", "").startswith("verl."):
+        if (getattr(function, "__module__", None) or "").startswith("verl."):
             return judged_text(self.settings, self.tokenizer, row.response_ids, row.response_mask)
         return answer_text(self.tokenizer, row.response_ids)
 
