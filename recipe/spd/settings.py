@@ -120,7 +120,9 @@ class ScorerSettings:
         "of its own token's logit over the draft token's (in training only for targets with tied embeddings).",
         choices=("state", "pair", "logits"),
     )
-    head_size: int = setting(128, "Width of the head's hidden layers; state of an own backbone has H / 4.", low=1)
+    head_size: int = setting(
+        128, "Width of the head's hidden layers; an own backbone with head_inputs=state always uses H / 4.", low=1
+    )
     state_layer: int | None = setting(
         None,
         "Number of a layer of the target: instead of the embeddings, a target head also reads the states after it at "

@@ -13,6 +13,7 @@ from verl.utils.registry import installed_plugins
 #: panels of the report: (title, explanation, names, or prefixes that end in "/", "_" or "@")
 Headlines = tuple[tuple[str, str, tuple[str, ...]], ...]
 
+
 @dataclass(frozen=True)
 class LeftOut:
     """What a run leaves out, by a metric: its mean over the steps is a share, or its sum over that of `of`.

@@ -115,7 +115,7 @@ def pair_stages(pair: Pair, sizes: Sizes, own_labels: bool) -> list[Stage]:
 def head_settings(model: Path) -> list[str]:
     """What the heads read of this target: the states after two thirds of its layers and, where the training can
     compute its logits, entropy and margin."""
-    target = AutoConfig.from_pretrained(model)
+    target = AutoConfig.from_pretrained(model).get_text_config()
     wanted = ScoringModelConfig(
         head_inputs="logits", state_layer=round(target.num_hidden_layers * 2 / 3), base_model_path=str(model)
     )

@@ -23,7 +23,8 @@ class StoreError(RuntimeError):
 
 
 class FeatureStore:
-    """The target's hidden states [g + 1, S] by block (ids of context and draft), in safetensors files of a folder.
+    """The target's hidden states [g + 1, S] by block (ids of context and draft), in safetensors files of a folder. S is
+    the hidden size, or twice that with spd.state_layer.
 
     Each block is forwarded once in the entire training. The states keep their dtype: bfloat16 of a bfloat16 target. On
     disk, so that a resumed run continues with the same bits: in a batch of another shape the hidden states of a block

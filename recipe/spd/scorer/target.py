@@ -108,8 +108,8 @@ class TargetHeadScorer(ScoringActor):
         hidden, *layer = states.split(self.config.hidden_size, dim=-1)
         if self.config.head_inputs == "logits":
             values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
-        more = [part for x in (hidden, *layer) for part in (x[:, :-1], x[:, 1:])]
-        z = self.head(more[0], *self.embedded(draft_ids, target_ids), *more[1:], values=values)
+        before, *more = (part for x in (hidden, *layer) for part in (x[:, :-1], x[:, 1:]))
+        z = self.head(before, *self.embedded(draft_ids, target_ids), *more, values=values)
         return self.mask_matches(z, draft_ids, target_ids)
 
     def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
@@ -180,7 +180,7 @@ class TargetHeadScorer(ScoringActor):
         states = self.read(
             **{name: ids[None].to(device) for name, ids in inputs.items()}, use_cache=False,
             attention_mask=tree.mask(self.backbone.dtype).to(device),
-      )[0]  # fmt: skip
+        )[0]  # fmt: skip
         return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
 
     def _forward_target(

@@ -64,8 +64,8 @@ class Step:
 class ServedJudge:
     """Raises the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
-    head: the call of TargetHeadScorer's head with [N, H], and values [N, 2] for a head that reads logits, -> z [N];
-    embed: ids [N] -> [N, H].
+    head: called as TargetHeadScorer calls its head, with [N, H] instead of [B, g, H] and values [N, 2] for a head that
+    reads logits; returns z [N]. embed: ids [N] -> [N, H].
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class ServedJudge:
         if self.step.judges:
             ids = draft.clamp(min=0).long()
             following = (rows + 1).clamp(max=len(self.step.states[0]) - 1)
-            first, *more = (part for x in self.step.states for part in (x[rows], x[following]))
+            before, *more = (part for x in self.step.states for part in (x[rows], x[following]))
             given = {"values": logit_features(logits, ids)} if self.reads_logits else {}
-            z = self.head(first, self.embed(ids), self.embed(target), *more, **given).float()
+            z = self.head(before, self.embed(ids), self.embed(target), *more, **given).float()
             threshold = self.step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             own = logits.gather(1, ids[:, None]).squeeze(1)

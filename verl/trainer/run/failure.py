@@ -49,5 +49,5 @@ def count_skipped(
     counters["nonfinite_in_row"] = counters["nonfinite_in_row"] + 1 if skipped else 0
     if counters["nonfinite_in_row"] >= limit:
         raise NonFiniteRun(f"{why} {limit} steps in a row (trainer.nonfinite_steps_max); {remedy}")
-    if counters.get("skipped") == all_skipped_of:
+    if all_skipped_of is not None and counters["skipped"] == all_skipped_of:
         raise NonFiniteRun(f"{why} every one of the {all_skipped_of} steps; {remedy}")
