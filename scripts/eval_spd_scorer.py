@@ -57,6 +57,7 @@ UNLABELLED = {"margins": [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], "typicals": [0.09,
               "scorer_thresholds": [-1.0, 0.0, 0.5, 1.0, 2.0]}  # fmt: skip
 SHARES = [k / 20 for k in range(1, 20)]  # of the harmless mismatches that a threshold accepts
 TRIED = 3  # thresholds of each rule and scorer, of those that accept SHARES
+RIVALS = 3  # rules with thresholds of labels that --near-drop decodes, those with the greatest areas
 Areas = dict[str, dict[str, float | None]]  # split -> scorer or statistic -> area
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
@@ -106,7 +107,10 @@ def evaluate(
         pool.submit([*scores, *split_runs["validation"], *split_runs["test"]])
         labelled = {name: blocks for task in scores for name, blocks in pool.result(task).items()}
         if labelled and args.all_rules:
-            show_areas({name: measures.harmless_share_and_auc(blocks) for name, blocks in labelled.items()})
+            known = {name: measures.harmless_share_and_auc(blocks) for name, blocks in labelled.items()}
+            named = ", ".join(f"{name} {area:.2f}" for name, (_, area) in known.items() if area is not None)
+            console.print(f"labelled validation mismatches: {100 * known['scorer'][0]:.0f} % are harmless; area under "
+                          f"the ROC curve: {named}", soft_wrap=True, highlight=False)  # fmt: skip
             exact, best = measures.accepted_without_error(job.validation)
             console.print(f"of their blocks exact match accepts {exact:.2f} draft tokens, a judge without error "
                           f"{best:.2f}", soft_wrap=True, highlight=False)  # fmt: skip
@@ -228,14 +232,6 @@ def write_by_question(pool: Pool, runs: Mapping[str, tuple[Sequence[Run], Sequen
     (pool.job.args.out / "by_question.json").write_text(json.dumps(record) + "\n")
 
 
-def show_areas(areas: Mapping[str, tuple[float, float | None]]) -> None:
-    """Print how well the scorers and what the rules compare tell harmless from harmful labelled mismatches."""
-    share = next(iter(areas.values()))[0]
-    named = ", ".join(f"{name} {area:.2f}" for name, (_, area) in areas.items() if area is not None)
-    text = f"labelled validation mismatches: {100 * share:.0f} % are harmless; area under the ROC curve: {named}"
-    console.print(text, soft_wrap=True, highlight=False)
-
-
 DECODING = ("gamma", "target_first", "temperature", "samples", "max_new_tokens", "batch_size", "seed", "device",
             "dtype")  # fmt: skip
 CODE = (*(f"recipe/spd/rollout/{name}.py" for name in ("decoder", "answers", "hybrid")),
@@ -280,12 +276,18 @@ def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -
 
 def thresholds_of(args: argparse.Namespace, pool: Pool, labelled: Mapping[str, Labelled]) -> dict[str, list[float]]:
     """Thresholds of each swept rule and each scorer: those that the command names or whose shares it names; else those
-    that `searched` tries of SHARES; without labels UNLABELLED.
-    """
+    that `searched` tries of SHARES; without labels UNLABELLED. With --near-drop, of the rules that are free to choose
+    only the RIVALS with the greatest areas on labelled mismatches."""
     options = SWEPT | (MORE_SWEPT if args.all_rules else {}) | dict.fromkeys(args.scorers, "scorer_thresholds")
+    free = [rule for rule, option in options.items() if rule in labelled and not getattr(args, option)]
+    if args.near_drop is not None:
+        areas = {rule: measures.harmless_share_and_auc(labelled[rule])[1] or 0.0 for rule in free}
+        for rule in sorted((rule for rule in free if rule not in args.scorers), key=areas.__getitem__)[:-RIVALS]:
+            free.remove(rule)
+            del options[rule]
     named = {rule: getattr(args, option) or UNLABELLED[option] for rule, option in options.items()}
     spread = {}
-    for rule in (rule for rule, option in options.items() if rule in labelled and not getattr(args, option)):
+    for rule in free:
         values = measures.spread_thresholds(labelled[rule], args.harmless_shares or SHARES)
         spread[rule] = [-value for value in values] if rule in rules.FALLING else values
     drop = args.max_val_drop if args.near_drop is None else args.near_drop
@@ -410,7 +412,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="answers per question, for a temperature above 0")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
-    add("--near-drop", type=float, help="with --all-rules: test questions are decoded only with the chosen thresholds, "
+    add("--near-drop", type=float, help="with --all-rules: of the rules whose thresholds labels choose, only the three "
+        "with the greatest areas are decoded, and test questions only with the chosen thresholds, "
         "and with those of the one rule and the one scorer that accept the most at this drop on validation questions")
     add("--parts", type=output_folder, help="folder of finished parts, which evaluations of other scorers on the same "
         "pair share; without it they are in --out, and are removed at the end")
@@ -477,17 +480,15 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     record = {"questions": questions, "dtype": args.dtype, "areas": areas, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
-    rule = f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval"
-    if not kept["scorer"]:
-        rule = f"lowest end of the drop's 95 % interval, since none is at most {args.max_val_drop}"
+    rule = (f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval" if kept["scorer"] else
+            f"lowest end of the drop's 95 % interval, since none is at most {args.max_val_drop}")  # fmt: skip
     choice = {"rule": rule, "met": kept["scorer"], "chosen": chosen,
               "rows": [asdict(row) for row in validation]}
     (args.out / "validation.json").write_text(json.dumps(choice, indent=1) + "\n")
     save_plot(rows, questions, args.out / "evaluation.png")
     wide = Console(width=max(console.width, TABLE_WIDTH))
     wide.print(show(rows, questions))
-    for line in summary(rows):
-        wide.print(line)
+    wide.print(*summary(rows), sep="\n")
     return rows
 
 
