@@ -258,10 +258,13 @@ def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsy
     questions = [{"question_id": f"test-{i}", "question": "q", "prompt_ids": ids, "ground_truth": "4"}
                  for i, ids in enumerate(make_prompts(6))]  # fmt: skip
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    rows = [{"rule": "scorer", "threshold": 5.0}, {"rule": "refined", "threshold": -3.0}]
-    (tmp_path / "evaluation.json").write_text(json.dumps({"rows": rows}))
-    runs = [{"rule": rule, "threshold": threshold, "correct": [True], "accepted": [accepted], "rounds": [1]}
-            for rule, threshold, accepted in (("exact", None, 2), ("scorer_sweep", 5.0, 3), ("refined_sweep", 0.0, 4))]
+    runs = [
+        {"rule": rule, "threshold": threshold, "correct": [right], "accepted": [accepted], "rounds": [1]}
+        for rule, threshold, accepted, right in (
+            ("exact", None, 2, True), ("scorer_sweep", 5.0, 3, True), ("refined_sweep", 0.0, 4, True),
+            ("refined_sweep", -3.0, 5, True), ("refined_sweep", -5.0, 6, False),
+        )
+    ]  # fmt: skip
     (tmp_path / "by_question.json").write_text(json.dumps({"validation": runs, "test": []}))
     command = [
         "--target", pair.target, "--draft", pair.draft, "--scorers", "scorer=nowhere", f"refined={pair.scorer}",

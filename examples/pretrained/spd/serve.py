@@ -5,11 +5,11 @@
 
 Drafts come from the draft model, from n-gram lookup and, where the package arctic-inference is installed, from suffix
 lookup. The scorer is the one that accepts the most draft tokens on the evaluation's validation questions at a drop of
-two points, with the threshold that the evaluation chose on them. Each server has one kind of drafts of one length, and
-answers the same questions at each number of concurrent requests, by exact match and by the scorer in turn; all servers
-are started once a round, one after the other. OUT/served.json has the medians over the rounds, and for each kind of
-drafts the scorer's tokens per second over those of exact match and of greedy decoding, each with its best number of
-draft tokens. A stopped command continues with the servers that it has not measured.
+two points, with the fastest of its thresholds that drop by at most that there. Each server has one kind of drafts of
+one length, and answers the same questions at each number of concurrent requests, by exact match and by the scorer in
+turn; all servers are started once a round, one after the other. OUT/served.json has the medians over the rounds, and
+for each kind of drafts the scorer's tokens per second over those of exact match and of greedy decoding, each with its
+best number of draft tokens. A stopped command continues with the servers that it has not measured.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import psutil
 from rich.table import Table
 
 from examples.demo_runner import console
-from examples.pretrained.spd.gains import best
+from examples.pretrained.spd.gains import DROP, best, curves
 from examples.spd_arithmetic.demo_serve import CONCURRENT, Client, server, tokens_per_draft
 from examples.spd_arithmetic.serving import Question, accuracy, read_questions
 from recipe.spd.vllm_plugin import engine_options
@@ -72,11 +72,15 @@ def measure(
 
 
 def chosen_scorer(evaluation: Path) -> tuple[str, float]:
-    """The name in the evaluation of the scorer that is served, and its threshold."""
-    rows = json.loads((evaluation / "evaluation.json").read_text())["rows"]
-    legend = best(json.loads((evaluation / "by_question.json").read_text())["validation"], trained=True)
+    """The name in the evaluation of the scorer that is served, and its threshold; SystemExit if none keeps the drop."""
+    validation = json.loads((evaluation / "by_question.json").read_text())["validation"]
+    legend = best(validation, trained=True)
+    points = {threshold: point for threshold, point in curves(validation)[legend].items() if threshold is not None}
+    kept = [threshold for threshold, point in points.items() if point.drop <= DROP]
+    if not kept:
+        raise SystemExit(f"{evaluation}: every threshold of {legend} drops by more than {100 * DROP:g} points")
     rule = next(rules[0] for rules, name, *_ in CURVES if name == legend)
-    return rule, next(row["threshold"] for row in rows if row["rule"] == rule)
+    return rule, max(kept, key=lambda threshold: points[threshold].speed)
 
 
 def server_options(args: argparse.Namespace, scorer: str, drafts: str, gamma: int | None) -> list[str]:
