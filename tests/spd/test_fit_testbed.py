@@ -1,4 +1,4 @@
-"""The fit of the test bed: its four numbers of labelled mismatches, the order of the combinations, and resuming.
+"""The fit of the test bed: its five numbers, the order of the combinations, and resuming.
 
 Not covered: the test beds themselves (test_testbed.py), and whether a combination is close to a real pair.
 """
@@ -15,12 +15,12 @@ from tests.helpers.models import save_tiny_llama
 
 CONTEXT, DRAFTS = [5, 6, 7], [[8, 9, 10], [11, 12, 13], [14, 15, 16]]
 HARMFUL = [{0: False, 2: True}, {1: True}, {0: False, 1: False}]  # by block and position
-WANTED = [0.5, 0.75, 0.7, 0.8]
+WANTED = [0.5, 0.75, 0.7, 0.8, 4.0]
 
 
 def point(softness, *numbers, seed=0):
     settings = {**DEFAULTS, "softness": softness}
-    return {"settings": settings, "seed": seed, "numbers": dict(zip(fit_testbed.NUMBERS, numbers, strict=True))}
+    return {"settings": settings, "seed": seed, "numbers": dict(zip(fit_testbed.TOLERANCES, numbers, strict=True))}
 
 
 def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
@@ -38,8 +38,9 @@ def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
             entropy = -(probabilities * probabilities.log()).sum()
             margin = logits[at, draft[at]] - logits[at].max()
             values[harmful].append({"margin": margin, "probability": probabilities[draft[at]], "entropy": entropy})
-    expected = {"harmless": 3 / 5}
-    for name in fit_testbed.NUMBERS[1:]:
+    (tmp_path / "testbed.json").write_text(json.dumps({"figures": {"exact_accepted_per_forward": 4.25}}))
+    expected = {"harmless": 3 / 5, "exact": 4.25}
+    for name in ("margin", "probability", "entropy"):
         pairs = [(good[name], bad[name]) for good in values[False] for bad in values[True]]
         expected[name] = sum(float(good) > float(bad) for good, bad in pairs) / len(pairs)
     assert fit_testbed.numbers(tmp_path, "float32") == pytest.approx(expected)
@@ -50,12 +51,12 @@ def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
 
 
 def test_what_was_measured_is_kept_and_the_closest_combination_comes_first(tmp_path, capsys):
-    points = [point(0.1, 0.6, 0.75, 0.7, 0.8), point(0.2, 0.5, 0.86, 0.74, 0.78), point(0.4, 0.5, 0.95, 0.7, 0.8),
-              point(0.2, 0.5, 0.66, 0.74, 0.78, seed=1)]  # fmt: skip
+    points = [point(0.1, 0.6, 0.75, 0.7, 0.8, 4), point(0.2, 0.5, 0.86, 0.735, 0.78, 4.2),
+              point(0.4, 0.5, 0.75, 0.7, 0.8, 5), point(0.2, 0.5, 0.66, 0.735, 0.78, 4, seed=1)]  # fmt: skip
     (tmp_path / "points.jsonl").write_text("".join(json.dumps(one) + "\n" for one in points))
     words = ["--wanted", *map(str, WANTED), "--out", str(tmp_path), "--softness", "0.1", "0.2", "0.4"]
     assert fit_testbed.main(words) == 0 and "draft house share" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["points.jsonl"]  # nothing was made
-    columns = fit_testbed.table_of(points, dict(zip(fit_testbed.NUMBERS, WANTED, strict=True))).columns
-    assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"] and [*columns[-6].cells] == ["", "0 1", "0", "0"]
-    assert [*columns[-1].cells] == ["wanted", "0.04 (close)", "0.10", "0.20"]
+    columns = fit_testbed.table_of(points, dict(zip(fit_testbed.TOLERANCES, WANTED, strict=True))).columns
+    assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"] and [*columns[-7].cells] == ["", "0 1", "0", "0"]
+    assert [*columns[-1].cells] == ["wanted", "0.50 (close)", "1.43", "2.00"]
