@@ -16,6 +16,7 @@ from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
+from verl.config.defaults import resolved
 from verl.config.fields import field_metadata, field_types, known_names, section_type, value_errors
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
@@ -100,7 +101,7 @@ def tree_problems(
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
     issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
     try:
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain = resolved(config)
     except OmegaConfBaseException as e:
         if not missing:
             issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
