@@ -179,7 +179,7 @@ def files() -> dict[str, File]:
             f"${{oc.select:global_profiler.global_tool_config.torch_memory.{field.name},{memory[field.name]}}}"
         for field in dataclasses.fields(memory) if field.name not in ("name", "_target_")
     }  # fmt: skip
-    checkpointed = {"enable_gradient_checkpointing": "${verl.default:gradient_checkpointing}"}
+    checkpointed = {"enable_gradient_checkpointing": "${oc.select:machine.gradient_checkpointing,true}"}
     follows = inside | {"use_torch_compile": "${..use_torch_compile}"}
     dapo = dataclasses.replace(
         ppo,
@@ -201,8 +201,8 @@ def files() -> dict[str, File]:
                 "checkpoint.load_contents": "${.save_contents}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
                 "data_loader_seed": seed, "fsdp_config.seed": seed, **profiled,
-                "fsdp_config.dtype": "${verl.default:dtype}",
-                "share_prompt_forward": "${verl.default:share_prompt_forward}",
+                "fsdp_config.dtype": "${oc.select:machine.dtype,bfloat16}",
+                "share_prompt_forward": "${oc.select:machine.share_prompt_forward,false}",
             },
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
@@ -211,7 +211,8 @@ def files() -> dict[str, File]:
             values={
                 "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
-                "data_loader_seed": seed, "share_prompt_forward": "${verl.default:share_prompt_forward}", **profiled,
+                "data_loader_seed": seed, **profiled,
+                "share_prompt_forward": "${oc.select:machine.share_prompt_forward,false}",
             },
             omitted=("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
@@ -286,7 +287,7 @@ def files() -> dict[str, File]:
                 "response_length": "${oc.select:data.max_response_length,512}",
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}", **profiled,
-                "dtype": "${verl.default:dtype}",
+                "dtype": "${oc.select:machine.dtype,bfloat16}",
             },
         ),
         "sandbox/local": File("The local sandbox; limits of one program on one test case.", sandbox),
@@ -318,8 +319,8 @@ def files() -> dict[str, File]:
             values={
                 f"trainer.{local_dir}": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
                 "trainer.checkpoint.load_contents": "${trainer.checkpoint.save_contents}",
-                "model.fsdp_config.dtype": "${verl.default:dtype}",
-                "use_remove_padding": "${verl.default:remove_padding}",
+                "model.fsdp_config.dtype": "${oc.select:machine.dtype,bfloat16}",
+                "use_remove_padding": "${oc.select:machine.remove_padding,false}",
                 **{f"model.{name}": value for name, value in checkpointed.items()},
             },
             tail=HYDRA,

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from verl.config.compose import hydra_main  # noqa: E402
+from verl.config.defaults import resolved  # noqa: E402
 from verl.planning.config_check import known_tree, unknown_keys  # noqa: E402
 from verl.utils.problems import ConfigError  # noqa: E402
 from verl.utils.redact import redact  # noqa: E402
@@ -25,7 +26,7 @@ def main(config: DictConfig) -> None:
     if problems := unknown_keys(raw, known):
         sys.exit(str(ConfigError(problems)))
     try:
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain = resolved(config)
     except OmegaConfBaseException as error:
         sys.exit(f"{error.full_key} cannot be resolved: {str(error.msg).splitlines()[0]}")
     sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(redact(plain))))

@@ -34,7 +34,6 @@ from recipe.spd.rollout.decoder import (  # noqa: E402
     FROM_MISMATCH,
     FROM_TARGET,
     SpecResult,
-    check_tokenizers,
     end_ids,
     greedy_generate,
     speculative_generate,
@@ -47,7 +46,7 @@ from verl.data.chat_template import render_chat  # noqa: E402
 from verl.data.rl_dataset import read_rows  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
 from verl.utils.fs import output_file  # noqa: E402
-from verl.utils.tokenizer import hf_tokenizer, stop_ids  # noqa: E402
+from verl.utils.tokenizer import check_tokenizers, hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
 MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}

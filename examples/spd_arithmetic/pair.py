@@ -9,13 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from transformers import AutoTokenizer
+from loguru import logger
+from transformers import AutoConfig, AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
 from recipe.spd.rollout.answers import is_correct
-from recipe.spd.rollout.decoder import check_tokenizers
-from verl.utils.tokenizer import stop_ids
+from verl.utils.tokenizer import check_tokenizers, stop_ids
 
 EXACT, EVERYTHING = -math.inf, math.inf
 """Margins (scripts/spd_evaluation/rules.py) by which no mismatch is accepted, and every one."""
@@ -143,6 +143,10 @@ def open_pair(files: PairFiles, decode: Callable[[Sequence[int]], str], workers:
     """The pair in these files; two vocabularies are a ValueError."""
     tokenizers = (AutoTokenizer.from_pretrained(files.folder / name) for name in ("target", "draft"))
     check_tokenizers(*tokenizers, "the draft")
+    configs = (AutoConfig.from_pretrained(files.folder / name).get_text_config() for name in ("target", "draft"))
+    if len(sizes := dict.fromkeys(config.vocab_size for config in configs)) > 1:
+        what = "embeddings of {:,} and {:,} rows for the same tokens: vLLM serves the pair and drafts no padding"
+        logger.info(f"target and draft have {what}", *sizes)
     return Pair(files, decode, end_tokens(files.folder), workers)
 
 

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 from recipe.spd.data.blocks import SEP_VARIABLE, resolve_sep_token_id
 from recipe.spd.data.dataset import SPDRLHFDataset
 from recipe.spd.rollout.client import URLS_VARIABLE, CompletionClient, server_urls
-from recipe.spd.rollout.decoder import check_tokenizers
 from recipe.spd.rollout.store import check_store_path
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
@@ -26,7 +25,7 @@ from verl.planning.checks import ModelError, check_url, check_written, load_mode
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
 from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import check_tokenizers, hf_tokenizer
 
 
 @register_check

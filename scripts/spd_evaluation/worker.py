@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from recipe.spd.data.blocks import Block, Judge
 from recipe.spd.rollout.answers import is_correct
-from recipe.spd.rollout.decoder import SpecResult, check_tokenizers, end_ids, greedy_generate, speculative_generate
+from recipe.spd.rollout.decoder import SpecResult, end_ids, greedy_generate, speculative_generate
 from recipe.spd.scorer.auto import SCORERS
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
@@ -22,7 +22,7 @@ from verl.data.chat_template import answer_text
 from verl.models.kv_cache import Prefills
 from verl.models.loading import torch_dtype_of
 from verl.utils.import_utils import load_extern_object
-from verl.utils.tokenizer import hf_tokenizer, stop_ids
+from verl.utils.tokenizer import check_tokenizers, hf_tokenizer, stop_ids
 
 
 @dataclass

@@ -234,15 +234,19 @@ def test_rows_of_a_tree_keep_the_sets_of_their_tokens():
 @pytest.mark.parametrize(("settings", "said"), [
     (("name=hf", "top_p=0.9"), None), (("name=hf",), None), (("name=vllm", "top_k=20"), None),
     (("name=vllm", "top_k=20", "top_p=0.9"), None), (("name=hf", "top_p=0.9", "do_sample=false"), None),
-    (("name=vllm", "top_p=0.9"), "rollout.name=vllm cannot record"),
+    (("name=vllm", "top_p=0.9"), "Set actor_rollout_ref.rollout.top_k=100, say, to record"),
     (("name=vllm", "top_k=20", "mode=async"), None),
     (("name=vllm", "top_k=20", "mode=async", "agent.default_agent_loop=tool_agent"), None),
-    (("name=vllm", "top_k=20", "prompt_queue=true"), "without rollout.prompt_queue"),
+    (("name=vllm", "top_k=20", "prompt_queue=true"), "Set actor_rollout_ref.rollout.prompt_queue=false to"),
     (("name=sglang", "top_k=20"), "rollout.name=sglang cannot record"),
     (("name=refine", "top_p=0.9"), "rollout.name=refine cannot record"),
-    (("name=vllm", "top_k=20", "logprobs_mode=raw_logprobs"), "rollout.name=vllm cannot record"),
-    (("name=vllm", "top_p=0.9", "mode=async"), "rollout.name=vllm cannot record"),
+    (("name=vllm", "top_k=20", "logprobs_mode=raw_logprobs"),
+     "Set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs to"),
+    (("name=vllm", "top_p=0.9", "mode=async", "record_sampling_mask=false"), "record_sampling_mask=true and "),
     (("name=hf", "top_k=20", "record_sampling_mask=false"), "record_sampling_mask=true"),
+    (("name=vllm", "repetition_penalty=1.1"), "repetition_penalty=1.1 biases"),
+    (("name=sglang", "repetition_penalty=0.9", "do_sample=false"), "Set it to 1 in training"),
+    (("name=hf", "repetition_penalty=1.1"), None),  # not read, which another check says
 ])  # fmt: skip
 def test_a_dry_run_says_which_ratios_are_biased(settings, said):
     config = compose_ppo("trainer.device=cpu", *(f"actor_rollout_ref.rollout.{part}" for part in settings))

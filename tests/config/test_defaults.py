@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.config.base import BaseConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.defaults import resolved
 from verl.config.fields import known_names
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
@@ -50,19 +51,43 @@ DIFFERENT = {
 }
 
 
+OF_RECIPES = [CONFIG_DIR.parents[2] / name for name in ("recipe", "dllm_reasoning")]
+ACTOR = "actor_rollout_ref.actor"
 CPU = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=vllm",
        "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_dynamic_bsz=true"]  # fmt: skip
 
 
+def roles_of(*overrides):
+    return OmegaConf.create(resolved(compose_ppo(*overrides))).actor_rollout_ref
+
+
 def test_a_cpu_has_defaults_of_its_own():
-    roles, on_gpu = compose_ppo(*CPU).actor_rollout_ref, compose_ppo(*CPU[1:]).actor_rollout_ref
+    roles, on_gpu = roles_of(*CPU), roles_of(*CPU[1:])
     shown = [(r.actor.share_prompt_forward, r.model.enable_gradient_checkpointing) for r in (roles, on_gpu)]
     assert shown == [(True, None), (False, True)]
     dtypes = [[r[role].fsdp_config.dtype for role in ("actor", "ref")] + [r.rollout.dtype] for r in (roles, on_gpu)]
     assert dtypes == [[default_dtype("cpu")] * 3, ["bfloat16"] * 3]
-    sft = compose_ppo("trainer.device=cpu", config_name="sft_trainer")
-    assert (sft.use_remove_padding, sft.model.fsdp_config.dtype) == (True, default_dtype("cpu"))
-    assert not compose_ppo(config_name="sft_trainer").use_remove_padding
+    sft = resolved(compose_ppo("trainer.device=cpu", config_name="sft_trainer"))
+    assert (sft["use_remove_padding"], sft["model"]["fsdp_config"]["dtype"]) == (True, default_dtype("cpu"))
+    assert not resolved(compose_ppo(config_name="sft_trainer"))["use_remove_padding"]
+
+
+def test_a_section_and_a_frozen_config_have_the_same_defaults_and_stay_as_they_are():
+    config = compose_ppo(*CPU)
+    OmegaConf.set_readonly(config, True)
+    actor = resolved(config.actor_rollout_ref.actor)
+    assert actor["share_prompt_forward"] and actor["fsdp_config"]["dtype"] == default_dtype("cpu")
+    assert "machine" not in config and "machine" not in resolved(config)
+
+
+def test_the_yaml_files_need_no_resolver_of_verl():
+    files = [file for folder in (CONFIG_DIR, *OF_RECIPES) for file in folder.rglob("*.yaml")]
+    used = {name for file in files for name in re.findall(r"\$\{([\w.]+):", file.read_text())}
+    assert len(files) > 20 and used == {"oc.select", "oc.decode", "oc.env"}  # those of OmegaConf
+    tree = OmegaConf.to_container(compose_ppo(*CPU, "actor_rollout_ref.model.path=m"), resolve=True)
+    roles = tree["actor_rollout_ref"]
+    assert [roles["rollout"]["dtype"], roles["ref"]["fsdp_config"]["dtype"]] == ["bfloat16"] * 2
+    assert (roles["actor"]["share_prompt_forward"], roles["model"]["enable_gradient_checkpointing"]) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +102,8 @@ def test_a_cpu_has_defaults_of_its_own():
      "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false actor_rollout_ref.ref.log_prob_micro_batch_size=12"],
 )  # fmt: skip
 def test_shared_prompts_give_way_to_settings_that_exclude_them(excludes):
-    assert not compose_ppo(*CPU, *excludes.split()).actor_rollout_ref.actor.share_prompt_forward
-    forced = compose_ppo(*CPU, *excludes.split(), "actor_rollout_ref.actor.share_prompt_forward=true")
-    assert forced.actor_rollout_ref.actor.share_prompt_forward
+    assert not roles_of(*CPU, *excludes.split()).actor.share_prompt_forward
+    assert roles_of(*CPU, *excludes.split(), f"{ACTOR}.share_prompt_forward=true").actor.share_prompt_forward
 
 
 @pytest.mark.parametrize(

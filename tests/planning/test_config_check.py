@@ -1,6 +1,7 @@
 """Misspelt keys, values out of range, names of parts, batch sizes: each is reported by name, with a fix."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -104,6 +105,20 @@ def test_a_wrong_value_is_named_with_its_fix(override, said):
     reported = only(override)
     assert override.partition("=")[0].rpartition(".")[2] in reported.message
     assert said in reported.message
+    assert_advice_mends([override], reported)
+
+
+def assert_advice_mends(given, reported):
+    """Each alternative of `Set KEY=VALUE and KEY=VALUE, or KEY=VALUE` ends the problem; returns their number."""
+    advice = "".join(re.split(r"\b[Ss]et (?=it to [\w.+]*\w\b|[\w.]+=)", reported.message)[1:])
+    advice = re.sub(r"^it to (?!the )", f"{reported.key}=", advice)
+    alternatives = [re.findall(r"([a-z]\w*\.[\w.]+)=([\w.+-]*\w)", part) for part in advice.split(", or ")]
+    for settings in filter(None, alternatives):
+        changed = dict(word.split("=", 1) for word in given if "=" in word)
+        changed |= {re.sub("^rollout", "actor_rollout_ref.rollout", key): value for key, value in settings}
+        after = problems(*(f"{key}={value}" for key, value in changed.items()))
+        assert reported.message not in [p.message for p in after], settings
+    return len([part for part in alternatives if part])
 
 
 def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
@@ -213,6 +228,23 @@ GPU_SHARE = "rollout.gpu_memory_utilization"
 def test_settings_that_do_not_fit_each_other_are_named(settings, key, said):
     reported = only(*settings.split())
     assert key in (None, reported.key) and said in reported.message
+    assert_advice_mends(settings.split(), reported)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.val_kwargs.do_sample=true",
+        "trainer.local=true trainer.n_gpus_per_node=2",
+        "trainer.device=cpu global_profiler.steps=[1] global_profiler.tool=nsys "
+        f"{ACTOR}.profiler.enable=true", f"{REWARD} reward_model.launch_reward_fn_async=true",
+        f"{VLLM} {ROLLOUT}.top_p=0.9", f"{VLLM} {ROLLOUT}.top_k=20 {ROLLOUT}.logprobs_mode=raw_logprobs",
+        f"{VLLM} {ROLLOUT}.top_p=0.9 {ROLLOUT}.record_sampling_mask=false {ROLLOUT}.logprobs_mode=raw_logprobs",
+        f"{VLLM} {ROLLOUT}.repetition_penalty=1.1", f"{ROLLOUT}.name=sglang {ROLLOUT}.top_k=20",
+    ],
+)  # fmt: skip
+def test_the_advice_of_a_message_mends_what_it_names(settings):
+    assert assert_advice_mends(settings.split(), only(*settings.split())) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from tests.helpers import rewards
+from verl.config.reward_model import RewardModelConfig
+from verl.reward.managers.naive import NaiveRewardManager
 from verl.reward.pool import ExternFunction, FatalGradingError, GradingPool, Slots
 
 HERE = "pkg://tests.helpers.rewards"
@@ -89,6 +91,26 @@ def test_a_function_that_processes_cannot_load_is_reported(tmp_path):
     file.unlink()
     with pytest.raises(FatalGradingError, match="could not load"):
         GradingPool(function, workers=1, seconds=5).map([{}])
+
+
+@pytest.mark.process
+def test_a_function_that_starts_processes_is_told_what_permits_it(tmp_path):
+    file = tmp_path / "starts.py"
+    file.write_text(
+        "import multiprocessing\n\ndef score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    child = multiprocessing.get_context('fork').Process(target=int)\n"
+        "    child.start()\n    child.join()\n    return float(child.exitcode == 0)\n"
+    )
+    function = ExternFunction(str(file), "score")
+    pool = GradingPool(function, workers=1, seconds=30)
+    (failure,) = pool.map(items("a"))
+    assert failure.text.startswith("raised AssertionError: daemonic processes") and "starts.py:5" in failure.text
+    assert "use threads or subprocess" in failure.text
+    assert "reward_model.num_workers=0 permits it" in failure.text
+    pool.close()
+    manager = NaiveRewardManager(None, 0, function)
+    manager.settings = RewardModelConfig(num_workers=0)
+    assert not manager.in_processes and function(**items("a")[0]) == 1.0
 
 
 def test_slots_are_counted_in_each_process_anew():

@@ -5,24 +5,48 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.lossless import LENGTH, WORDS, answer_log_probs, numbers_of, p_value, request, save_toy
 from tests.helpers.engines import leave_group, rl_batch
 from tests.rollout.test_vllm_rollout import Hybrid, difference
-from verl.config.rollout import SpeculativeConfig
+from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.planning.rollouts import check_drafter
 from verl.rollout.vllm_rollout.drafter import Drafter
+from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 
 def hybrid_of(folder, method, tied=False, **more):
-    """A rollout with drafts of 2 tokens; the draft model is another model."""
-    draft = save_toy(folder / "draft", 1, tied=tied) if method == "draft_model" else None
+    """A rollout with drafts of 2 tokens; the draft model is another model, with more rows if `method` is padded."""
+    model, draft = save_toy(folder / "model", 0, tied=tied), None
+    if method != "ngram":
+        draft = save_toy(folder / "draft", 1, tied=tied)
+    if method == "padded":
+        pad(draft, 5)
+        for path in (model, draft):
+            words({f"w{i}": i for i in range(WORDS)}).save_pretrained(path)
+    method = "draft_model" if method == "padded" else method
     settings = SpeculativeConfig(method=method, draft_path=draft, num_tokens=2, **more)
     rollout = {"speculative": settings, "response_length": LENGTH, "ignore_eos": True}
-    made = Hybrid(save_toy(folder / "model", 0, tied=tied), rollout)
+    made = Hybrid(model, rollout)
     made.draft = draft
     return made
+
+
+def pad(path, rows):
+    """Add rows to the embeddings of the model at `path`, whose logits are larger than those of tokens."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.resize_token_embeddings(model.config.vocab_size + rows, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[-rows:] = 3 * model.lm_head.weight[:rows]
+    model.save_pretrained(path)
+
+
+def words(vocabulary):
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0", eos_token="w2")
 
 
 def held_by_the_draft_model(hybrid):
@@ -55,7 +79,7 @@ def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp
     leave_group()
 
 
-@pytest.fixture(scope="module", params=["draft_model", "ngram"])
+@pytest.fixture(scope="module", params=["draft_model", "padded", "ngram"])
 def speculative(request, tmp_path_factory):
     with hybrid_of(tmp_path_factory.mktemp(request.param), request.param) as made:
         yield made
@@ -89,8 +113,8 @@ def test_greedy_answers_are_those_without_drafts_and_the_draft_model_keeps_its_w
         best = speculative.engine.module(**inputs).logits.argmax(-1)[:, -LENGTH - 1 : -1]
     assert torch.equal(best, output.batch["responses"])
     if speculative.draft is not None:
-        held = held_by_the_draft_model(speculative)["lm_head.weight"][:WORDS]
-        assert torch.equal(held, AutoModelForCausalLM.from_pretrained(speculative.draft).lm_head.weight)
+        own = AutoModelForCausalLM.from_pretrained(speculative.draft).lm_head.weight
+        assert torch.equal(held_by_the_draft_model(speculative)["lm_head.weight"][: len(own)], own)
 
 
 def test_a_refresh_is_a_step_on_the_cross_entropy_of_the_sampled_tokens(tmp_path):
@@ -125,7 +149,9 @@ def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
         drafts = {"method": "draft_model", "draft_path": str(path), "refresh_every": every}
         rollout = {"name": "vllm", "mode": mode, "speculative": drafts}
         section = {"rollout": rollout, "actor": {"ulysses_sequence_parallel_size": sharing}}
-        findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), to_start=False)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+        hf_config = AutoConfig.from_pretrained(tiny_llama)
+        findings = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, to_start=False)
         return list(check_drafter(OmegaConf.create({"actor_rollout_ref": section}), findings))
 
     assert problems(tiny_llama) == []
@@ -135,5 +161,28 @@ def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
     assert "refresh_every does not work with actor_rollout_ref.actor.ulysses_sequence_parallel_size" in shared.message
     (missing,) = problems(tmp_path / "none")
     assert missing.kind == "absent" and "has no config.json that can be read" in missing.message
-    (unlike,) = problems(save_toy(tmp_path / "draft", 1))
-    assert unlike.kind == "wrong" and "has 8 tokens in its vocabulary, the model 64" in unlike.message
+    (bare,) = problems(path := save_toy(tmp_path / "draft", 1))
+    assert bare.kind == "wrong" and "vocabulary has 8 entries and the model's 64" in bare.message
+    assert bare.message.endswith("Copy the tokenizer's files into its folder.")
+    words({f"w{i}": i for i in range(WORDS)}).save_pretrained(path)
+    (unlike,) = problems(path)
+    assert unlike.kind == "wrong" and "draft_path=" in unlike.message and "another vocabulary" in unlike.message
+    assert "speculative.method=ngram, without draft_path" in unlike.message
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(path)
+    assert problems(path) == []  # the same tokens, in embeddings of other sizes
+
+
+@pytest.mark.parametrize(("rows", "mapped"), [(0, False), (5, True)])
+def test_vllm_compares_the_tokens_of_a_draft_model_that_is_padded_to_another_size(tmp_path, rows, mapped):
+    model, draft = (save_toy(tmp_path / name, seed) for seed, name in enumerate(("model", "draft")))
+    if rows:
+        pad(draft, rows)
+    settings = SpeculativeConfig(method="draft_model", draft_path=draft)
+    rollout = vLLMRollout.__new__(vLLMRollout)
+    rollout.config = RolloutConfig(name="vllm", speculative=settings)
+    rollout.model_config = SimpleNamespace(local_path=model, trust_remote_code=False)
+    given = {"load_format": "auto", "tensor_parallel_size": 1, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    drafts = rollout._speculative_arguments(given)["speculative_config"]
+    assert drafts.pop("use_heterogeneous_vocab", False) is mapped
+    assert drafts == {"method": "draft_model", "num_speculative_tokens": 4, "model": draft,
+                      "draft_tensor_parallel_size": 1}  # fmt: skip

@@ -16,7 +16,6 @@ from recipe.spd.rollout.decoder import (
     FROM_TARGET,
     SpecResult,
     _commit,
-    check_tokenizers,
     greedy_generate,
     replay_blocks,
     speculative_generate,
@@ -25,6 +24,7 @@ from scripts.spd_evaluation import rules
 from tests.helpers.models import WORDS, make_tokenizer
 from verl.models import kv_cache
 from verl.models.kv_cache import Prefills
+from verl.utils.tokenizer import check_tokenizers
 
 VOCAB = 23
 

@@ -16,13 +16,15 @@ import torch
 from loguru import logger
 from rich.console import Console
 from rich.progress import Progress
+from transformers import LlamaConfig
 
 from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
 from examples.spd_arithmetic.blocks import DraftedBlock, drawn_offsets
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
-from examples.spd_arithmetic.pair import PairFiles
+from examples.spd_arithmetic.pair import PairFiles, open_pair
 from examples.spd_arithmetic.questions import PromptStyle
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +203,17 @@ def test_vllm_on_a_cpu_has_one_process_with_the_threads_of_all_cores(tmp_path):
     assert chosen() == (cores, 1, 200)
     assert chosen("--engine", "vllm") == (1, torch.get_num_threads(), 1000)
     assert chosen("--engine", "vllm", "--processes", "64", "--batch-size", "7") == (64, 1, 7)
+
+
+@pytest.mark.parametrize("size", [64, 80])
+def test_the_start_says_whether_a_pair_of_padded_embeddings_can_be_served(tmp_path, size):
+    for name, rows in (("target", 64), ("draft", size)):
+        make_tokenizer().save_pretrained(tmp_path / name)
+        LlamaConfig(vocab_size=rows).save_pretrained(tmp_path / name)
+    with logged("INFO") as lines:
+        open_pair(PairFiles(tmp_path, "cpu", 1, 4, 20, 2), Encoder().decode, None)
+    said = [line for line in lines if "embeddings of 64 and 80 rows for the same tokens: vLLM serves the pair" in line]
+    assert len(said) == (size == 80)
 
 
 def test_lines_of_the_log_name_the_time_that_is_left(monkeypatch):

@@ -12,6 +12,7 @@ from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.config.base import BaseConfig
+from verl.config.defaults import resolved
 from verl.config.fields import default_of, field_metadata, field_types, known_names, refuse_unknown, section_type
 from verl.config.inert import OLD_KEYS
 from verl.utils.import_utils import load_class_from_fqn
@@ -31,7 +32,7 @@ def to_settings(config: Any, config_type: type[Settings], checked: bool = True) 
     if isinstance(config, BaseConfig):
         return config
     if OmegaConf.is_config(config):
-        config = OmegaConf.to_container(config, resolve=True)
+        config = resolved(config)
     return _typed(config or {}, config_type, checked)
 
 
@@ -73,7 +74,7 @@ def _converted(values: Mapping[str, Any], config_type: type[BaseConfig]) -> dict
 def to_plain(settings: Any) -> Any:
     """A typed tree as nested dictionaries with the keys of the yaml files, further attributes included."""
     if OmegaConf.is_config(settings):
-        return OmegaConf.to_container(settings, resolve=True)
+        return resolved(settings)
     if isinstance(settings, BaseConfig):
         names = {f.name for f in fields(settings)} - {"_target_"}
         internal = {name for name in names if not field_metadata(type(settings), name)["help"]}
@@ -131,7 +132,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
             raise AssertionError(f"{known}; add _target_ or pass dataclass_type.")
         return instantiate(config, _convert_="partial")
     node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
-    plain = OmegaConf.to_container(node, resolve=True)  # interpolations may point above the node
+    plain = resolved(node)  # interpolations may point above the node
     if issubclass(dataclass_type, BaseConfig):
         return _typed(plain, dataclass_type, checked=True, strict=True)
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))

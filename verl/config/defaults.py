@@ -1,9 +1,13 @@
-"""Defaults that depend on the machine and on other settings: `${verl.default:NAME}` in the yaml files."""
+"""Defaults that depend on the machine and on other settings: `${oc.select:machine.NAME,VALUE}` in the yaml files.
 
+No tree has a section `machine`: who reads the files without this module gets VALUE, the default for GPUs.
+"""
+
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
 
 ValueOf = Callable[[str], Any]  # the value of a dotted key in the tree that is being composed; None for an absent one
 
@@ -61,8 +65,20 @@ DEFAULTS = {
     "dtype": dtype, "gradient_checkpointing": gradient_checkpointing, "remove_padding": on_cpu,
     "share_prompt_forward": share_prompt_forward,
 }  # fmt: skip
-OmegaConf.register_new_resolver(
-    "verl.default",
-    lambda name, *, _root_: DEFAULTS[name](lambda key: OmegaConf.select(_root_, key)),
-    replace=True,
-)
+
+
+def resolved(config: Any) -> Any:
+    """A composed config, or a section of one, as plain data; interpolations have the values for this machine.
+
+    Raises the errors of OmegaConf for interpolations that cannot be resolved.
+    """
+    root, key = config._get_root(), config._get_full_key(None)
+    if not (OmegaConf.is_dict(root) and "trainer" in root):
+        return OmegaConf.to_container(config, resolve=True)
+    root = copy.deepcopy(root)
+    with read_write(root), open_dict(root):
+        root.machine = {name: rule(lambda key: OmegaConf.select(root, key)) for name, rule in DEFAULTS.items()}
+    plain = OmegaConf.to_container(OmegaConf.select(root, key) if key else root, resolve=True)
+    if not key:
+        del plain["machine"]
+    return plain

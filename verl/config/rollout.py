@@ -308,7 +308,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
         if self.expert_parallel_size not in (1, size, size * self.data_parallel_size):
             raise ValueError(
                 f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
-                f"rollout.tensor_model_parallel_size={size} (times rollout.data_parallel_size)."
+                f"rollout.tensor_model_parallel_size={size}. Set one of the two to the other."
             )
         if self.prompt_queue and self.name not in NO_ENGINE and (self.name, self.mode) != ("vllm", "sync"):
             raise ValueError(

@@ -16,6 +16,7 @@ from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
+from verl.config.defaults import resolved
 from verl.config.fields import field_metadata, field_types, known_names, section_type, value_errors
 from verl.config.ppo import PPOConfig
 from verl.config.roles import LEARNS_VALUES, need_critic, reads_reference, serves_reward_model
@@ -100,7 +101,7 @@ def tree_problems(
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
     issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
     try:
-        plain = OmegaConf.to_container(config, resolve=True)
+        plain = resolved(config)
     except OmegaConfBaseException as e:
         if not missing:
             issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
@@ -355,19 +356,29 @@ def algorithm_problems(settings: PPOConfig) -> Iterator[Problem]:
 
 
 def sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
-    """A warning where training samples are drawn with filters, and the trainer's log-probs will be those without."""
+    """A warning where training samples are drawn with filters or a penalty of repeated tokens, and the trainer's
+    log-probs will be those without.
+    """
+    if rollout.repetition_penalty != 1 and rollout.name in ("vllm", "sglang"):
+        key = "actor_rollout_ref.rollout.repetition_penalty"
+        what = f"{key}={rollout.repetition_penalty} biases every ratio: samples come from probabilities with it"
+        yield Problem(UNUSED, key, f"{what}, the trainer's log-probs from those without. Set it to 1 in training.")
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0}
     name, engine = next((name for name, used in filters.items() if used), None), rollout.name
     if name is None or not rollout.do_sample or engine not in ("hf", "refine", "vllm", "sglang"):
         return
-    if engine == "hf" or rollout.engine_returns_kept_tokens and not rollout.prompt_queue:
-        if rollout.record_sampling_mask:
+    needed = {"record_sampling_mask=true": not rollout.record_sampling_mask}
+    if engine == "vllm":
+        returned = rollout.logprobs_mode == "processed_logprobs"
+        needed |= {"top_k=100, say,": rollout.top_k <= 0, "logprobs_mode=processed_logprobs": not returned,
+                   "prompt_queue=false": rollout.prompt_queue}  # fmt: skip
+    if engine in ("hf", "vllm"):
+        missing = [f"actor_rollout_ref.rollout.{setting}" for setting, lacks in needed.items() if lacks]
+        if not missing:
             return
-        remedy = "Set actor_rollout_ref.rollout.record_sampling_mask=true."
+        remedy = f"Set {' and '.join(missing)} to record which were kept."
     else:
         remedy = "Set rollout.top_p=1 and rollout.top_k=-1, or rollout.name=hf."
-        if engine == "vllm":
-            remedy = "Set rollout.top_k (such as 100), without rollout.prompt_queue."
         remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
     key = f"actor_rollout_ref.rollout.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"

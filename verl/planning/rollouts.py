@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -17,9 +19,10 @@ from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_s
 from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import MultiTurnConfig
+from verl.planning.checks import ModelError, load_model_part
 from verl.rollout.replica import RolloutReplicaRegistry
 from verl.utils.problems import UNUSED, Problem, absent, one_line, wrong
-from verl.utils.tokenizer import stop_ids
+from verl.utils.tokenizer import check_tokenizers, hf_tokenizer, stop_ids
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
@@ -141,7 +144,7 @@ def check_cpu_heads(config: PPOConfig, findings: Any) -> Iterator[Problem]:
 
 
 def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
-    """A draft model that cannot be read, or whose vocabulary has another size than the model's."""
+    """A draft model that cannot be read, or whose tokenizer is not the model's."""
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.speculative.draft_path"
     path = rollout.speculative.draft_path
     if rollout.name != "vllm" or path is None:
@@ -163,9 +166,16 @@ def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
         yield absent(key, f"{key}={path} has no config.json that can be read: {one_line(error)}")
         return
     size = findings.hf_config and findings.hf_config.get_text_config().vocab_size
-    if size and draft.vocab_size != size:
-        rule = f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {size}."
-        yield wrong(key, f"{rule} Take a draft model with the same tokenizer, or rollout.speculative.method=ngram.")
+    own = (Path(path).expanduser() / "tokenizer_config.json").is_file()
+    if findings.tokenizer is None or not (own or draft.vocab_size != size):
+        return  # vLLM reads the draft model's tokenizer only where the sizes differ
+    try:
+        check_tokenizers(findings.tokenizer, load_model_part(key, path, hf_tokenizer), f"{key}={path}")
+    except ModelError as error:
+        rule = f"{error} Its vocabulary has {draft.vocab_size} entries and the model's {size}: padding is recognised by"
+        yield replace(error.problem, message=f"{rule} the tokenizer. Copy the tokenizer's files into its folder.")
+    except ValueError as error:
+        yield wrong(key, f"{error} Or set {ROLLOUT}.speculative.method=ngram, without draft_path.")
 
 
 def check_sglang(config: PPOConfig, findings: Any) -> Iterator[Problem]:

@@ -62,6 +62,20 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added.union(tokenizer.all_special_ids)
 
 
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, draft_name: str) -> None:
+    """Raise ValueError unless both tokenizers give each token the same id.
+
+    Sizes of embeddings may differ, since they are padded, and so may the names of special tokens.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    special = {*target.added_tokens_decoder, *draft.added_tokens_decoder}
+    if odd := sorted(token for token, number in ours.items() ^ theirs.items() if number not in special):
+        raise ValueError(
+            f"{draft_name} has another vocabulary than the target ({len(theirs)} and {len(ours)} tokens; {odd[0]!r} is "
+            f"id {theirs.get(odd[0], 'none')} and {ours.get(odd[0], 'none')}); take two models of one family."
+        )
+
+
 @functools.lru_cache(maxsize=16)
 def _eos_ids(model: str) -> tuple[int, ...]:
     from transformers import GenerationConfig, PretrainedConfig

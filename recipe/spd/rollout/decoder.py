@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -348,20 +347,6 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
-
-
-def check_tokenizers(target: Any, draft: Any, draft_name: str) -> None:
-    """Raise ValueError unless both tokenizers give each token the same id.
-
-    Sizes of embeddings may differ, since they are padded, and so may the names of special tokens.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    special = {*target.added_tokens_decoder, *draft.added_tokens_decoder}
-    if odd := sorted(token for token, number in ours.items() ^ theirs.items() if number not in special):
-        raise ValueError(
-            f"{draft_name} has another vocabulary than the target ({len(theirs)} and {len(ours)} tokens; {odd[0]!r} is "
-            f"id {theirs.get(odd[0], 'none')} and {ours.get(odd[0], 'none')}); take two models of one family."
-        )
 
 
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:

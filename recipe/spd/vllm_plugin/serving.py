@@ -84,7 +84,8 @@ class ServedScorer:
         except ValueError as error:
             if here.base_fingerprint in ("", saved.base_fingerprint):
                 raise
-            hint = "For a quantised copy of that target set spd.allow_foreign_target, and check its answers."
+            hint = "For a quantised copy of that target set spd.allow_foreign_target (serve_spd.py: "
+            hint += "--allow-foreign-target), and check its answers."
             raise ValueError(f"{error} {hint}") from error
         if not self.allow_foreign_drafter:
             self._check_drafter(saved, speculative)
@@ -101,7 +102,8 @@ class ServedScorer:
             raise ValueError(
                 f"the scorer in {self.scorer} was trained on blocks of another drafter (fingerprint "
                 f"{saved.draft_fingerprint}) than {drafter!r}. Name that one as the draft model, train a scorer on "
-                "blocks of this one, or set spd.allow_foreign_drafter and check the answers."
+                "blocks of this one, or set spd.allow_foreign_drafter (serve_spd.py: --allow-foreign-drafter) and "
+                "check the answers."
             )
 
 

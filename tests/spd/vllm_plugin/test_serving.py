@@ -65,7 +65,7 @@ def test_a_draft_with_padded_embeddings_is_served_by_its_tokens(pair, tmp_path):
 
 def test_a_foreign_target_is_refused_unless_it_is_allowed(pair, tmp_path):
     other = changed(pair.target, tmp_path / "other")
-    with pytest.raises(ValueError, match="belongs to the target .*allow_foreign_target"):
+    with pytest.raises(ValueError, match="belongs to the target .*allow_foreign_target .*--allow-foreign-target"):
         engine_options(other, pair.scorer, draft=pair.draft)
     assert engine_options(other, pair.scorer, draft=pair.draft, allow_foreign_target=True)["model"] == other
 
@@ -74,7 +74,7 @@ def test_a_foreign_drafter_is_refused_unless_it_is_allowed(pair, tmp_path):
     other = changed(pair.draft, tmp_path / "other")
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     for drafter in ({"draft": other}, {"speculative_config": ngram}):
-        with pytest.raises(ValueError, match="blocks of another drafter .*allow_foreign_drafter"):
+        with pytest.raises(ValueError, match="of another drafter .*allow_foreign_drafter .*--allow-foreign-drafter"):
             engine_options(pair.target, pair.scorer, **drafter)
         assert engine_options(pair.target, pair.scorer, **drafter, allow_foreign_drafter=True)
 

@@ -18,6 +18,7 @@ from verl.agents.agent_loop.prometheus_utils import update_prometheus_config
 from verl.agents.agent_loop.rows import concat_rows, use_loop_scores
 from verl.agents.agent_loop.worker import SEED, AgentLoopWorker
 from verl.config.compose import to_settings
+from verl.config.defaults import resolved
 from verl.config.model import HFModelConfig
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
@@ -62,7 +63,7 @@ class AgentLoopManager:
             self.agent_loop_workers = [cls(config, self.server_handles, router=self.router)]
             return
         # Resolved here: the actors have no resolvers of the user's own.
-        plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        plain = OmegaConf.create(resolved(config))
         self.router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
         actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
 

@@ -10,6 +10,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from verl.config.model import HFModelConfig
 from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
@@ -158,7 +160,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _speculative_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Engine arguments for `rollout.speculative`."""
-        config = self.config.speculative
+        config, model = self.config.speculative, self.model_config
         drafts: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_tokens}
         load_format = given["load_format"]
         if config.method == "ngram":
@@ -166,6 +168,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         else:  # nothing is sent to the draft model: it needs its weights from the start, and vLLM loads both alike
             drafts |= {"model": config.draft_path, "draft_tensor_parallel_size": given["tensor_parallel_size"]}
             load_format = "auto" if load_format == "dummy" else load_format
+            read = partial(AutoConfig.from_pretrained, trust_remote_code=model.trust_remote_code)
+            sizes = {read(path).get_text_config().vocab_size for path in (config.draft_path, model.local_path)}
+            if len(sizes) > 1:  # padded to other sizes: vLLM compares the tokens, and drafts no padding
+                drafts["use_heterogeneous_vocab"] = True
         return {
             "speculative_config": drafts, "worker_cls": WORKER, "load_format": load_format,
             "disable_log_stats": False,  # its counts are the metrics of generate_sequences
