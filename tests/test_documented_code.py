@@ -11,11 +11,7 @@ import torch
 import yaml
 from aiohttp import web
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM
 
-from recipe.spd.rollout.decoder import speculative_generate
-from scripts.spd_evaluation.rules import scorer
-from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.documents import ROOT, pages
 from tests.helpers.sft_run import compose_sft
 from tests.reward.test_managers import TOKENIZER, batch
@@ -49,56 +45,22 @@ def names_after(page, number=0, replaced=(), **names):
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
-        ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/extending.md", 2), ("docs/quickstart.md", 0),
-        ("docs/quickstart.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1), ("docs/rewards.md", 2),
-        ("docs/rewards.md", 3), ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
-        ("dllm_reasoning/README.md", 1),
+        ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/rewards.md", 0), ("docs/scorers.md", 0),
+        ("docs/serving.md", 0), ("docs/sft.md", 0), ("dllm_reasoning/README.md", 0), ("dllm_reasoning/README.md", 1),
     }  # fmt: skip
 
 
 def test_the_judge():
-    judge = names_after("docs/extending.md", 2)["likely"](0.25)
+    judge = names_after("docs/scorers.md")["likely"](0.25)
     logits = torch.tensor([[[0.6, 0.3, 0.1], [0.02, 0.03, 0.95], [1.0, 1.0, 1.0]]]).log()
     block = SimpleNamespace(target_logits=logits, draft_ids=torch.tensor([[1, 0]]))
     assert judge(block).tolist() == [[True, False]]
 
 
-def test_a_saved_scorer_is_used_in_python(tmp_path):
-    pair, prompts = make_pair(tmp_path), make_prompts(4)
-    target, draft = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (pair.target, pair.draft))
-    result = names_after("docs/extending.md", 1)["generate"](target, draft, prompts, pair.scorer)
-    judge = scorer(AutoModelForSPDScoring.from_pretrained(pair.scorer, pair.target, target), 0.0)
-    expected = speculative_generate(target, draft, prompts, judge, gamma=8, max_new_tokens=64, eos_token_id=[2])
-    assert result.tokens == expected.tokens and result.accepted == expected.accepted
-
-
-def test_the_reward_function():
-    score = names_after("docs/rewards.md")["compute_score"]
-    assert score("any", " 4\n", "4", bonus=0.5) == {"score": 1.5, "acc": True}
-    assert score("any", "5", "4") == {"score": 0.0, "acc": False}
-
-
 def test_the_reward_manager_takes_a_cost_from_each_token():
-    manager = names_after("docs/rewards.md", 2)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
+    manager = names_after("docs/extending.md", 1)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
     scores = manager(batch(answers=("1 2 3", "7")))  # 3 tokens and 1
     assert scores.tolist() == [[0, 0, 0.25, 0], [0.75, 0, 0, 0]]
-
-
-def test_a_reward_manager_is_tried_without_a_run(tiny_llama, tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_manager.py").write_text(BLOCKS["docs/rewards.md", 2])
-    monkeypatch.syspath_prepend(tmp_path)
-    names = names_after("docs/rewards.md", 3, replaced=[("/models/small", tiny_llama)])
-    scores = [1.0 if answer == "4" else 0.0 for answer in ("4", "It is 5")]
-    scores = [score - 0.001 * len(ids) for score, ids in zip(scores, names["answers"], strict=True)]
-    assert f"'score': {scores}" in capsys.readouterr().out
-
-
-def test_an_estimator_is_tried_without_a_run(capsys):
-    names_after("docs/extending.md")
-    advantages = names_after("docs/extending.md")["compute_median_advantage"](
-        torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2), ["a", "a"]
-    )[0]
-    assert advantages.tolist() == [[1.0, 1.0], [0.0, 0.0]] and "tensor" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("answer", "score"), [("Yes.", 1.0), ("No.", 0.0)])
@@ -117,7 +79,7 @@ def test_the_reward_function_that_asks_a_model(answer, score):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         address = f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        function = names_after("docs/rewards.md", 1)["compute_score"]
+        function = names_after("docs/rewards.md")["compute_score"]
         try:
             return await function("any", "4", "four", {}, address, None)
         finally:
@@ -168,9 +130,12 @@ def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):
     assert tool.name == "reverse" and tool.config["example_arguments"] == {"text": "abc"}
 
 
-def test_the_pairs_and_chats_are_rows_of_sft(tmp_path, tiny_llama):
-    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("sft_train", "sft_val", "chats")]
-    names_after("docs/quickstart.md", 1, replaced=folder)
+def test_the_pairs_are_rows_of_sft_and_so_are_conversations(tmp_path, tiny_llama):
+    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("sft_train", "sft_val")]
+    pairs = names_after("docs/sft.md", replaced=folder)["pairs"]
+    turns = [[("user", pair["question"]), ("assistant", pair["answer"])] for pair in pairs]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
+    pd.DataFrame(chats).to_parquet(tmp_path / "chats.parquet")
     tokenizer, learned = hf_tokenizer(tiny_llama), []
     for name, several_turns, rows in (("sft_train", "false", 352), ("sft_val", "false", 48), ("chats", "true", 400)):
         options = {"data__max_length": 64, "data__multiturn__enable": several_turns}
@@ -185,14 +150,14 @@ def test_the_pairs_and_chats_are_rows_of_sft(tmp_path, tiny_llama):
 
 def test_the_data_are_rows_of_the_data_set(tmp_path, tiny_llama):
     folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("train", "val")]
-    names_after("docs/quickstart.md", replaced=folder)
+    names_after("docs/extending.md", replaced=folder)
     tokenizer = hf_tokenizer(tiny_llama)
     settings = {"max_prompt_length": 64, "prompt_key": "prompt"}
     data = RLHFDataset(f"{tmp_path}/train.parquet", tokenizer, OmegaConf.create(settings))
     row = data[57]
     a, b = divmod(row["index"], 20)
     assert len(data) == 352 and row["input_ids"].shape == (64,)
-    assert row["reward_model"]["ground_truth"] == str(a + b) and row["data_source"] == "openai/gsm8k"
+    assert row["reward_model"]["ground_truth"] == str(a + b) and row["data_source"] == "my_sums"
 
 
 def test_answers_of_main_generation_become_data_of_a_refinement(tiny_llama, tmp_path, monkeypatch):

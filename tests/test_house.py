@@ -189,6 +189,7 @@ SCRIPTS = {
     "scripts/submit_spd.sh": ("scripts/submit_spd.py", "train_spd_scorer.py"),
     "dllm_reasoning/scripts/run_train.sh": ("dllm_reasoning.train_iterative_refine",),
     "recipe/dapo/run_dapo_qwen2.5_32b.sh": ("recipe.dapo.main_dapo",),
+    "examples/scripts/rloo.sh": ("verl.trainer.main_ppo",),
 }
 
 
@@ -206,7 +207,8 @@ def unknown_settings(target, settings):
             continue
         section, _, name = override.key_or_group.rpartition(".")
         parent = OmegaConf.select(config, section) if section else config
-        if not OmegaConf.is_dict(parent) or not (override.is_add() or name in list(parent)):
+        # An empty section, such as reward_kwargs, takes any key.
+        if not OmegaConf.is_dict(parent) or not (override.is_add() or (section and not parent) or name in list(parent)):
             unknown.append(override.key_or_group)
     return unknown
 
@@ -265,7 +267,8 @@ PROGRAMS = (
 
 
 def test_options_and_settings_between_the_lines_are_real():
-    blocks, read = re.compile(r"^```.*?^```", re.S | re.M), ("README.md", "docs/spd.md", "docs/quickstart.md")
+    guides = "spd quickstart sft resume_export_serve extending algorithms plugins scorers rewards".split()
+    blocks, read = re.compile(r"^```.*?^```", re.S | re.M), ["README.md", *(f"docs/{name}.md" for name in guides)]
     texts = [blocks.sub("", (ROOT / page).read_text()) for page in read]
     pieces = [piece for text in texts for piece in INLINE.findall(text)]
     options = {w for p in pieces if p.startswith("--") for w in p.split() if w.startswith("--")}

@@ -1,1 +1,1 @@
-"""One runnable file for each part of a run that can be replaced; docs/extending.md explains them."""
+"""One runnable file for each part of a run that can be replaced; docs/plugins.md explains them."""

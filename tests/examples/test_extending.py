@@ -1,4 +1,4 @@
-"""The files of docs/extending.md work in a run, each as its first line says."""
+"""The files of docs/plugins.md work in a run, each as its first line says."""
 
 from pathlib import Path
 
@@ -35,6 +35,13 @@ def test_a_part_of_the_guide_trains(settings, metric, tiny_llama, tmp_path, capf
     assert run_here(TaskRunner(), config) == 0, capfd.readouterr().err
     rows = metrics_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2] and all(metric in row for row in rows)
+
+
+def test_the_reward_compares_the_end_of_the_answer():
+    from examples.extending.my_reward import compute_score
+
+    assert compute_score("any", " 4\n", "4", bonus=0.5) == {"score": 1.5, "acc": 1.0}
+    assert compute_score("any", "5", "4") == {"score": 0.0, "acc": 0.0}
 
 
 def test_the_median_estimator_centres_each_group():

@@ -63,7 +63,7 @@ def register_policy_loss(name: str, reads: Sequence[str] = ()) -> Callable[[Poli
     """Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
 
     The loss finds the columns that `reads` names in `inputs.columns`: tensors of the batch, and columns of numbers of
-    the data file, an agent loop or the reward function (docs/extending.md). A loss with verl's signature is registered
+    the data file, an agent loop or the reward function (docs/plugins.md). A loss with verl's signature is registered
     with `verl.trainer.ppo.core_algos.register_policy_loss`.
     """
     LOSS_COLUMNS[name] = tuple(reads)

@@ -25,7 +25,7 @@ class DataConfig(BaseConfig, section="data"):
     train_files: str | list[str] = setting(
         "~/data/rlhf/gsm8k/train.parquet",
         "Parquet, json or jsonl file of prompts, local or hdfs:// (copied once per machine), or a list of files; "
-        "docs/quickstart.md has the columns.",
+        "docs/extending.md has the columns.",
     )
     val_files: str | list[str] | None = setting(
         "~/data/rlhf/gsm8k/test.parquet", "File or list of files of validation prompts, as train_files."

@@ -51,7 +51,7 @@ class SFTDataConfig(BaseConfig, section="data"):
     )
     train_files: str | list[str] = setting(
         "~/data/gsm8k/train.parquet",
-        "Parquet, jsonl or json file, or a list of files; docs/quickstart.md has the columns.",
+        "Parquet, jsonl or json file, or a list of files; docs/sft.md has the columns.",
     )
     val_files: str | list[str] | None = setting(
         "~/data/gsm8k/test.parquet", "File or list of files for validation, as train_files; null for none."
