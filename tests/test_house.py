@@ -239,7 +239,7 @@ def test_a_documented_command_is_real(page, words):
         rest = words[words.index(script) + 1 :]
         assert not rest or unknown_words(SCRIPTS[script], rest) == [], f"{page}: {script}"
     else:
-        assert program in ("pip", "ray", "git", "export", "cd", "hf", "curl"), f"{page}: what is {program}?"
+        assert program in ("pip", "ray", "git", "export", "cd", "hf", "curl", "umask"), f"{page}: what is {program}?"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ SETTINGS = {
     "recipe.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
     "recipe.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "train_spd_scorer.py": "spd_trainer", "scripts/print_cfg.py": "ppo_trainer",
+    "examples.environments.learn_sorted_numbers": "ppo_trainer",
 }  # fmt: skip
 
 

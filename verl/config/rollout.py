@@ -58,7 +58,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn"):
         "Compare a conversation's ids with its finished messages, encoded at once, and warn of the first difference.",
         choices=("disable", "strict", "ignore_strippable"),
     )
-    format: str = setting("hermes", "Format of tool calls: hermes, llama3_json, ... (docs/agents.md), or your own.")
+    format: str = setting("hermes", "Format of tool calls: hermes, llama3_json, ... (docs/models.md), or your own.")
     add_turn_rewards: bool = setting(
         False, "Add the rewards of tools and interactions during the conversation to its score."
     )
