@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETUP_AGE_S = 60.0  # a newer set-up record belongs to the same `make`
 LOG_EVERY_S = 20.0  # between progress lines on a console without progress bars
 TAIL_BYTES = 65_536  # of metrics.jsonl: several rows
-STOP_TIMEOUT_S = 120.0  # a stopped training finishes its start-up or step, and saves
+STOP_TIMEOUT_S = 300.0  # a stopped training finishes its start-up or step, and saves
 console = Console()
 Job = tuple[list[str], Path]
 """A command and the file that takes its output."""

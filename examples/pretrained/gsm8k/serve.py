@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
@@ -35,9 +35,12 @@ def answer(url: str, model: str, messages: Sequence[dict[str, str]], limit: int)
 
 
 def adapter_options(adapter: Path) -> list[str]:
-    """What vLLM's command line needs for an adapter."""
+    """What vLLM's command line needs for an adapter; vLLM knows some ranks only, and applies lower ones too."""
+    from vllm.config.lora import MaxLoRARanks
+
     rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
-    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{ADAPTER}={adapter}"]
+    most = min(size for size in get_args(MaxLoRARanks) if size >= rank)
+    return ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", f"{ADAPTER}={adapter}"]
 
 
 def main(argv: list[str] | None = None) -> None:
