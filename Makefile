@@ -9,6 +9,8 @@
 #   make demo-pretrained-spd      a scorer for speculative decoding of Qwen2.5-Coder-1.5B-Instruct with the 0.5B model's drafts on GSM8K=DIR
 #                                 (train.jsonl, test.jsonl), up to vLLM's server (hours on 2 cores; resumes); of another pair by TARGET=DIR
 #                                 DRAFT=DIR, and OUT=DIR, SEEDS="0 1 2"
+#   make demo-gsm8k               GRPO of Qwen2.5-Coder-0.5B-Instruct, or of MODEL=DIR, on GSM8K=DIR (hours on 2 cores; resumes); LORA=32 trains
+#                                 adapters, PROMPT=NAME asks in another way (docs/gsm8k.md); OUT=DIR and SEEDS="0 1 2" too
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -25,6 +27,7 @@
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
 #   make bench BENCH=pretrained   the pretrained model: three seeds, TRL (hours; resumes), only by name
+#   make bench BENCH=gsm8k        make demo-gsm8k on three seeds, with GSM8K in outputs/gsm8k (hours; resumes), only by name
 #   make bench BENCH=pretrained_spd   make demo-pretrained-spd on three seeds of the scorer (hours; resumes), only by name
 #   make bench BENCH=pretrained_dllm  make demo-pretrained-dllm on three seeds (hours; resumes), only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
@@ -57,7 +60,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-pretrained-dllm demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-pretrained-dllm demo-gsm8k demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
   test-v2 test-sglang test-environments test-gateway \
   bench chaos gpu-check audit docs lint clean
 
@@ -89,6 +92,11 @@ demo-pretrained-spd: env
 demo-pretrained-dllm: env
 	@$(PRETRAINED)
 	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL)) $(OUT_AND_SEEDS)
+
+demo-gsm8k: env
+	@$(PRETRAINED)
+	@$(PY) -m examples.pretrained.gsm8k.demo $(if $(MODEL),--model $(MODEL)) $(if $(GSM8K),--gsm8k $(GSM8K)) \
+	  $(if $(LORA),--lora $(LORA)) $(if $(PROMPT),--prompt $(PROMPT)) $(OUT_AND_SEEDS)
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo
@@ -154,7 +162,7 @@ test-gateway: env
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -qq install --no-deps -r requirements/bench.txt
-	@$(if $(filter pretrained% environments,$(BENCH)),$(PRETRAINED))
+	@$(if $(filter pretrained% gsm8k environments,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env

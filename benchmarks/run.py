@@ -7,12 +7,13 @@ from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 from examples.pretrained import demo as pretrained_demo
 from examples.pretrained.dllm import demo as dllm_demo
+from examples.pretrained.gsm8k import demo as gsm8k_demo
 from examples.refine_rl_arithmetic.results import GAIN_POINTS, RATIO_END, RATIO_START, WALL
 
 NAMES = ("spd", "rl", "rewards", "sft", "dllm", "agents", "scale")
 # Take long: by name only.
 LONG = (
-    "grpo_demo", "dllm_demo", "speculative", "pretrained", "trust", "trust_demo", "environments", "async",
+    "grpo_demo", "dllm_demo", "speculative", "pretrained", "gsm8k", "trust", "trust_demo", "environments", "async",
 )  # fmt: skip
 #: Parts of a benchmark that can be run alone: part -> the benchmark whose file has its results.
 PARTS = {
@@ -83,6 +84,10 @@ WANTED: dict[str, Bound] = {
     "first_step_kl_bfloat16": ("at most", 0.01),
     "first_step_pearson_bfloat16": ("at least", 0.995),
     "first_step_kl_float32": ("at most", 1e-5),
+    "gsm8k_gain_points": ("at least", gsm8k_demo.GAIN_POINTS),
+    "gsm8k_gain_last_number": ("at least", gsm8k_demo.GAIN_LAST_NUMBER),
+    "gsm8k_gain_control": ("at most", 0),
+    "gsm8k_seconds": ("at most", gsm8k_demo.TIME_S),
     "spd_gain_over_best_rule": ("at least", 1.15),
     "spd_gain_over_exact": ("at least", 1.3),
     "spd_served_over_exact": ("at least", 1.1),

@@ -163,7 +163,7 @@ def test_layers_below_the_single_controller_need_no_ray_and_no_process_group():
 
 
 # Documented commands: options and settings are parsed, nothing is started.
-MAKE = set(re.findall(r"^([a-z\-]+):", (ROOT / "Makefile").read_text(), re.M))
+MAKE = set(re.findall(r"^([a-z0-9\-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 @functools.cache

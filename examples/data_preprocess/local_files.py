@@ -31,12 +31,13 @@ def run(convert: Convert, description: str, default_save_dir: str, argv: list[st
         sys.exit(str(error))
 
 
-def save(convert: Convert, source: Path, target: Path) -> list[Path]:
-    """Convert each split in `source` (a folder or file); returns the files written."""
+def save(convert: Convert, source: Path, target: Path, limit: int | None = None) -> list[Path]:
+    """Convert the first `limit` rows (None: all) of each split in `source` (a folder or file); returns the files
+    written."""
     target = target.expanduser()
     written = []
     for split, file in splits_of(source.expanduser()).items():
-        rows = [_converted(convert, row, number, split, file) for number, row in enumerate(rows_of(file))]
+        rows = [_converted(convert, row, number, split, file) for number, row in enumerate(rows_of(file)[:limit])]
         if not rows:
             raise DatasetError(f"{file}: no rows.")
         target.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,9 @@ The control has learning rate 0: its weights never change, so that a few steps s
 
 import argparse
 import json
-import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,7 +36,7 @@ from examples.pretrained.questions import (
     VALIDATION,
     VALIDATION_SIZE,
 )
-from examples.pretrained.stages import Stage, record_of, refuse_other_settings, run_stages
+from examples.pretrained.stages import Stage, begin, record_of, refuse_other_settings, run_stages
 from verl.utils.fs import output_folder
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
@@ -112,14 +111,78 @@ def criteria_of(gains: Sequence[float], moved: float, answered: float, seconds: 
     }  # fmt: skip
 
 
-def draw_curves(runs: Mapping[str, Path], file: Path) -> None:
+@dataclass(frozen=True)
+class Run:
+    """A training: its stage, and the number of its steps."""
+
+    stage: Stage
+    steps: int
+
+
+def runs_of(
+    args: argparse.Namespace, control_steps: int, stage_of: Callable[[Path, int, int, float], Stage]
+) -> dict[str, Run]:
+    """The training of each seed, then the control, by the names that are shown; `stage_of` gets the run's folder, its
+    steps, seed and learning rate. Raises SystemExit if --out has runs with other settings."""
+    wanted = {f"seed {seed}": (f"seed{seed}", args.steps, seed, args.lr) for seed in args.seeds}
+    wanted["control, learning rate 0"] = ("control", control_steps, args.seeds[0], 0.0)
+    runs = {name: Run(stage_of(args.out / folder, steps, *more), steps)
+            for name, (folder, steps, *more) in wanted.items()}  # fmt: skip
+    for run in runs.values():
+        refuse_other_settings(run.stage, args.out)
+    return runs
+
+
+def train(runs: Mapping[str, Run], out: Path, further: Sequence[Stage] = ()) -> bool:
+    """Run the trainings and further stages; False, with the end of its log printed, if one fails."""
+    steps = {run.stage.name: run.steps for run in runs.values()}
+    try:
+        run_stages([*(run.stage for run in runs.values()), *further], out,
+                   lambda stage: (stage.result, steps[stage.name]) if stage.name in steps else None, describe)
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return False
+    return True
+
+
+def percentages(runs: Mapping[str, Run], metric: str) -> dict[str, dict[int, float]]:
+    """A share that is measured at validations, in %, by run and step."""
+    return {name: {step: 100 * value for step, value in by_step(run.stage.result, metric).items()}
+            for name, run in runs.items()}  # fmt: skip
+
+
+def gained(accuracies: Mapping[str, Mapping[int, float]]) -> tuple[list[float], float]:
+    """Points that each seed has gained, and points by which the control, the last run, has moved."""
+    *gains, moved = [list(values.values())[-1] - list(values.values())[0] for values in accuracies.values()]
+    return gains, moved
+
+
+def report(
+    runs: Mapping[str, Run], columns: Mapping[str, str], title: str, criteria: Mapping[str, Criterion], out: Path
+) -> None:
+    """Print the validation metrics of `columns` (heading: name of a share), the criteria, and where reports and curves
+    are. The first column is the accuracy of OUT/curves.png."""
+    draw_curves({name: run.stage.result for name, run in runs.items()}, out / "curves.png", [*columns.values()][0])
+    shares = {heading: percentages(runs, metric) for heading, metric in columns.items()}
+    table = Table("", "step", *shares, title=title)
+    for name in runs:
+        for step in next(iter(shares.values()))[name]:
+            table.add_row(name, str(step), *(f"{values[name][step]:.1f}" for values in shares.values()))
+        table.add_section()
+    console.print(table)
+    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
+    reports = "\n".join(f"report {run.stage.result / 'report.html'}" for run in runs.values())
+    console.print(f"{reports}\ncurves {out / 'curves.png'}", soft_wrap=True)
+
+
+def draw_curves(runs: Mapping[str, Path], file: Path, accuracy: str = ACCURACY) -> None:
     """Write a PNG: held-out accuracy, mean reward and answer length over steps, a line per run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(1, 3)
     for axis, key, factor, label in zip(
-        axes, (ACCURACY, "critic/score/mean", "response_length/mean"), (100, 1, 1),
+        axes, (accuracy, "critic/score/mean", "response_length/mean"), (100, 1, 1),
         ("held-out accuracy, %", "mean reward of a step", "answer length, tokens"), strict=True,
     ):  # fmt: skip
         for name, run in runs.items():
@@ -132,14 +195,19 @@ def draw_curves(runs: Mapping[str, Path], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(doc: str, steps: int, lr: float | None, out: Path) -> argparse.ArgumentParser:
+    """The options that demos of GRPO share, with their defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--lr", type=float, default=LR)
-    parser.add_argument("--out", type=output_folder, default=str(fetch.OUT / "demo"))
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--lr", type=float, default=lr)
+    parser.add_argument("--out", type=output_folder, default=str(out))
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options; `more` has the settings of main_ppo."""
     args, args.more = parser.parse_known_args(argv)
     if wrong := [setting for setting in args.more if "=" not in setting]:
         parser.error(f"unknown: {' '.join(wrong)}; settings of main_ppo have the form key=value")
@@ -149,44 +217,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Fetch, train and report; returns the exit code, 0 even if a criterion is missed."""
-    args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
-    console.rule("GRPO of a pretrained model")
+    args = parse(options(__doc__, STEPS, LR, fetch.OUT / "demo"), argv)
+    begin("GRPO of a pretrained model")
     model = fetch.model_folder(args.model)
-    trained = {f"seed {seed}": (f"seed{seed}", seed, args.steps, args.lr) for seed in args.seeds}
-    trained["control, learning rate 0"] = ("control", args.seeds[0], CONTROL_STEPS, 0.0)
-    stages, steps = [], {}
-    for folder, seed, count, lr in trained.values():
-        run, steps[folder] = args.out / folder, count
-        command = training_command(model, from_environment(seed), run, count, seed, *args.more, lr=lr)
-        stages.append(Stage(folder, command, run))
-        refuse_other_settings(stages[-1], args.out)
-    runs = {name: stage.result for name, stage in zip(trained, stages, strict=True)}
-    try:
-        run_stages(stages, args.out, lambda stage: (stage.result, steps[stage.name]), describe)
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+
+    def stage_of(run: Path, steps: int, seed: int, lr: float) -> Stage:
+        command = training_command(model, from_environment(seed), run, steps, seed, *args.more, lr=lr)
+        return Stage(run.name, command, run)
+
+    runs = runs_of(args, CONTROL_STEPS, stage_of)
+    if not train(runs, args.out):
         return 1
-    seconds = [record_of(stage, args.out)["seconds"] for stage in stages]
-    accuracies = {name: {step: 100 * value for step, value in by_step(run, ACCURACY).items()}
-                  for name, run in runs.items()}  # fmt: skip
-    *gains, moved = [list(values.values())[-1] - list(values.values())[0] for values in accuracies.values()]
-    answered = min(100 * by_step(run, ANSWERED)[0] for run in runs.values())
+    seconds = [record_of(run.stage, args.out)["seconds"] for run in runs.values()]
+    accuracies = percentages(runs, ACCURACY)
+    gains, moved = gained(accuracies)
+    answered = min(values[0] for values in percentages(runs, ANSWERED).values())
     criteria = criteria_of(gains, moved, answered, max(seconds))
     result = {"model": str(args.model or fetch.NOTE), "accuracy": accuracies, "gains": gains,
               "control": moved, "seconds": seconds,
               "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    draw_curves(runs, args.out / "curves.png")
-    table = Table("", "step", "held-out accuracy %", "answers in the format %", title=f"GRPO on {DATA_SOURCE}")
-    for name, run in runs.items():
-        for step, answered in by_step(run, ANSWERED).items():
-            table.add_row(name, str(step), f"{accuracies[name][step]:.1f}", f"{100 * answered:.1f}")
-        table.add_section()
-    console.print(table)
-    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
-    reports = "\n".join(f"report {run / 'report.html'}" for run in runs.values())
-    console.print(f"{reports}\ncurves {args.out / 'curves.png'}")
+    columns = {"held-out accuracy %": ACCURACY, "answers in the format %": ANSWERED}
+    report(runs, columns, f"GRPO on {DATA_SOURCE}", criteria, args.out)
     if not args.model:
         console.print(f"The model: {fetch.NOTE}.")
     return 0

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -55,10 +56,14 @@ def messages(task: Task, prompt: Prompt, question: str) -> list[dict[str, str]]:
     """The conversation up to the answer."""
     worked = [(item["question"].strip(), f"Answer: {item['answer']}")
               for item in islice(task.items(EXAMPLES, prompt.examples + 1), prompt.examples)]  # fmt: skip
-    system = [("system", prompt.system)] if prompt.system else []
-    turns = [text for pair in worked for text in zip(("user", "assistant"), pair, strict=True)]
-    asked = [*turns, ("user", question.strip())]
-    return [{"role": role, "content": text} for role, text in [*system, *asked]]
+    return conversation(prompt.system, worked, question.strip())
+
+
+def conversation(system: str, worked: Sequence[tuple[str, str]], question: str) -> list[dict[str, str]]:
+    """Messages: the system message unless it is "", worked questions with their answers as turns, the question."""
+    turns = [turn for pair in worked for turn in zip(("user", "assistant"), pair, strict=True)]
+    said = [*([("system", system)] if system else []), *turns, ("user", question)]
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def answer_of(text: str) -> str | None:

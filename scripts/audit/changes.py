@@ -45,7 +45,7 @@ class Tree:
 
     def __init__(self, root: Path, known_keys: set[str]) -> None:
         self.root = root
-        self.targets = set(re.findall(r"^([a-z\-]+):", (root / "Makefile").read_text(), re.M))
+        self.targets = set(re.findall(r"^([a-z0-9\-]+):", (root / "Makefile").read_text(), re.M))
         sources = [*root.glob("*.py"), *(f for folder in SOURCES for f in (root / folder).rglob("*.py"))]
         self.files = {p.name for p in [*sources, *root.glob("*")]}
         self.sections = {key.split(".")[0] for key in known_keys}
