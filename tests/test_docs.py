@@ -52,6 +52,16 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page):
         cells = columns
 
 
+LIMITS = {"migrating": 200, "dllm": 150, "benchmarks": 80, "trust": 60}
+
+
+def test_pages_for_readers_and_entries_of_experiments_are_short():
+    lines = {name: (ROOT / "docs" / f"{name}.md").read_text().count("\n") for name in LIMITS}
+    assert {name: n for name, n in lines.items() if n > LIMITS[name]} == {}
+    entries = re.split(r"^## ", (ROOT / "docs" / "experiments.md").read_text(), flags=re.M)[1:]
+    assert [entry.partition("\n")[0] for entry in entries if entry.count("\n") > 40] == [] and len(entries) > 10
+
+
 def test_the_version_is_that_of_the_newest_release():
     headings = re.findall(r"^## (\S+)(.*)$", (ROOT / "CHANGES.md").read_text(), re.M)
     assert headings[0] == ("Unreleased", "")
