@@ -6,9 +6,9 @@ Of the release no more is read than the stored list in scripts/audit/releases; w
 read as text (syntax trees, yaml) and compared with that list, and nothing of them is imported or shown. Exit code 1
 where anything differs, or a name in the modules of the release's reasons or a configuration key is missing, without a
 reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
-here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
-tables; where verl.compat serves a path that verl does not have; where a loss, estimator, rule or reward helper gives
-another result than the release without a reason in scripts/audit/values.py.
+here, or states a departure that is no default and that no test of scripts/audit/departures.yaml shows; where the
+tables of docs/verl_names.md are outdated; where verl.compat serves a path that verl does not have; where a loss,
+estimator, rule or reward helper gives another result than the release without a reason in scripts/audit/values.py.
 """
 
 import argparse
@@ -55,17 +55,18 @@ def known_keys() -> set[str]:
 
 
 def tables_of(parts: dict[str, list[page.Row]], version: str) -> list[str]:
-    """The tables of docs/migrating.md: the counts, the reasons, and of 0.7.0 the modules for imports of verl."""
+    """The tables of docs/verl_names.md: the counts, the reasons, and of 0.7.0 the modules for imports of verl."""
     tables = [page.markdown(parts), page.reasons_table(parts)]
     return [*tables, compat.table()] if version == facts.VERSIONS[0] else tables
 
 
-def check_changes(file: Path, release: Facts, parts: dict[str, list[page.Row]], version: str = "0.7.0") -> list[str]:
-    """What docs/migrating.md says wrongly; also where its tables of the audit are not those of `parts`."""
+def check_changes(docs: Path, release: Facts, parts: dict[str, list[page.Row]], version: str = "0.7.0") -> list[str]:
+    """What migrating.md in `docs` says wrongly; also where the tables of verl_names.md are not those of `parts`."""
     wrong = []
     if version == facts.VERSIONS[0]:
+        file = docs / "migrating.md"
         wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release.keys)]
-    text = file.read_text(encoding="utf-8")
+    text = (docs / "verl_names.md").read_text(encoding="utf-8")
     fresh = all(table in text for table in tables_of(parts, version))
     return wrong if fresh else [*wrong, "the tables of the audit are outdated; --update writes them"]
 
@@ -92,14 +93,14 @@ def main(argv: list[str] | None = None) -> int:
         release = Facts.load(stored)
     reasons = Reasons(file_of(version))
     parts = audit(release, reasons)
-    migrating = ROOT / "docs" / "migrating.md"
+    docs = ROOT / "docs"
     if args.update:
-        text = migrating.read_text(encoding="utf-8")
+        text = (docs / "verl_names.md").read_text(encoding="utf-8")
         old = changes.section(text, changes.AUDITS[version])
         intro = old.partition("\n|")[0]
         joined = "\n".join(tables_of(parts, version))
-        migrating.write_text(text.replace(old, f"{intro}\n{joined}\n\n"), encoding="utf-8")
-    unfounded = check_changes(migrating, release, parts, version)
+        (docs / "verl_names.md").write_text(text.replace(old, f"{intro}\n{joined}\n\n"), encoding="utf-8")
+    unfounded = check_changes(docs, release, parts, version)
     paths = {path for known in facts.VERSIONS if facts.stored(known).is_file()
              for path in Facts.load(facts.stored(known)).modules}  # fmt: skip
     misplaced = compat.misplaced(dict.fromkeys(paths, ""))
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         f = row.finding
         print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
-        print(f"docs/migrating.md: {line}")
+        print(f"docs: {line}")
     differing = values.unexplained(version)
     for line in [*misplaced, *outdated, *differing]:
         print(line)

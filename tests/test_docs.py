@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.documents import tracked
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
+from verl import __version__
 from verl.report.metric_names import all_metrics, unknown_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +50,23 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page):
         columns = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
         assert not cells or columns in (0, cells), line
         cells = columns
+
+
+LIMITS = {"migrating": 200, "dllm": 150, "benchmarks": 80, "trust": 60}
+
+
+def test_pages_for_readers_and_entries_of_experiments_are_short():
+    lines = {name: (ROOT / "docs" / f"{name}.md").read_text().count("\n") for name in LIMITS}
+    assert {name: n for name, n in lines.items() if n > LIMITS[name]} == {}
+    entries = re.split(r"^## ", (ROOT / "docs" / "experiments.md").read_text(), flags=re.M)[1:]
+    assert [entry.partition("\n")[0] for entry in entries if entry.count("\n") > 40] == [] and len(entries) > 10
+
+
+def test_the_version_is_that_of_the_newest_release():
+    headings = re.findall(r"^## (\S+)(.*)$", (ROOT / "CHANGES.md").read_text(), re.M)
+    assert headings[0] == ("Unreleased", "")
+    number, date = headings[1]
+    assert re.fullmatch(r" \(\d{4}-\d\d-\d\d\)", date) and __version__ == f"0.7.0+spd.{number}"
 
 
 @pytest.mark.process

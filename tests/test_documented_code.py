@@ -45,7 +45,7 @@ def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2),
         ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/rewards.md", 0), ("docs/scorers.md", 0),
-        ("docs/serving.md", 0), ("docs/sft.md", 0), ("dllm_reasoning/README.md", 0), ("dllm_reasoning/README.md", 1),
+        ("docs/serving.md", 0), ("docs/sft.md", 0), ("docs/dllm.md", 0), ("docs/dllm.md", 1),
     }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_answers_of_main_generation_become_data_of_a_refinement(tiny_llama, tmp_
     chats = [[{"role": "system", "content": "brief"}, {"role": "user", "content": f"{i} ?"}] for i in range(60)]
     rows = {"prompt": chats, "responses": [[answer] for answer in answers]}
     pd.DataFrame(rows).to_parquet("answers.parquet")
-    names_after("dllm_reasoning/README.md", replaced=[("DIR", tiny_llama)])
+    names_after("docs/dllm.md", replaced=[("DIR", tiny_llama)])
     train, val = (pd.read_parquet(f"own_answers{name}.parquet") for name in ("", "_val"))
     kept = [i for i in range(60) if i != 7]
     assert len(val) == 5 and [*train["instruction"], *val["instruction"]] == [f"{i} ?" for i in kept]
@@ -167,7 +167,7 @@ def test_answers_of_main_generation_become_data_of_a_refinement(tiny_llama, tmp_
 
 
 def test_generation_in_blocks(tiny_llama):
-    names = names_after("dllm_reasoning/README.md", 1, replaced=[("DIR", tiny_llama)])
+    names = names_after("docs/dllm.md", 1, replaced=[("DIR", tiny_llama)])
     given = names["input_ids"].shape[1]
     assert names["answer"].tolist() == names["output_ids"][0, given:].tolist() == names["details"].tokens[0]
 

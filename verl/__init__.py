@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
-__version__ = "0.7.0+spd.1"
+__version__ = "0.7.0+spd.0.1.0"
 __all__ = ["DataProto", "__version__"]
 
 

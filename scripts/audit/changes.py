@@ -16,8 +16,9 @@ METRIC = re.compile(rf"(?:{'|'.join([*FAMILIES, 'spd'])})/[\w/@*]+")
 WORD = re.compile(r"-{0,2}[A-Za-z_][\w\-]*")
 SOURCES = ("verl", "recipe", "dllm_reasoning", "scripts", "examples")
 ADDED, DEPARTURES = "## What the fork adds", "## Where it departs"
-AUDIT, LEFT_OUT = "## The audit", "## Left out on purpose"
-AUDITS = {"0.7.0": AUDIT, "0.9.1": "## Compared with verl 0.9.1"}  # headings of the tables of each release
+LEFT_OUT = "## Left out on purpose"
+#: headings of the tables of each release in docs/verl_names.md
+AUDITS = {version: f"## Audit of verl {version}" for version in ("0.7.0", "0.9.1")}
 
 
 def named(text: str) -> list[str]:

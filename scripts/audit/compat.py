@@ -1,4 +1,4 @@
-"""The import paths of verl that `verl.compat` serves: the table of docs/migrating.md, and a check of their names."""
+"""The import paths of verl that `verl.compat` serves: the table of docs/verl_names.md, and a check of their names."""
 
 import importlib
 from pathlib import Path

@@ -72,7 +72,7 @@ th { background: #f6f8fb; } summary { cursor: pointer; font-weight: 600; margin:
 <td>{{ unexplained(rows) | length }}</td>
 <td>{{ c["ours alone"] }}</td></tr>
 {% endfor %}</table>
-{% if unfounded %}<h2>docs/migrating.md says, and the tree lacks</h2>
+{% if unfounded %}<h2>docs/migrating.md and docs/verl_names.md say, and the tree lacks</h2>
 <ul>{% for line in unfounded %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
 {% for part, rows in parts.items() %}<h2>{{ part }}</h2>
 {% for module, group in rows | groupby("finding.module") %}

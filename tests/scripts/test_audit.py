@@ -279,8 +279,8 @@ def test_additions_name_an_existing_file_and_omissions_are_absent(tmp_path):
 
 
 def audit_of_the_page(version="0.7.0"):
-    """({part: counts by status}, [(reason, {module, tree or "metrics": count})]), read from docs/migrating.md."""
-    page_text = (ROOT / "docs" / "migrating.md").read_text()
+    """({part: counts by status}, [(reason, {module, tree or "metrics": count})]), read from docs/verl_names.md."""
+    page_text = (ROOT / "docs" / "verl_names.md").read_text()
     counted, reasons, *_ = changes.tables(changes.section(page_text, changes.AUDITS[version]))
     head = ("same", "renamed", "differs", "missing", "unexplained", "ours alone")
     parts = {part: dict(zip(head, map(int, numbers), strict=True)) for part, *numbers in counted}
@@ -314,17 +314,17 @@ def test_old_tables_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "unfounded", lambda *_: ["a"])
     monkeypatch.setattr(departures, "unfounded", lambda *_: ["b"])
     row = page.Row(names.Finding("m", "f", "differs", "adds a"), "A reason.", True)
-    file = tmp_path / "CHANGES.md"
+    file = tmp_path / "verl_names.md"
     tables = (page.markdown({"names": [row]}), page.reasons_table({"names": [row]}), compat.table())
     file.write_text("Told:\n\n" + "\n".join(tables))
     nothing = Facts({}, {}, set())
-    assert check_changes(file, nothing, {"names": [row]}) == ["a", "b"]
-    (old,) = check_changes(file, nothing, {"names": [row, row]})[2:]
+    assert check_changes(tmp_path, nothing, {"names": [row]}) == ["a", "b"]
+    (old,) = check_changes(tmp_path, nothing, {"names": [row, row]})[2:]
     assert old == "the tables of the audit are outdated; --update writes them"
 
 
 def test_the_page_lists_the_import_paths_and_each_is_one_of_verl(monkeypatch):
-    assert compat.table() in (ROOT / "docs" / "migrating.md").read_text()
+    assert compat.table() in (ROOT / "docs" / "verl_names.md").read_text()
     assert "| verl.base_config | verl.config.base |" in compat.table().splitlines()
     theirs = dict.fromkeys(f"{path.replace('.', '/')}.py" for path in compat.rows())
     assert compat.misplaced(theirs) == []

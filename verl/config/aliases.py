@@ -39,7 +39,7 @@ class Alias:
 
     @property
     def text(self) -> str:
-        """The mapping in the words of docs/migrating.md."""
+        """The mapping in the words of docs/verl_names.md."""
         if self.no_effect:
             return f"accepted without effect: {self.no_effect}"
         if self.accepts is None or self.note:
