@@ -1,5 +1,6 @@
 """Writes the yaml files of the config trees, and from the code docs/config.md, metrics.md, columns.md, api.md and shown
-files; docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl.
+files; docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl; the drawn
+pictures (scripts/pictures.py).
 
 python scripts/make_docs.py [--check]
 """
@@ -23,6 +24,7 @@ from dllm_reasoning.metrics import METRICS as DLLM_METRICS  # noqa: E402
 from recipe.spd.metrics import METRICS as SPD_METRICS  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
+from scripts.pictures import PICTURES  # noqa: E402
 from verl.config import aliases  # noqa: E402
 from verl.config.asynchronous import AsyncPPOConfig  # noqa: E402
 from verl.config.compose import CHOICE  # noqa: E402
@@ -358,6 +360,7 @@ def main() -> int:
     pages |= {docs / "config.md": config_page, docs / "metrics.md": metrics_page, docs / "api.md": api_page}
     pages[extending] = lambda: with_shown_files(extending)
     pages[docs / "columns.md"] = columns_page
+    pages |= {docs / "assets" / f"{name}.svg": lambda draw=draw: draw().svg() for name, draw in PICTURES.items()}
     pages[docs / "concepts.md"] = lambda: with_columns(docs / "concepts.md")
     pages[docs / "models.md"] = models_page
     pages[docs / "verl_names.md"] = lambda: with_aliases(docs / "verl_names.md")
