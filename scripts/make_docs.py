@@ -1,5 +1,6 @@
-"""Writes the yaml files of the config trees, and from the code docs/config.md, metrics.md, api.md and shown files;
-docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl.
+"""Writes the yaml files of the config trees, and from the code docs/config.md, metrics.md, columns.md, api.md and shown
+files; docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl; the drawn
+pictures (scripts/pictures.py).
 
 python scripts/make_docs.py [--check]
 """
@@ -23,6 +24,7 @@ from dllm_reasoning.metrics import METRICS as DLLM_METRICS  # noqa: E402
 from recipe.spd.metrics import METRICS as SPD_METRICS  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
+from scripts.pictures import PICTURES  # noqa: E402
 from verl.config import aliases  # noqa: E402
 from verl.config.asynchronous import AsyncPPOConfig  # noqa: E402
 from verl.config.compose import CHOICE  # noqa: E402
@@ -30,7 +32,7 @@ from verl.config.fields import field_metadata, field_types, section_type, settin
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig  # noqa: E402
-from verl.protocol.columns import COLUMNS  # noqa: E402
+from verl.protocol.columns import ARRAYS, TENSORS, WRITERS, Column  # noqa: E402
 from verl.report.health import RULES  # noqa: E402
 from verl.report.metric_names import METRICS  # noqa: E402
 
@@ -73,9 +75,11 @@ COMMON = (
     "trainer.total_epochs", "trainer.total_training_steps", "trainer.test_freq", "trainer.save_freq",
     "trainer.default_local_dir", "trainer.dry_run",
 )  # fmt: skip
-#: folders whose modules use the names of columns for other things
-OFF_THE_LOOP = {"sft", "planning", "config", "utils", "models", "checkpoint", "engine", "model_merger"}
-SHOWN_USES = 6
+#: the columns of docs/concepts.md, in the order in which a step adds them
+MAIN_COLUMNS = (
+    "uid", "input_ids", "attention_mask", "responses", "response_mask", "token_level_scores", "old_log_probs",
+    "ref_log_prob", "token_level_rewards", "advantages",
+)  # fmt: skip
 BETWEEN = re.compile(r"(<!-- columns: .*? -->).*(<!-- end of columns -->)", re.S)
 API = {
     "Data": ["verl.protocol.DataProto"],
@@ -292,64 +296,41 @@ def models_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def column_uses() -> dict[str, tuple[set[str], set[str]]]:
-    """{column: (files that write it, files that read it)}, from the string constants of the RL loop's modules.
-
-    An assignment to a subscript, and a key of a dict that becomes a batch, write; other uses as a key read.
-    """
-    files = [file for file in sorted((ROOT / "verl").rglob("*.py")) if OFF_THE_LOOP.isdisjoint(file.parts)]
-    trees = {file: ast.parse(file.read_text()) for file in files if file.stem != "columns"}
-    constants = {  # LOST = "__lost__" is used by its name
-        node.targets[0].id: node.value.value
-        for tree in trees.values()
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant) and node.value.value in COLUMNS
-    }  # fmt: skip
-    uses: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in COLUMNS}
-    for file, tree in trees.items():
-        for node in ast.walk(tree):
-            for key, writes in _keys(node):
-                name = getattr(key, "id", getattr(key, "attr", ""))  # of a constant, also of another module
-                name = key.value if isinstance(key, ast.Constant) else constants.get(name)
-                if isinstance(name, str) and name in COLUMNS:
-                    uses[name][0 if writes else 1].add("/".join(file.parts[-2:]))
-    return uses
-
-
-def _keys(node: ast.AST) -> list[tuple[ast.expr, bool]]:
-    """(key, whether it is written) of what a node does with columns."""
-    if isinstance(node, ast.Subscript):
-        return [(node.slice, isinstance(node.ctx, ast.Store))]
-    if isinstance(node, ast.Dict):
-        return [(key, True) for key in node.keys if key is not None]
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-        return [(node.left, False)]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-        return [(key, False) for key in node.args[:1]]
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return [(key, False) for key in node.elts]
-    if isinstance(node, ast.FunctionDef) and any("register_adv_est" in ast.unparse(d) for d in node.decorator_list):
-        # The trainer passes columns by name, and the column uid as `index`.
-        names = ("uid" if argument.arg == "index" else argument.arg for argument in node.args.args)
-        return [(ast.Constant(name), False) for name in names]
-    return []
-
-
-def _listed(files: list[str]) -> str:
-    more = [f"{len(files) - SHOWN_USES} more"] if len(files) > SHOWN_USES else []
-    return ", ".join([*(f"`{file}`" for file in files[:SHOWN_USES]), *more])
+def column_table(columns: dict[str, Column]) -> str:
+    """Rows of the registry of columns."""
+    lines = ["| column | shape | dtype | written by | meaning |", "|---|---|---|---|---|"]
+    for name, column in columns.items():
+        lines.append(f"| `{name}` | {column.shape} | {column.dtype} | {column.writer} | {column.meaning} |")
+    return "\n".join(lines)
 
 
 def with_columns(page: Path) -> str:
-    """A page with the table of the batch's columns between its two comments."""
-    lines = ["| column | shape | dtype | meaning | written by | read by |", "|---|---|---|---|---|---|"]
-    for name, (writers, readers) in column_uses().items():
-        column = COLUMNS[name]
-        cells = [_listed(sorted(files)) for files in (writers, readers - writers)]
-        lines.append(f"| `{name}` | {column.shape} | {column.dtype} | {column.meaning} | {' | '.join(cells)} |")
-    table = "\n".join(lines)
+    """A page with the table of MAIN_COLUMNS between its two comments."""
+    table = column_table({name: {**ARRAYS, **TENSORS}[name] for name in MAIN_COLUMNS})
     return BETWEEN.sub(lambda m: f"{m[1]}\n\n{table}\n\n{m[2]}", page.read_text())
+
+
+def columns_page() -> str:
+    """All columns of a batch, and who writes them."""
+    lines = [
+        "# Columns of a batch", "",
+        "Generated by `scripts/make_docs.py` from `verl/protocol/columns.py`; change it there. A test compares it with "
+        "the batches of real steps, agent loops and asynchronous training.", "",
+        "B is the number of rows, P of prompt tokens and R of response tokens, and T = P + R. A row is a sample. "
+        "Columns of the data file that are not listed stay in the batch as arrays of objects. Values that an agent "
+        "loop returns in `extra_fields` become such arrays, too. [Concepts](concepts.md#the-batch) introduces the "
+        "columns that matter most.", "",
+        "## Tensors", "", "In `DataProto.batch`:", "", column_table(TENSORS), "",
+        "## Arrays", "",
+        "In `DataProto.non_tensor_batch`, as numpy arrays. An array of numbers becomes one of objects where a row has "
+        "no value (None).", "", column_table(ARRAYS), "",
+        "## Writers", "",
+        "The method of `RayPPOTrainer` during which each writer adds its columns, and where its code is:", "",
+        "| writer | method | code |", "|---|---|---|",
+        *(f"| {writer} | `{method}` | {', '.join(f'`{place}`' for place in places.split(', '))} |"
+          for writer, (method, places) in WRITERS.items()),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
 
 
 def with_aliases(page: Path) -> str:
@@ -378,6 +359,8 @@ def main() -> int:
     docs, extending = ROOT / "docs", ROOT / "docs" / "extending.md"
     pages |= {docs / "config.md": config_page, docs / "metrics.md": metrics_page, docs / "api.md": api_page}
     pages[extending] = lambda: with_shown_files(extending)
+    pages[docs / "columns.md"] = columns_page
+    pages |= {docs / "assets" / f"{name}.svg": lambda draw=draw: draw().svg() for name, draw in PICTURES.items()}
     pages[docs / "concepts.md"] = lambda: with_columns(docs / "concepts.md")
     pages[docs / "models.md"] = models_page
     pages[docs / "verl_names.md"] = lambda: with_aliases(docs / "verl_names.md")

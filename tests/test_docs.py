@@ -4,9 +4,11 @@ import importlib.util
 import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from scripts.pictures import PICTURES
 from tests.helpers.documents import tracked
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
 from verl import __version__
@@ -41,6 +43,16 @@ def test_every_public_key_is_on_the_page_with_a_description():
     for key in frozen:
         owner = next((k for k in keys if k == key or key.startswith(f"{k}.")), None)
         assert owner is not None and keys[owner][1], key
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_drawn_pictures_keep_their_texts_inside(name):
+    picture = PICTURES[name]()
+    shift = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    for text in ElementTree.fromstring(picture.svg()).iter("{http://www.w3.org/2000/svg}text"):
+        wide = len(text.text or "") * 0.6 * int(text.get("font-size"))  # of a wide font
+        first = float(text.get("x")) - shift[text.get("text-anchor")] * wide
+        assert first >= 0 and first + wide <= picture.size[0] and float(text.get("y")) < picture.size[1] - 5, text.text
 
 
 @pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: page.name)
