@@ -1,6 +1,6 @@
 """Writes the yaml files of the config trees, and from the code docs/config.md, metrics.md, columns.md, api.md and shown
-files; docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl; the drawn
-pictures (scripts/pictures.py).
+files; docs/models.md from the table of tests/models; docs/verl_names.md from the keys of other releases of verl; the
+drawn pictures (scripts/pictures.py).
 
 python scripts/make_docs.py [--check]
 """
