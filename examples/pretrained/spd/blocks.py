@@ -3,9 +3,7 @@
     python -m examples.pretrained.spd.blocks --labels DIR --gsm8k DIR --target DIR --out DIR
 
 Reads train.parquet, val.parquet and test.parquet of examples.pretrained.spd.labels. Every labelled mismatch is a block
-of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens. A
-mismatch in a wrong answer is harmless: no draft token can make the answer wrong. Without such blocks a scorer rejects
-most mismatches of the questions that the target does not solve.
+of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens.
 """
 
 import argparse
@@ -27,24 +25,19 @@ HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
 
 
 def blocks_of(rows: Sequence[Row], prompts: dict[int, list[int]], split: str) -> Iterator[dict[str, Any]]:
-    """A block for each labelled mismatch of the target's right answers, and for every mismatch of its wrong ones."""
+    """A block for each labelled mismatch of the target's right answers."""
     for number, row in enumerate(rows):
-        own = rows[row["parent"]] if row["parent"] >= 0 else row
-        if own is not row:  # an end token has nothing after it
-            places = [(f"{split}-{number}", row["position"], row["ids"][0], row["ids"][:2][-1], float(row["right"]))]
-        elif own["right"]:
+        own = rows[row["parent"]]
+        if row["parent"] < 0 or not own["right"]:
             continue
-        else:  # the token after the draft's is not known; training with labels does not read it
-            pairs = enumerate(zip(own["ids"], own["draft_ids"], strict=True))
-            places = [(f"{split}-{number}-{at}", at, d, d, 1.0) for at, (t, d) in pairs if t != d]
-        prompt = prompts[row["question"]]
-        for name, at, drafted, after, label in places:
-            yield {
-                "block_id": name, "question_id": f"{split}-{row['question']}", "context_ids": prompt + own["ids"][:at],
-                "draft_ids": [drafted], "target_ids": [own["ids"][at], after],
-                "is_correct_baseline": int(own["right"]), "baseline_length": len(own["ids"]) - at,
-                "question_len": len(prompt), "labels": [label],
-            }  # fmt: skip
+        prompt, at = prompts[row["question"]], row["position"]
+        after = row["ids"][1] if len(row["ids"]) > 1 else row["ids"][0]  # an end token has nothing after it
+        yield {
+            "block_id": f"{split}-{number}", "question_id": f"{split}-{row['question']}",
+            "context_ids": prompt + own["ids"][:at], "draft_ids": [row["ids"][0]],
+            "target_ids": [own["ids"][at], after], "is_correct_baseline": 1, "baseline_length": len(own["ids"]) - at,
+            "question_len": len(prompt), "labels": [float(row["right"])],
+        }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked, rows = read_gsm8k(args.gsm8k / name), read_rows(args.labels / f"{split}.parquet")
         numbers = list(dict.fromkeys(row["question"] for row in rows))
         if split == "test":
-            known = {*numbers}
-            numbers += [n for n in drawn(len(asked), 0, len(asked)) if n not in known]
+            labelled = {*numbers}
+            numbers += [n for n in drawn(len(asked), 0, len(asked)) if n not in labelled]
         prompts = prompts_of(asked, numbers, tokenizer)
         own = {row["question"]: row["right"] for row in rows if row["parent"] < 0}
         blocks = list(blocks_of(rows, prompts, split))
@@ -69,11 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             {"question_id": f"{split}-{n}", "question": asked[n]["question"], "ground_truth": asked[n]["answer"],
              "is_correct_baseline": right} for n, right in own.items()
         ]).to_parquet(args.out / f"metadata_{split}.parquet")  # fmt: skip
-        labelled = [block for block in blocks if block["is_correct_baseline"]]
-        harmless = sum(block["labels"][0] for block in labelled) / len(labelled)
         print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right, "
-              f"{len(labelled)} labelled mismatches in them, {harmless:.3f} harmless; {len(blocks) - len(labelled)} in "
-              "wrong answers")
+              f"{len(blocks)} labelled mismatches, {sum(b['labels'][0] for b in blocks) / len(blocks):.3f} harmless")
         if split not in HARM_LABELS:
             continue
         questions = [Question(f"{split}-{n}", asked[n]["question"], prompts[n], final_answer(asked[n]["answer"]))
@@ -81,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_questions(args.out / f"questions_{split}.jsonl", questions)
         names = ("block_id", "question_id", "context_ids", "draft_ids", "target_ids")
         lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": not block["labels"][0]}
-                 for block in labelled)  # fmt: skip
+                 for block in blocks)  # fmt: skip
         (args.out / HARM_LABELS[split]).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

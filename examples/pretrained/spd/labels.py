@@ -1,11 +1,11 @@
 """Labels of mismatches: the target's answers to questions, and what it answers if a differing draft token is accepted.
 
     python -m examples.pretrained.spd.labels --questions train.jsonl --skip 300 --count 1500 --target DIR --draft DIR \
-        --out labels/train.parquet
+        --out labels/train.parquet [--wrong]
 
 Each row of OUT is an answer of the target: its own one to a question (`parent` -1), or the one that it gives if the
-draft's token stands at `position` of the right answer in row `parent`. Such a mismatch is harmless if the answer after
-it is right too. Questions that OUT holds are not asked again: the command resumes, and goes on where another
+draft's token stands at `position` of the answer in row `parent`. A mismatch in a right answer is harmless if the answer
+after it is right too. Questions that OUT holds are not asked again: the command resumes, and goes on where another
 machine stopped.
 """
 
@@ -78,12 +78,12 @@ class Labeller:
     truths: dict[int, str]
     decode: Callable[[Sequence[int]], str]
 
-    def rows(self, questions: Sequence[int], first: int) -> list[Row]:
+    def rows(self, questions: Sequence[int], first: int, wrong: bool) -> list[Row]:
         """The answers to the questions, the first of them in row `first` of the file, and those after mismatches of
-        right answers."""
+        right answers, with `wrong` of wrong answers too."""
         own = self.own_answers(questions)
         ends = end_tokens(self.files.folder)
-        asked = [(n, at, [*row["ids"][:at], d]) for n, row in enumerate(own) if row["right"]
+        asked = [(n, at, [*row["ids"][:at], d]) for n, row in enumerate(own) if row["right"] or wrong
                  for at, (t, d) in enumerate(zip(row["ids"], row["draft_ids"], strict=True)) if t != d]  # fmt: skip
         more = vllm_tasks.continued(
             self.files, "target", [self.prompts[questions[n]] + text for n, _, text in asked],
@@ -146,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", type=output_file, required=True)
     add("--skip", type=int, default=0, help="questions to leave out, such as those of another split")
     add("--count", type=int, required=True, help="questions")
+    add("--wrong", action="store_true", help="label mismatches in wrong answers too")
     args = parser.parse_args(argv)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     check_models(args.out.parent, args.target, args.draft)
@@ -163,13 +164,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         labeller = Labeller(files, prompts, truths, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         begun = time.monotonic()
         for first in range(0, len(numbers), PART):
-            rows += labeller.rows(numbers[first : first + PART], len(rows))
+            rows += labeller.rows(numbers[first : first + PART], len(rows), args.wrong)
             write_rows(rows, args.out)
             done = min(first + PART, len(numbers))
             left = (time.monotonic() - begun) / done * (len(numbers) - done)
             print(f"{done} of {len(numbers)} questions, {left / 60:.0f} minutes left", flush=True)
     own = [row for row in rows if row["parent"] < 0]
-    after = [row["right"] for row in rows if row["parent"] >= 0]
+    after = [row["right"] for row in rows if row["parent"] >= 0 and rows[row["parent"]]["right"]]
     print(f"{sum(row['right'] for row in own)} of {len(own)} answers are right; {len(after)} labelled mismatches in "
           f"them, {sum(after) / max(1, len(after)):.3f} harmless")  # fmt: skip
 
