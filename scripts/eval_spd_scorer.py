@@ -57,7 +57,7 @@ UNLABELLED = {"margins": [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], "typicals": [0.09,
               "scorer_thresholds": [-1.0, 0.0, 0.5, 1.0, 2.0]}  # fmt: skip
 SHARES = [k / 20 for k in range(1, 20)]  # of the harmless mismatches that a threshold accepts
 TRIED = 3  # thresholds of each rule and scorer, of those that accept SHARES
-RIVALS = 3  # rules with thresholds of labels that --near-drop decodes, those with the greatest areas
+RIVALS = 3  # number of rules that --near-drop decodes of those whose thresholds labels choose
 Areas = dict[str, dict[str, float | None]]  # split -> scorer or statistic -> area
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
@@ -276,8 +276,9 @@ def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -
 
 def thresholds_of(args: argparse.Namespace, pool: Pool, labelled: Mapping[str, Labelled]) -> dict[str, list[float]]:
     """Thresholds of each swept rule and each scorer: those that the command names or whose shares it names; else those
-    that `searched` tries of SHARES; without labels UNLABELLED. With --near-drop, of the rules that are free to choose
-    only the RIVALS with the greatest areas on labelled mismatches."""
+    that `searched` tries of SHARES; without labels UNLABELLED. With --near-drop, of the rules whose thresholds labels
+    choose only the RIVALS with the greatest areas on labelled mismatches.
+    """
     options = SWEPT | (MORE_SWEPT if args.all_rules else {}) | dict.fromkeys(args.scorers, "scorer_thresholds")
     free = [rule for rule, option in options.items() if rule in labelled and not getattr(args, option)]
     if args.near_drop is not None:

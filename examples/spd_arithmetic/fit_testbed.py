@@ -59,7 +59,7 @@ def numbers(folder: Path, dtype: str) -> dict[str, float]:
 
 
 def distance(point: Mapping[str, float], wanted: Mapping[str, float]) -> float:
-    """The largest difference in units of its tolerance."""
+    """The largest of the differences, each divided by its tolerance."""
     return max(abs(point[name] - wanted[name]) / tolerance for name, tolerance in TOLERANCES.items())
 
 

@@ -188,7 +188,7 @@ def test_models_and_questions_that_do_not_fit_are_refused_at_the_start(tmp_path,
 
 
 def test_the_blocks_of_another_pair_are_kept(tmp_path, tiny_llama, monkeypatch):
-    monkeypatch.setattr(demo, "gsm8k_folder", lambda given: given)
+    monkeypatch.setattr(demo.fetch, "gsm8k_folder", lambda given: given)
     file = tmp_path / "out" / "stages" / "blocks.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"key": "of another pair", "command": [], "seconds": 5.0, "ended": True}))

@@ -17,10 +17,11 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.threads import run_if_coroutine
 from verl.utils.user_code import full_traceback, user_frame
 
-# The advice where a function asks multiprocessing for a process: grading processes and environments are daemonic.
+# The advice where a function asks multiprocessing for a process.
 _MAY_NOT_START = (
-    ". Rewards and environments run in processes to which multiprocessing refuses others: use threads or subprocess. "
-    "For rewards reward_model.num_workers=0 permits it, except with the manager prime: they run in the trainer then"
+    ". Rewards and environments run in daemonic processes, where multiprocessing cannot start others: use threads or "
+    "subprocess. For rewards, reward_model.num_workers=0 permits it: they run in the trainer's process then (not with "
+    "the manager prime)"
 )
 # What the fork server imports for the functions of a module, beyond this one; only where needed, as it is slow.
 _PRELOAD_FOR = {"verl.reward.rules": ["verl.reward.rules", "math_verify"]}

@@ -32,7 +32,6 @@ from examples.grpo_arithmetic.acceptance import Criterion
 from examples.pretrained import fetch
 from examples.pretrained.demo import Run, gained, options, parse, percentages, report, runs_of, train, training_command
 from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, VALIDATION_SIZE, Prompt, write
-from examples.pretrained.spd.demo import gsm8k_folder
 from examples.pretrained.stages import Stage, begin, python, record_of
 
 STEPS, CONTROL_STEPS, LR, LORA_LR = 40, 2, 5e-6, 5e-5
@@ -113,15 +112,14 @@ def served_table(served: Mapping[str, Any]) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Fetch, train, serve and report; returns the exit code, 0 even if a criterion is missed."""
     parser = options(__doc__, STEPS, None, ROOT / "outputs" / "pretrained_gsm8k")
-    parser.add_argument("--gsm8k", type=Path, default=ROOT / "outputs" / "gsm8k",
-                        help="folder with GSM8K's train.jsonl and test.jsonl (default: outputs/gsm8k)")  # fmt: skip
+    fetch.add_gsm8k(parser)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN)
     args = parse(parser, argv)
     if args.lr is None:
         args.lr = LORA_LR if args.lora else LR
     begin("GRPO on GSM8K")
-    gsm8k, data, prompt = gsm8k_folder(args.gsm8k), args.out / "data", CANDIDATES[args.prompt]
+    gsm8k, data, prompt = fetch.gsm8k_folder(args.gsm8k), args.out / "data", CANDIDATES[args.prompt]
     model = fetch.model_folder(args.model, name=MODEL)
     files = b"".join((gsm8k / name).read_bytes() for name in ("train.jsonl", "test.jsonl"))
     given = f"{prompt} {hashlib.sha256(files).hexdigest()}"

@@ -20,12 +20,11 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from examples.demo_runner import ROOT, console
+from examples.demo_runner import console
 from examples.pretrained import fetch
 from examples.pretrained.dllm.answers import engine
 from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, Prompt, messages, write
 from examples.pretrained.gsm8k.reward import compute_score
-from examples.pretrained.spd.demo import gsm8k_folder
 from verl.utils.fs import output_file
 
 SELECTION = Path(__file__).with_name("selection.json")
@@ -56,15 +55,14 @@ def main(argv: list[str] | None = None) -> None:
     """Measure each prompt, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--gsm8k", type=Path, default=ROOT / "outputs" / "gsm8k",
-        help="folder with GSM8K's train.jsonl and test.jsonl (default: outputs/gsm8k)")  # fmt: skip
+    fetch.add_gsm8k(parser)
     add("--model", type=Path, help=f"a Hugging Face folder with a chat template (default: {MODEL}, fetched)")
     add("--questions", type=int, default=200, help="training questions, the first ones")
     add("--temperature", type=float, default=1.0)
     add("--out", type=output_file, default=str(SELECTION))
     args = parser.parse_args(argv)
     with TemporaryDirectory() as folder:
-        write(gsm8k_folder(args.gsm8k), Path(folder), CANDIDATES[CHOSEN], {"train": args.questions})
+        write(fetch.gsm8k_folder(args.gsm8k), Path(folder), CANDIDATES[CHOSEN], {"train": args.questions})
         rows = pd.read_parquet(Path(folder) / "train.parquet").to_dict("records")
     llm = engine(str(fetch.model_folder(args.model, name=MODEL)), seed=0)
     record: dict[str, Any] = {"model": str(args.model or f"{fetch.SOURCES[MODEL].title}, {fetch.NOTE}"),

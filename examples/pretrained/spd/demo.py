@@ -73,17 +73,6 @@ class Pair:
         return self.out / "pair"
 
 
-def gsm8k_folder(given: Path) -> Path:
-    """The folder of --gsm8k; SystemExit unless it has both files."""
-    if missing := [name for name in ("train.jsonl", "test.jsonl") if not (given / name).is_file()]:
-        raise SystemExit(
-            f"--gsm8k {given}: there is no {' and no '.join(missing)}. The repository openai/grade-school-math on "
-            "GitHub has both files of GSM8K in grade_school_math/data; download them, and name their folder with "
-            "--gsm8k DIR (GSM8K=DIR of make)"
-        )
-    return given.resolve()
-
-
 def fits_stored_labels(pair: Pair) -> bool:
     """Whether the stored labels are those of this pair, by the fingerprints of its folders."""
     return bool(made_by(LABELS, pair.target, pair.draft))
@@ -235,8 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_spd", "scorers")
     for name in MODELS:
         parser.add_argument(f"--{name}", type=Path, help=f"a Hugging Face folder (default: {MODELS[name]}, fetched)")
-    parser.add_argument("--gsm8k", type=Path, default=ROOT / "outputs" / "gsm8k",
-                        help="folder with GSM8K's train.jsonl and test.jsonl (default: outputs/gsm8k)")  # fmt: skip
+    fetch.add_gsm8k(parser)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES[:1], help="the scorers; refined: GRPO from "
                         "the supervised one (default: supervised)")  # fmt: skip
     parser.add_argument("--own-labels", action="store_true", help="compute the labels although they are stored")
@@ -246,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "refined" in args.roles and "supervised" not in args.roles:
         parser.error("--roles refined starts from the supervised scorer: add supervised")
     begin("SPD scorer of a pretrained pair")
-    gsm8k, out = gsm8k_folder(args.gsm8k), args.out.resolve()
+    gsm8k, out = fetch.gsm8k_folder(args.gsm8k), args.out.resolve()
     models = {name: fetch.model_folder(getattr(args, name), f"--{name}", MODELS[name]) for name in MODELS}
     pair, sizes = Pair(**models, gsm8k=gsm8k, out=out), Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     stages = pair_stages(pair, sizes, args.own_labels or not fits_stored_labels(pair))

@@ -84,9 +84,10 @@ class ServedScorer:
         except ValueError as error:
             if here.base_fingerprint in ("", saved.base_fingerprint):
                 raise
-            hint = "For a quantised copy of that target set spd.allow_foreign_target (serve_spd.py: "
-            hint += "--allow-foreign-target), and check its answers."
-            raise ValueError(f"{error} {hint}") from error
+            raise ValueError(
+                f"{error} For a quantised copy of that target set spd.allow_foreign_target (serve_spd.py: "
+                "--allow-foreign-target), and check its answers."
+            ) from error
         if not self.allow_foreign_drafter:
             self._check_drafter(saved, speculative)
         return saved
