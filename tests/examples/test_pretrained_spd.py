@@ -94,20 +94,26 @@ def test_labels_are_computed_for_every_pair_but_the_one_whose_labels_are_stored(
     assert [Path(option(stage, "--questions")).name for stage in own[:3]] == ["train.jsonl"] * 2 + ["test.jsonl"]
 
 
-def test_a_labelled_mismatch_of_a_right_answer_becomes_a_block_of_one_draft_token():
+def test_a_labelled_mismatch_becomes_a_block_of_one_draft_token_whose_label_is_the_change_of_the_answer():
     rows = [
         {"question": 7, "parent": -1, "position": 0, "ids": [5, 6, 9, 2], "draft_ids": [5, 8, 9, 1], "right": True},
         {"question": 7, "parent": 0, "position": 1, "ids": [8, 10, 2], "draft_ids": [], "right": False},
         {"question": 7, "parent": 0, "position": 3, "ids": [1], "draft_ids": [], "right": True},
         {"question": 8, "parent": -1, "position": 0, "ids": [5, 2], "draft_ids": [6, 2], "right": False},
         {"question": 8, "parent": 3, "position": 0, "ids": [6, 2], "draft_ids": [], "right": True},
+        {"question": 8, "parent": 3, "position": 1, "ids": [4, 5, 6], "draft_ids": [], "right": False},
     ]  # fmt: skip
     common = {"question_id": "val-7", "is_correct_baseline": 1, "question_len": 2}
+    other = {"question_id": "val-8", "is_correct_baseline": 0, "question_len": 1}
     assert list(blocks.blocks_of(rows, {7: [3, 4], 8: [3]}, "val")) == [
         {"block_id": "val-1", **common, "context_ids": [3, 4, 5], "draft_ids": [8], "target_ids": [6, 10],
          "baseline_length": 3, "labels": [0.0]},
         {"block_id": "val-2", **common, "context_ids": [3, 4, 5, 6, 9], "draft_ids": [1], "target_ids": [2, 1],
-         "baseline_length": 1, "labels": [1.0]},
+         "baseline_length": 1, "labels": [0.5]},
+        {"block_id": "val-4", **other, "context_ids": [3], "draft_ids": [6], "target_ids": [5, 2],
+         "baseline_length": 2, "labels": [1.0]},
+        {"block_id": "val-5", **other, "context_ids": [3, 5], "draft_ids": [4], "target_ids": [2, 5],
+         "baseline_length": 1, "labels": [pytest.approx(0.5 - 2 * 0.002)]},
     ]  # fmt: skip
 
 

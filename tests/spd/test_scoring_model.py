@@ -162,10 +162,10 @@ def test_a_head_may_read_the_entropy_and_the_margin_of_the_targets_logits(tmp_pa
 
 
 def test_a_head_may_read_the_states_after_an_inner_layer(tmp_path):
-    """By hand: layer norms of the last state over d_i and of those after layer 1 at both positions, then the values."""
+    """By hand: layer norms of the last state over d_i and of those after layer 1 at both positions, then the values;
+    plus the linear part."""
     tied = save_tiny_llama(tmp_path / "tied", tied=True)
     model = build(tied, backbone="target", head_inputs="logits", state_layer=1, head_size=8)
-    z = model(**data().as_kwargs())
     plain = AutoModelForCausalLM.from_pretrained(tied)
     context, draft = CONTEXTS[0], DRAFTS[0]
     output = plain(torch.tensor([context + draft]), output_hidden_states=True)
@@ -173,7 +173,10 @@ def test_a_head_may_read_the_states_after_an_inner_layer(tmp_path):
     values = logit_features(output.logits[0, len(context) - 1 : -1], torch.tensor(draft))
     parts = [torch.nn.functional.layer_norm(x, x.shape[-1:]) for x in (last[1:], inner[:-1], inner[1:])]
     hidden = torch.nn.functional.gelu(model.head.first(torch.cat([*parts, values], -1)))
-    expected = model.head.out(hidden)[:, 0]
+    assert model.head.direct.weight[0].tolist() == pytest.approx([0, -0.2])  # begins as the margin rule
+    model.head.direct.weight.data = torch.tensor([[0.3, -0.5]])
+    z = model(**data().as_kwargs())
+    expected = model.head.out(hidden)[:, 0] + 0.3 * values[:, 0] - 0.5 * values[:, 1]
     assert len(output.hidden_states) > 2 and not torch.equal(inner, last)
     assert torch.allclose(z[0, 1:], expected[1:], atol=1e-5) and z[0, 0] == 50.0
     model.save_pretrained(tmp_path / "scorer")

@@ -3,7 +3,10 @@
     python -m examples.pretrained.spd.blocks --labels DIR --gsm8k DIR --target DIR --out DIR
 
 Reads train.parquet, val.parquet and test.parquet of examples.pretrained.spd.labels. Every labelled mismatch is a block
-of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens.
+of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens. The
+label is 0 if a right answer becomes wrong, 1 if a wrong one becomes right, and 1/2 otherwise, less LENGTH_COST for each
+token by which the answer becomes longer. So a scorer predicts by how much a draft token changes the share of right
+answers. The cost of length weighs this against the time that more tokens take.
 """
 
 import argparse
@@ -21,22 +24,25 @@ from recipe.spd.rollout.answers import final_answer
 from verl.utils.fs import output_folder
 
 SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
+LENGTH_COST, LONGEST = 0.002, 60  # cost of a token more; most tokens that count
 HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
 
 
 def blocks_of(rows: Sequence[Row], prompts: dict[int, list[int]], split: str) -> Iterator[dict[str, Any]]:
-    """A block for each labelled mismatch of the target's right answers."""
+    """A block for each labelled mismatch."""
     for number, row in enumerate(rows):
-        own = rows[row["parent"]]
-        if row["parent"] < 0 or not own["right"]:
+        if row["parent"] < 0:
             continue
-        prompt, at = prompts[row["question"]], row["position"]
+        own, prompt, at = rows[row["parent"]], prompts[row["question"]], row["position"]
+        longer = at + len(row["ids"]) - len(own["ids"])
+        label = (1 + row["right"] - own["right"]) / 2 - LENGTH_COST * max(-LONGEST, min(longer, LONGEST))
         after = row["ids"][1] if len(row["ids"]) > 1 else row["ids"][0]  # an end token has nothing after it
         yield {
             "block_id": f"{split}-{number}", "question_id": f"{split}-{row['question']}",
             "context_ids": prompt + own["ids"][:at], "draft_ids": [row["ids"][0]],
-            "target_ids": [own["ids"][at], after], "is_correct_baseline": 1, "baseline_length": len(own["ids"]) - at,
-            "question_len": len(prompt), "labels": [float(row["right"])],
+            "target_ids": [own["ids"][at], after], "is_correct_baseline": int(own["right"]),
+            "baseline_length": len(own["ids"]) - at, "question_len": len(prompt),
+            "labels": [min(max(label, 0.0), 1.0)],
         }  # fmt: skip
 
 
@@ -62,16 +68,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             {"question_id": f"{split}-{n}", "question": asked[n]["question"], "ground_truth": asked[n]["answer"],
              "is_correct_baseline": right} for n, right in own.items()
         ]).to_parquet(args.out / f"metadata_{split}.parquet")  # fmt: skip
-        print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right, "
-              f"{len(blocks)} labelled mismatches, {sum(b['labels'][0] for b in blocks) / len(blocks):.3f} harmless")
+        of_right, of_wrong = ([b for b in blocks if b["is_correct_baseline"] == right] for right in (1, 0))
+        changed = [row["right"] - rows[row["parent"]]["right"] for row in rows if row["parent"] >= 0]
+        print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right; "
+              f"{len(of_right)} labelled mismatches in right answers, {changed.count(-1)} of them harmful; "
+              f"{len(of_wrong)} in wrong answers, of which {changed.count(1)} repair the answer")
         if split not in HARM_LABELS:
             continue
         questions = [Question(f"{split}-{n}", asked[n]["question"], prompts[n], final_answer(asked[n]["answer"]))
                      for n in numbers]  # fmt: skip
         write_questions(args.out / f"questions_{split}.jsonl", questions)
+        harmful = {f"{split}-{number}": not row["right"] for number, row in enumerate(rows)}
         names = ("block_id", "question_id", "context_ids", "draft_ids", "target_ids")
-        lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": not block["labels"][0]}
-                 for block in blocks)  # fmt: skip
+        lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": harmful[block["block_id"]]}
+                 for block in of_right)  # fmt: skip
         (args.out / HARM_LABELS[split]).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

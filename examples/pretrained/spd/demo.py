@@ -88,6 +88,7 @@ def pair_stages(pair: Pair, sizes: Sizes, own_labels: bool) -> list[Stage]:
             Stage(f"labels_{split}", python(
                 "examples.pretrained.spd.labels", *models, "--questions", pair.gsm8k / f"{file}.jsonl", "--skip", skip,
                 "--count", count, "--out", pair.out / "labels" / f"{split}.parquet",
+                *(["--wrong"] if split != "test" else []),
             ), pair.out / "labels" / f"{split}.parquet")
             for split, (file, skip, count) in splits.items()
         ]  # fmt: skip

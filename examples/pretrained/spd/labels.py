@@ -5,7 +5,7 @@
 
 Each row of OUT is an answer of the target: its own one to a question (`parent` -1), or the one that it gives if the
 draft's token stands at `position` of the answer in row `parent`. A mismatch in a right answer is harmless if the answer
-after it is right too. Questions that OUT holds are not asked again: the command resumes, and goes on where another
+after it is right too. Answers that OUT holds are not asked for again: the command resumes, and goes on where another
 machine stopped.
 """
 
@@ -78,22 +78,20 @@ class Labeller:
     truths: dict[int, str]
     decode: Callable[[Sequence[int]], str]
 
-    def rows(self, questions: Sequence[int], first: int, wrong: bool) -> list[Row]:
-        """The answers to the questions, the first of them in row `first` of the file, and those after mismatches of
-        right answers, with `wrong` of wrong answers too."""
-        own = self.own_answers(questions)
+    def after_mismatches(self, rows: Sequence[Row], parents: Sequence[int]) -> list[Row]:
+        """What the target answers after each mismatch of the answers in these rows."""
         ends = end_tokens(self.files.folder)
-        asked = [(n, at, [*row["ids"][:at], d]) for n, row in enumerate(own) if row["right"] or wrong
+        asked = [(n, row["question"], at, [*row["ids"][:at], d]) for n, row in ((n, rows[n]) for n in parents)
                  for at, (t, d) in enumerate(zip(row["ids"], row["draft_ids"], strict=True)) if t != d]  # fmt: skip
         more = vllm_tasks.continued(
-            self.files, "target", [self.prompts[questions[n]] + text for n, _, text in asked],
+            self.files, "target", [self.prompts[question] + text for _, question, _, text in asked],
             [0 if text[-1] in ends else LIMIT - len(text) for *_, text in asked],
         )  # fmt: skip
         whole = [text + ids for (*_, text), ids in zip(asked, more, strict=True)]
-        return own + [
-            {"question": questions[n], "parent": first + n, "position": at, "ids": ids[at:], "draft_ids": [],
-             "right": self.is_right(questions[n], ids)}
-            for (n, at, _), ids in zip(asked, whole, strict=True)
+        return [
+            {"question": question, "parent": n, "position": at, "ids": ids[at:], "draft_ids": [],
+             "right": self.is_right(question, ids)}
+            for (n, question, at, _), ids in zip(asked, whole, strict=True)
         ]  # fmt: skip
 
     def own_answers(self, questions: Sequence[int]) -> list[Row]:
@@ -152,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_models(args.out.parent, args.target, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     asked, rows = read_gsm8k(args.questions), read_rows(args.out)
-    known = {row["question"] for row in rows}
-    numbers = [n for n in drawn(args.count, args.skip, len(asked)) if n not in known]
+    numbers = drawn(args.count, args.skip, len(asked))
     prompts, truths = prompts_of(asked, numbers, tokenizer), {n: asked[n]["answer"] for n in numbers}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):
@@ -164,7 +161,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         labeller = Labeller(files, prompts, truths, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         begun = time.monotonic()
         for first in range(0, len(numbers), PART):
-            rows += labeller.rows(numbers[first : first + PART], len(rows), args.wrong)
+            part = numbers[first : first + PART]
+            known, above = {row["question"] for row in rows}, {row["parent"] for row in rows}
+            rows += labeller.own_answers([n for n in part if n not in known])
+            rows += labeller.after_mismatches(rows, [
+                k for k, row in enumerate(rows) if row["question"] in part and row["parent"] < 0 and k not in above
+                and (row["right"] or args.wrong)])  # fmt: skip
             write_rows(rows, args.out)
             done = min(first + PART, len(numbers))
             left = (time.monotonic() - begun) / done * (len(numbers) - done)

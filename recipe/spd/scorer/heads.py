@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 MARGIN_MAX = 100.0  # of a finite feature for a forbidden draft token, whose logit is -inf
+LOGIT_FEATURES, MARGIN = 2, 1  # number of `logit_features`, and which of them is the margin
+MARGIN_WEIGHT = -0.2  # of a new LayerHead: small next to what it learns
 
 
 class ScoreHead(nn.Module):
@@ -56,7 +58,9 @@ class PairHead(nn.Module):
 
 class LayerHead(nn.Module):
     """3 H + values -> W -> 1 over the target's state over d_i after its last layer, and over the token before d_i and
-    over d_i after an inner one, each normalised.
+    over d_i after an inner one, each normalised; plus a linear function of the values.
+
+    The linear part begins as the margin rule: few labels do not teach it to a layer over thousands of states.
     """
 
     def __init__(self, hidden_size: int, width: int, values: int = 0) -> None:
@@ -64,6 +68,10 @@ class LayerHead(nn.Module):
         self.values = values
         self.first = nn.Linear(3 * hidden_size + values, width)
         self.out = nn.Linear(width, 1)
+        self.direct = nn.Linear(values, 1, bias=False) if values else None
+        if self.direct is not None:
+            nn.init.zeros_(self.direct.weight)
+            self.direct.weight.data[0, MARGIN] = MARGIN_WEIGHT
 
     def forward(
         self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, next_hidden: torch.Tensor,
@@ -73,10 +81,8 @@ class LayerHead(nn.Module):
         dtype = self.first.weight.dtype
         parts = [F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (next_hidden, layer, next_layer)]
         parts += [] if values is None else [values.to(dtype)]
-        return self.out(F.gelu(self.first(torch.cat(parts, dim=-1)))).squeeze(-1)
-
-
-LOGIT_FEATURES = 2
+        z = self.out(F.gelu(self.first(torch.cat(parts, dim=-1))))
+        return (z if self.direct is None else z + self.direct(values.to(dtype))).squeeze(-1)
 
 
 def logit_features(logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
