@@ -264,7 +264,7 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
             raise ValueError(f"no block of the {what} data has a label, or a right baseline to label; prepare others.")
     harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
     logger.info(
-        "{} of {} blocks labelled by {} completions, {} with a harmful mismatch; left out: those whose own answer by "
+        "{} of {} blocks labelled by {} completions, {} with a label below 1/2; left out: those whose own answer by "
         "the target is wrong, and those beyond --label-budget",
         len(labelled[0]), len(orders[0]), completions[0], harmful,
     )  # fmt: skip

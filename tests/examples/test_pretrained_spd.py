@@ -91,6 +91,7 @@ def test_labels_are_computed_for_every_pair_but_the_one_whose_labels_are_stored(
     # Validation questions are the first ones of the training file, which training questions follow.
     asked = [[option(stage, name) for name in ("--skip", "--count")] for stage in own[:3]]
     assert asked == [["30", "70"], ["0", "30"], ["0", "300"]]
+    assert ["--wrong" in stage.command for stage in own[:3]] == [True, True, False]
     assert [Path(option(stage, "--questions")).name for stage in own[:3]] == ["train.jsonl"] * 2 + ["test.jsonl"]
 
 
@@ -115,6 +116,15 @@ def test_a_labelled_mismatch_becomes_a_block_of_one_draft_token_whose_label_is_t
         {"block_id": "val-5", **other, "context_ids": [3, 5], "draft_ids": [4], "target_ids": [2, 5],
          "baseline_length": 1, "labels": [pytest.approx(0.5 - 2 * 0.002)]},
     ]  # fmt: skip
+
+
+def test_answers_whose_mismatches_are_labelled_or_that_have_none_are_left_alone():
+    rows = [{"parent": -1, "ids": ids, "draft_ids": drafted, "right": right} for ids, drafted, right in (
+        ([5, 2], [6, 2], True), ([5, 2], [5, 2], True), ([5, 2], [5, 3], False), ([7, 2], [8, 2], True))]  # fmt: skip
+    rows.append({"parent": 3, "ids": [8, 2], "draft_ids": [], "right": True})
+    assert labels.unlabelled(rows, False) == [0] and labels.unlabelled(rows, True) == [0, 2]
+    stored = labels.read_rows(demo.LABELS / "train.parquet")
+    assert labels.unlabelled(stored, True) == []
 
 
 def test_the_stored_labels_are_of_distinct_questions_and_begin_with_the_drafts_token():

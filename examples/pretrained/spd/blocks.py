@@ -4,9 +4,9 @@
 
 Reads train.parquet, val.parquet and test.parquet of examples.pretrained.spd.labels. Every labelled mismatch is a block
 of one draft token: after accepted mismatches a scorer judges in the same way as after the target's own tokens. The
-label is 0 if a right answer becomes wrong, 1 if a wrong one becomes right, and 1/2 otherwise, less LENGTH_COST for each
-token by which the answer becomes longer. So a scorer predicts by how much a draft token changes the share of right
-answers. The cost of length weighs this against the time that more tokens take.
+label is 0 if a right answer becomes wrong, 1 if a wrong one becomes right, and 1/2 otherwise, so that a scorer predicts
+by how much a draft token changes the share of right answers. Longer answers take longer to decode: each token by which
+the answer becomes longer lowers the label by LENGTH_COST.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from recipe.spd.rollout.answers import final_answer
 from verl.utils.fs import output_folder
 
 SPLITS = {"train": "train.jsonl", "val": "train.jsonl", "test": "test.jsonl"}
-LENGTH_COST, LONGEST = 0.002, 60  # cost of a token more; most tokens that count
+LENGTH_COST = 0.002
+LONGEST = 60  # tokens; a larger change of length counts as this one
 HARM_LABELS = {"val": "harm_labels_val.jsonl", "test": "harm_labels.jsonl"}
 
 
@@ -68,20 +69,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             {"question_id": f"{split}-{n}", "question": asked[n]["question"], "ground_truth": asked[n]["answer"],
              "is_correct_baseline": right} for n, right in own.items()
         ]).to_parquet(args.out / f"metadata_{split}.parquet")  # fmt: skip
-        of_right, of_wrong = ([b for b in blocks if b["is_correct_baseline"] == right] for right in (1, 0))
+        in_right = sum(block["is_correct_baseline"] for block in blocks)
         changed = [row["right"] - rows[row["parent"]]["right"] for row in rows if row["parent"] >= 0]
         print(f"{split}: {len(numbers)} questions, {sum(own.values())} of {len(own)} own answers right; "
-              f"{len(of_right)} labelled mismatches in right answers, {changed.count(-1)} of them harmful; "
-              f"{len(of_wrong)} in wrong answers, of which {changed.count(1)} repair the answer")
+              f"{in_right} labelled mismatches in right answers, {changed.count(-1)} of them harmful; "
+              f"{len(blocks) - in_right} in wrong answers, of which {changed.count(1)} repair the answer")
         if split not in HARM_LABELS:
             continue
         questions = [Question(f"{split}-{n}", asked[n]["question"], prompts[n], final_answer(asked[n]["answer"]))
                      for n in numbers]  # fmt: skip
         write_questions(args.out / f"questions_{split}.jsonl", questions)
-        harmful = {f"{split}-{number}": not row["right"] for number, row in enumerate(rows)}
         names = ("block_id", "question_id", "context_ids", "draft_ids", "target_ids")
-        lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": harmful[block["block_id"]]}
-                 for block in of_right)  # fmt: skip
+        lines = ({**{name: block[name] for name in names}, "position": 0, "harmful": change < 0}
+                 for block, change in zip(blocks, changed, strict=True) if block["is_correct_baseline"])  # fmt: skip
         (args.out / HARM_LABELS[split]).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -69,6 +69,13 @@ def read_rows(file: Path) -> list[Row]:
     return pq.read_table(file).to_pylist() if file.exists() else []
 
 
+def unlabelled(rows: Sequence[Row], wrong: bool) -> list[int]:
+    """The rows of own answers whose mismatches are to be labelled and are not; of wrong answers only if `wrong`."""
+    above = {row["parent"] for row in rows}
+    return [n for n, row in enumerate(rows) if row["parent"] < 0 and n not in above and (row["right"] or wrong)
+            and row["ids"] != row["draft_ids"]]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Labeller:
     """The pair in vLLM, and the questions' prompts and answers."""
@@ -150,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_models(args.out.parent, args.target, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     asked, rows = read_gsm8k(args.questions), read_rows(args.out)
-    numbers = drawn(args.count, args.skip, len(asked))
+    known, half_done = {row["question"] for row in rows}, {rows[n]["question"] for n in unlabelled(rows, args.wrong)}
+    numbers = [n for n in drawn(args.count, args.skip, len(asked)) if n not in known or n in half_done]
     prompts, truths = prompts_of(asked, numbers, tokenizer), {n: asked[n]["answer"] for n in numbers}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):
@@ -162,11 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         begun = time.monotonic()
         for first in range(0, len(numbers), PART):
             part = numbers[first : first + PART]
-            known, above = {row["question"] for row in rows}, {row["parent"] for row in rows}
             rows += labeller.own_answers([n for n in part if n not in known])
-            rows += labeller.after_mismatches(rows, [
-                k for k, row in enumerate(rows) if row["question"] in part and row["parent"] < 0 and k not in above
-                and (row["right"] or args.wrong)])  # fmt: skip
+            parents = [n for n in unlabelled(rows, args.wrong) if rows[n]["question"] in part]
+            rows += labeller.after_mismatches(rows, parents)
             write_rows(rows, args.out)
             done = min(first + PART, len(numbers))
             left = (time.monotonic() - begun) / done * (len(numbers) - done)

@@ -8,7 +8,7 @@ from torch import nn
 
 MARGIN_MAX = 100.0  # of a finite feature for a forbidden draft token, whose logit is -inf
 LOGIT_FEATURES, MARGIN = 2, 1  # number of `logit_features`, and which of them is the margin
-MARGIN_WEIGHT = -0.2  # of a new LayerHead: small next to what it learns
+MARGIN_WEIGHT = -0.2  # of the margin in a new LayerHead
 
 
 class ScoreHead(nn.Module):
@@ -60,7 +60,8 @@ class LayerHead(nn.Module):
     """3 H + values -> W -> 1 over the target's state over d_i after its last layer, and over the token before d_i and
     over d_i after an inner one, each normalised; plus a linear function of the values.
 
-    The linear part begins as the margin rule: few labels do not teach it to a layer over thousands of states.
+    The linear part starts as the margin rule, which a layer over thousands of states does not learn from a few thousand
+    labels.
     """
 
     def __init__(self, hidden_size: int, width: int, values: int = 0) -> None:
