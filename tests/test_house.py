@@ -287,5 +287,5 @@ def test_commands_of_every_kind_are_documented():
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     text = (ROOT / "README.md").read_text()
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
-    assert text.count("\n") <= 120 and len(links) > 15
+    assert text.count("\n") <= 90 and len(links) > 15
     assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []

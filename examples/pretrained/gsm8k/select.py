@@ -35,7 +35,8 @@ def pass_rate(llm: Any, prompt: Prompt, rows: Sequence[dict[str, Any]], temperat
     """What a prompt gives on rows in the RL data format."""
     from vllm import SamplingParams
 
-    settings, begun = SamplingParams(temperature=temperature, max_tokens=prompt.limit, seed=0), time.monotonic()
+    # The engine has the seed: vLLM rewinds those of requests, which CPU generators cannot do.
+    settings, begun = SamplingParams(temperature=temperature, max_tokens=prompt.limit), time.monotonic()
     conversations = [messages(prompt, row["extra_info"]["question"]) for row in rows]
     outputs = llm.chat(conversations, settings, use_tqdm=False)
     scores = [compute_score("", output.outputs[0].text, row["reward_model"]["ground_truth"], marker=prompt.marker)

@@ -23,7 +23,7 @@ from verl.training.parallel.sequence_parallel import (
 )
 from verl.training.policy.attention import NAME, NAME_OF_FLASH
 
-LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # of differences between log-probs in float32, and in half precision
+LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # of differences in float32, and in half precision
 PROMPT, ANSWERS = 6, (7, 4)  # tokens of the rows
 WINDOW = 4  # of attention: shorter than the prompt
 
@@ -63,7 +63,8 @@ def layout_difference(
     model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
 ) -> tuple[float, float]:
     """(largest difference over all ranks, its limit) between what `compute` gives for two short rows of one prompt on
-    `device` together, with padding or `flat`, and for each of them alone.
+    `device` together, with padding or `flat`, and for each of them alone. A row's differences are divided by the
+    standard deviation of its values if that is above 1: rounding errors grow with the values of a trained model.
 
     They are computed in float32, or in the model's own type where one of its functions does not take float32; windows
     of the model's attention are shorter meanwhile, so that the rows exceed them.
@@ -83,7 +84,7 @@ def layout_difference(
 
 
 def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) -> torch.Tensor:
-    """[2]: the largest difference of each row from that row alone, without padding, which one rank computes."""
+    """[2]: each row's largest difference, scaled, from that row alone, without padding, which one rank computes."""
     group = get_ulysses_sequence_parallel_group()
     together = compute(rows, True, in_float32) if flat else None
     try:
@@ -94,7 +95,7 @@ def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) 
             alone = {name: rows[name][row : row + 1, kept] for name in ("input_ids", "attention_mask", "position_ids")}
             alone |= {"responses": alone["input_ids"][:, PROMPT:], "group_index": rows["group_index"][:1]}
             expected = compute(TensorDict(alone, batch_size=1), False, in_float32)[0]
-            largest.append((together[row, :answer] - expected).abs().max())
+            largest.append((together[row, :answer] - expected).abs().max() / expected.std().clamp(min=1))
         return torch.stack(largest)
     finally:
         set_ulysses_sequence_parallel_group(group)
