@@ -64,12 +64,12 @@ def test_an_interrupted_turn_is_one_answer(monkeypatch, parts, stop, tokens, req
     monkeypatch.setattr("verl.rollout.replica.ServerClient.generate", generate)
     manager = manager_of([ServerHandle("127.0.0.1:1")])
     manager.on_interrupted = lambda request, done: interrupted.append((request, done))
-    manager.track("r")
+    manager.spans["r"] = []
     sampling = {"temperature": 1.0, "max_tokens": 6, "logprobs": True, "seed": 3}
     output = asyncio.run(manager.generate("r", prompt_ids=[0, 1], sampling_params=sampling))
     assert output.token_ids == list(range(2, 2 + tokens)) and output.stop_reason == stop
     assert len(output.log_probs) == tokens and len(asked) == requests
-    spans = manager.take_spans("r")
+    spans = manager.spans["r"]
     assert [count for _, count in spans] == [count for count, _ in parts[:requests] if count]
     assert output.log_probs == [-float(version) for version, count in spans for _ in range(count)]
     assert [len(ids) - 2 + params["max_tokens"] for ids, params in asked] == [6] * requests
@@ -92,7 +92,7 @@ def test_tokens_before_and_after_new_weights_have_the_log_probs_of_their_weights
     async def use():
         await replica.init_colocated(ResourcePool([1]))
         manager = manager_of([replica.server_handle])
-        manager.track("r")
+        manager.spans["r"] = []
         server, worker = replica.workers[0].rollout.server, replica.workers[0]
         request = asyncio.create_task(manager.generate("r", prompt_ids=PROMPT, sampling_params=sampling))
         while not any(len(running.output_ids) > 40 for running in list(server.requests.values())):
@@ -106,7 +106,7 @@ def test_tokens_before_and_after_new_weights_have_the_log_probs_of_their_weights
         again = await manager.generate("s", prompt_ids=PROMPT, sampling_params={**sampling, "max_tokens": 1})
         await manager.close()
         await replica.close()
-        return output, manager.take_spans("r"), again
+        return output, manager.spans["r"], again
 
     output, spans, again = asyncio.run(use())
     assert len(output.token_ids) == 120 and len(spans) == 2 and spans[1][0] == 5

@@ -32,7 +32,6 @@ from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
-from verl.utils.distributed import shared_store
 from verl.utils.problems import ConfigError
 from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -156,7 +155,7 @@ def test_vllm_rounds_float32_weights_as_their_conversion_does_and_does_not_warn_
 def taken_from_the_queue(rank, world_size, together):
     """The numbers below 50 that each `shares` of this rank gave; the last rank takes its time."""
     taken = []
-    for share in main_generation.shares(shared_store(), 50, 3, together):
+    for share in main_generation.shares(50, 3, together):
         taken.append(share)
         if len(taken) == 1:
             dist.barrier()  # a rank that starts late still finds a share

@@ -8,10 +8,11 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 
-def read_entries(file: str, key: str) -> list[dict[str, Any]]:
-    """The list under `key` of a yaml file, interpolations resolved; each entry is a mapping with a `class_name`.
+def each_entry(file: str, key: str, build: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """`build(entry)` of each entry in the list under `key` of a yaml file, interpolations resolved.
 
-    FileNotFoundError or ValueError name the file, and the entry.
+    Each entry is a mapping with a `class_name`. FileNotFoundError or ValueError name the file, and the entry whose
+    `build` raised.
     """
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {str(file)!r} that lists the {key}")
@@ -22,18 +23,12 @@ def read_entries(file: str, key: str) -> list[dict[str, Any]]:
     entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{file}: the key '{key}' is missing or no list; expected '{key}:' with a list of classes")
+    built = []
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
             raise ValueError(f"{file}, {key}[{number}]: expected a mapping with a class_name (package.module.Class)")
         if not isinstance(entry.get("config") or {}, dict):
             raise ValueError(f"{file}, {key}[{number}]: config is a {type(entry['config']).__name__}, not a mapping")
-    return entries
-
-
-def each_entry(file: str, key: str, build: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """`build(entry)` of each entry; an exception becomes one ValueError that names the file and the entry."""
-    built = []
-    for number, entry in enumerate(read_entries(file, key)):
         try:
             built.append(build(entry))
         except Exception as error:

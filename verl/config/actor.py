@@ -7,11 +7,7 @@ from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_CHOICES
 from verl.config.base import BaseConfig
-from verl.config.common import (
-    CheckpointConfig,
-    sequence_parallel_size,
-    torch_compile,
-)
+from verl.config.common import COMPILED, SEQUENCE_RANKS, CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
@@ -72,7 +68,7 @@ class ActorConfig(BaseConfig, section="actor"):
         False, "Sum the squared probabilities of each token's distribution, by a second forward with the old log-probs."
     )
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
-    use_torch_compile: bool = torch_compile()
+    use_torch_compile: bool = setting(False, COMPILED)
     kl_loss_coef: float = setting(0.001, "Weight of the KL of use_kl_loss.", low=0)
     kl_loss_type: str = setting(
         "low_var_kl", "Estimator of the KL of use_kl_loss; a + takes the gradient of k2.", choices=KL_CHOICES
@@ -106,7 +102,7 @@ class FSDPActorConfig(ActorConfig):
     """ActorConfig on FSDP2."""
 
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The actor's engine.")
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-6))
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
@@ -132,11 +128,11 @@ class FSDPRefConfig(BaseConfig, section="ref"):
     model_path: str | None = setting(
         None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
     )
-    use_torch_compile: bool = torch_compile()
+    use_torch_compile: bool = setting(False, COMPILED)
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reference's engine.")
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")

@@ -141,7 +141,8 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """No weights; sequences with a geometric mean ratio outside the bounds, or a vetoed token, leave the loss."""
-        return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
+        bounds = {"rollout_rs_threshold": rs_threshold, "rollout_rs_threshold_lower": rs_threshold_lower}
+        return cls(rollout_is=None, rollout_rs="geometric", rollout_token_veto_threshold=veto_threshold, **bounds)
 
     @classmethod
     def bypass_ppo_clip(cls):
@@ -151,34 +152,33 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def bypass_ppo_clip_geo_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """bypass_ppo_clip with geometric rejection."""
-        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip", **rejection)
+        rejection = cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+        return replace(rejection, bypass_mode=True, loss_type="ppo_clip")
 
     @classmethod
     def bypass_pg_is(cls, threshold=2.0):
         """Plain policy gradient under sequence weights, without an old-log-prob pass."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce")
+        return replace(cls.decoupled_seq_is(threshold), bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """Plain policy gradient with geometric rejection, without weights."""
-        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(rollout_is=None, bypass_mode=True, loss_type="reinforce", **rejection)
+        rejection = cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+        return replace(rejection, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """Truncated sequence weights with geometric rejection, own old-log-prob pass."""
-        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
-        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **rejection)
+        rejection = cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+        return replace(rejection, rollout_is="sequence", rollout_is_threshold=is_threshold)
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(
         cls, is_threshold=2.0, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4
     ):
         """geo_rs_seq_tis as a plain policy gradient without an old-log-prob pass."""
-        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
-        weights = {"rollout_is": "sequence", "rollout_is_threshold": is_threshold}
-        return cls(**weights, **rejection, bypass_mode=True, loss_type="reinforce")
+        decoupled = cls.geo_rs_seq_tis(is_threshold, rs_threshold, rs_threshold_lower, veto_threshold)
+        return replace(decoupled, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def decoupled_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
@@ -188,8 +188,7 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def bypass_pg_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
         """decoupled_token_icepop as a plain policy gradient without an old-log-prob pass."""
-        weights = {"rollout_is": "token", "rollout_is_threshold": f"{threshold_lower}_{threshold}"}
-        return cls(**weights, bypass_mode=True, loss_type="reinforce")
+        return replace(cls.decoupled_token_icepop(threshold, threshold_lower), bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
@@ -209,8 +208,8 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
         """decoupled_geo_rs_token_tis as a plain policy gradient without an old-log-prob pass."""
-        weights = {"rollout_is": "token", "rollout_is_threshold": is_threshold}
-        return cls(**weights, **_rejects("seq_mean_k1", rs_threshold), bypass_mode=True, loss_type="reinforce")
+        decoupled = cls.decoupled_geo_rs_token_tis(is_threshold, rs_threshold)
+        return replace(decoupled, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold=0.01):
@@ -276,14 +275,6 @@ def objective_settings(
 def _rejects(option: str, threshold: float | str) -> dict[str, Any]:
     """Rejection by one option."""
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
-
-
-def _geometric(upper: float, lower: float | None, veto: float | None) -> dict[str, Any]:
-    """Rejection of sequences by the geometric mean of their ratios, or by one token's ratio below `veto`."""
-    return {
-        "rollout_rs": "geometric", "rollout_rs_threshold": upper, "rollout_rs_threshold_lower": lower,
-        "rollout_token_veto_threshold": veto,
-    }  # fmt: skip
 
 
 @dataclass

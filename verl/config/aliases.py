@@ -13,7 +13,7 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
-from verl.config.compose import to_plain
+from verl.config.compose import leaves, to_plain
 from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, wrong
@@ -108,24 +108,25 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
         for alias in present:
             value = _take(config, alias.old)
             if alias.no_effect:
-                logger.info("{}={} of verl {} is {}", alias.old, _text(value), alias.since, alias.text)
+                logger.info("{}={} of verl {} is {}", alias.old, text(value), alias.since, alias.text)
             for leaf, below in _leaves(alias, value):
                 try:
                     settings = alias.settings(below) if not leaf else {f"{alias.new}.{leaf}": below}
                 except ValueError as e:
-                    problems.append(wrong(alias.old, f"{alias.old}={_text(below)}: {e}"))
+                    problems.append(wrong(alias.old, f"{alias.old}={text(below)}: {e}"))
                     continue
                 old = f"{alias.old}.{leaf}" if leaf else alias.old
                 for new, wanted in settings.items():
                     if other := _conflict(config, new, wanted, old, given, origin, defaults):
-                        problems.append(wrong(new, f"{old}={_text(wanted)} and {other} are one setting. Give one."))
+                        problems.append(wrong(new, f"{old}={text(wanted)} and {other} are one setting. Give one."))
                     origin[new] = (old, wanted)
                     OmegaConf.update(config, new, wanted, force_add=True)
         for section in sections:
             rest = _select(config, section)
             if rest is ABSENT:
                 continue
-            names = [name for name in _paths(_take(config, section), section) if not name.endswith("_target_")]
+            left = leaves({section: _take(config, section)})
+            names = [name for name, value in left if value != {} and not name.endswith("_target_")]
             problems += [wrong(n, f"{n} of verl 0.9 has no counterpart here; leave it out.") for n in names]
     if problems:
         raise ConfigError(problems)
@@ -159,19 +160,14 @@ def _with_separate_ranks(config: DictConfig) -> DictConfig:
 
 def current_names_or_exit(config: DictConfig) -> DictConfig:
     """`with_current_names` of an entry's config; exits with the message where that is refused."""
-    try:
-        return with_current_names(config, given_keys())
-    except ConfigError as e:
-        sys.exit(str(e))
-
-
-def given_keys() -> set[str]:
-    """Keys on the command line of the running Hydra application; empty outside of one."""
     from hydra.core.hydra_config import HydraConfig
 
-    if not HydraConfig.initialized():
-        return set()
-    return {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    try:
+        return with_current_names(config, given)
+    except ConfigError as e:
+        sys.exit(str(e))
 
 
 def _leaves(alias: Alias, value: Any) -> Iterator[tuple[str, Any]]:
@@ -191,12 +187,12 @@ def _conflict(
     """The other name with its value, where that is given too and differs; else empty."""
     if new in origin:
         other, value = origin[new]
-        return f"{other}={_text(value)}" if value != wanted else ""
+        return f"{other}={text(value)}" if value != wanted else ""
     value = _select(config, new)
     if value is ABSENT or value == wanted or new == old or str(value).startswith("${"):
         return ""
     default = _select(defaults, new)
-    return f"{new}={_text(value)}" if new in given or default is not ABSENT and value != default else ""
+    return f"{new}={text(value)}" if new in given or default is not ABSENT and value != default else ""
 
 
 def _select(node: Any, path: str) -> Any:
@@ -217,11 +213,6 @@ def _take(config: DictConfig, path: str) -> Any:
     return value
 
 
-def _paths(value: Any, path: str) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [path]
-    return [name for key, below in value.items() for name in _paths(below, f"{path}.{key}")]
-
-
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -138,13 +138,6 @@ class AsyncPPOConfig(PPOConfig, section=""):
                 raise ValueError(f"{key}={value} does not work with asynchronous training. Leave it out.")
 
 
-def is_on_policy(bound: Mapping[str, Any]) -> bool:
-    """Whether every batch consists of samples of the weights that are trained with it."""
-    return bound["trigger_parameter_sync_step"] == 1 and (
-        bound["staleness_threshold"] == 0 or bound["max_staleness"] == 0
-    )
-
-
 def versions_allowed(bound: Mapping[str, Any]) -> int:
     """Weights versions, counted in updates, by which the oldest token of a trained sample may be behind."""
     if bound["max_staleness"] is not None:
@@ -156,9 +149,12 @@ def objective_of(bound: Mapping[str, Any], correction: Mapping[str, Any] | None)
     """`objective_settings` of the sections async_training and algorithm.rollout_correction."""
     if correction is not None and not isinstance(correction, RolloutCorrectionConfig):
         correction = RolloutCorrectionConfig(**correction)
-    keys = ("use_rollout_log_probs", "compute_prox_log_prob")
-    allowed = bound["allow_off_policy"]
-    return objective_settings(*(bound[key] for key in keys), correction, is_on_policy(bound), allowed)
+    trains_newest = bound["staleness_threshold"] == 0 or bound["max_staleness"] == 0
+    return objective_settings(
+        bound["use_rollout_log_probs"], bound["compute_prox_log_prob"], correction,
+        on_policy=trains_newest and bound["trigger_parameter_sync_step"] == 1,
+        allow_off_policy=bound["allow_off_policy"],
+    )  # fmt: skip
 
 
 def with_derived_settings(config: DictConfig) -> DictConfig:

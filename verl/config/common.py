@@ -7,42 +7,20 @@ from verl.config.base import BaseConfig
 from verl.config.fields import setting
 
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-
-
-def sequence_parallel_size() -> Any:
-    """The setting ulysses_sequence_parallel_size, which several roles have."""
-    return setting(1, "Neighbouring ranks that share each sequence; their rows are computed together.", low=1)
-
-
-def tensor_parallel_size() -> Any:
-    """The setting tensor_parallel_size, which several roles have."""
-    return setting(1, "Neighbouring ranks that split each layer; their rows are computed together.", low=1)
-
-
-def sequence_parallel() -> Any:
-    """The setting sequence_parallel of engines."""
-    return setting(
-        False, "Let the ranks that split a layer (tensor_parallel_size) keep parts of the tokens between layers."
-    )
-
-
-def torch_compile() -> Any:
-    """The setting use_torch_compile."""
-    return setting(False, "Compile log-probs and entropy with torch.compile, which takes time at their first use.")
-
-
-def gradient_checkpointing() -> Any:
-    """The setting enable_gradient_checkpointing."""
-    return setting(
-        True,
-        "Recompute activations in the backward to save memory; null, the default on CPUs: only for micro-batches whose "
-        "activations would not fit in memory.",
-    )
-
-
-def use_liger() -> Any:
-    """The setting use_liger."""
-    return setting(False, "Let kernels of the package liger-kernel compute norms, rotations and MLPs; needs a GPU.")
+# Help of settings that several sections have.
+SEQUENCE_RANKS = "Neighbouring ranks that share each sequence; their rows are computed together."
+LAYER_RANKS = "Neighbouring ranks that split each layer; their rows are computed together."
+TOKEN_PARTS = "Let the ranks that split a layer (tensor_parallel_size) keep parts of the tokens between layers."
+COMPILED = "Compile log-probs and entropy with torch.compile, which takes time at their first use."
+RECOMPUTED = (
+    "Recompute activations in the backward to save memory; null, the default on CPUs: only for micro-batches whose "
+    "activations would not fit in memory."
+)
+LIGER = "Let kernels of the package liger-kernel compute norms, rotations and MLPs; needs a GPU."
+EXTERNAL_LIB = (
+    "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may import "
+    "others."
+)
 
 
 @dataclass
@@ -77,11 +55,7 @@ class BaseModelConfig(BaseConfig, section="model"):
     path: str = setting("~/models/deepseek-llm-7b-chat", "Folder or hub name of the model to start from.")
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
-    external_lib: str | None = setting(
-        None,
-        "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may "
-        "import others.",
-    )
+    external_lib: str | None = setting(None, EXTERNAL_LIB)
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
 
 

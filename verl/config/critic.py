@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig
-from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
+from verl.config.common import RECOMPUTED, SEQUENCE_RANKS, BaseModelConfig, CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
@@ -20,7 +20,7 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
-    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
+    enable_gradient_checkpointing: bool | None = setting(True, RECOMPUTED)
     fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The critic's engine.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
@@ -64,7 +64,7 @@ class FSDPCriticConfig(CriticConfig):
 
     forward_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     forward_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
     model: FSDPCriticModelCfg = setting(FSDPCriticModelCfg)
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-5))

@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig
-from verl.config.common import (
-    sequence_parallel,
-    sequence_parallel_size,
-    tensor_parallel_size,
-    torch_compile,
-)
+from verl.config.common import COMPILED, LAYER_RANKS, SEQUENCE_RANKS, TOKEN_PARTS
 from verl.config.fields import setting
 
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
@@ -52,13 +47,13 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
         False, "Exchange gradients after the last micro-batch only; every rank then holds them whole, in float32."
     )
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
-    tensor_parallel_size: int = tensor_parallel_size()
-    sequence_parallel: bool = sequence_parallel()
+    tensor_parallel_size: int = setting(1, LAYER_RANKS, low=1)
+    sequence_parallel: bool = setting(False, TOKEN_PARTS)
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
     mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
-    use_torch_compile: bool = torch_compile()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
+    use_torch_compile: bool = setting(False, COMPILED)
 
     def __post_init__(self) -> None:
         super().__post_init__()

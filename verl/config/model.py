@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.config.base import BaseConfig
-from verl.config.common import gradient_checkpointing, use_liger
+from verl.config.common import LIGER, RECOMPUTED
 from verl.config.fields import setting
 
 LOGITS_CHUNK = 896  # tokens whose logits the token policy computes at once, unless policy.kwargs.chunk_tokens is set
@@ -53,7 +53,7 @@ class HFModelConfig(BaseConfig, section="model"):
         "may import others.",
     )
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
-    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
+    enable_gradient_checkpointing: bool | None = setting(True, RECOMPUTED)
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
@@ -61,7 +61,7 @@ class HFModelConfig(BaseConfig, section="model"):
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
     exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
-    use_liger: bool = use_liger()
+    use_liger: bool = setting(False, LIGER)
     architectures: list[str] | None = None
     untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig
-from verl.config.common import BaseModelConfig, sequence_parallel_size
+from verl.config.common import SEQUENCE_RANKS, BaseModelConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.profiler import ProfilerConfig
@@ -119,7 +119,7 @@ class RewardModelConfig(GradingConfig):
     micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     max_length: int | None = setting(None, "Maximum tokens of a sequence; null: prompt plus response.", low=1)
     reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the reward manager; any key.")
     overlong_buffer: dict[str, Any] | None = setting(

@@ -5,14 +5,15 @@ from typing import Any
 
 from verl.config.base import BaseConfig
 from verl.config.common import (
+    EXTERNAL_LIB,
+    LAYER_RANKS,
+    LIGER,
+    RECOMPUTED,
+    SEQUENCE_RANKS,
+    TOKEN_PARTS,
     CheckpointConfig,
     ModuleConfig,
     RunConfig,
-    gradient_checkpointing,
-    sequence_parallel,
-    sequence_parallel_size,
-    tensor_parallel_size,
-    use_liger,
 )
 from verl.config.engine import DTYPES
 from verl.config.fields import setting
@@ -96,8 +97,8 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     cpu_offload: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
     offload_params: bool = setting(False, "Keep weights and optimizer state on the CPU between steps.")
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
-    tensor_parallel_size: int = tensor_parallel_size()
-    sequence_parallel: bool = sequence_parallel()
+    tensor_parallel_size: int = setting(1, LAYER_RANKS, low=1)
+    sequence_parallel: bool = setting(False, TOKEN_PARTS)
     full_determinism: bool = setting(False, "Use deterministic kernels, which are slower; warn where none exists.")
 
 
@@ -108,17 +109,13 @@ class SFTModelConfig(BaseConfig, section="model"):
     partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Folder or hub name of the model to start from.")
     use_shm: bool = setting(False, "Copy the model's files to shared memory first.")
     fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
-    external_lib: str | None = setting(
-        None,
-        "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may "
-        "import others.",
-    )
-    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
+    external_lib: str | None = setting(None, EXTERNAL_LIB)
+    enable_gradient_checkpointing: bool | None = setting(True, RECOMPUTED)
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
-    use_liger: bool = use_liger()
+    use_liger: bool = setting(False, LIGER)
 
 
 @dataclass
@@ -178,6 +175,6 @@ class SFTConfig(BaseConfig, section=""):
     data: SFTDataConfig = setting(SFTDataConfig, "The data and its batches.")
     model: SFTModelConfig = setting(SFTModelConfig, "The model that is trained.")
     optim: SFTOptimConfig = setting(SFTOptimConfig, "The optimizer and its schedule.")
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     use_remove_padding: bool = setting(False, "Remove padding before the forward; data.packing does so too.")
     trainer: SFTTrainerConfig = setting(SFTTrainerConfig, "The run.")

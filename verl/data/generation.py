@@ -18,7 +18,7 @@ from verl.config.compose import to_plain
 from verl.config.offline import GenerationConfig
 from verl.data.fingerprint import data_fingerprint, model_dir_fingerprint, model_folder
 from verl.data.rl_dataset import DatasetError, RLHFDataset, no_chat_template
-from verl.utils.jsonl import read_objects
+from verl.utils.jsonl import read_objects, replace_text
 from verl.utils.problems import Problem, one_line, wrong
 from verl.utils.weight_files import WeightFileError
 
@@ -118,9 +118,7 @@ class PartialAnswers:
     def open(self) -> None:
         """Make the folder, where it is missing, for these settings."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self.settings_file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.settings, indent=1, sort_keys=True), encoding="utf-8")
-        unfinished.replace(self.settings_file)
+        replace_text(self.settings_file, json.dumps(self.settings, indent=1, sort_keys=True))
 
     def add(self, numbers: Sequence[int], responses: Sequence[list[str]]) -> None:
         """Write the answers to the prompts of these numbers, which then survive the death of the process."""

@@ -1,7 +1,6 @@
 """Checks of a composed config before anything starts."""
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import READS_SQUARES
-from verl.config.aliases import MODE, with_current_names
+from verl.config.aliases import MODE, text, with_current_names
 from verl.config.asynchronous import tree_type
 from verl.config.batch_sizes import batch_problems, rank_count
 from verl.config.common import RunConfig
@@ -108,7 +107,11 @@ def tree_problems(
         return issues, None, []
     reported = {p.key for p in issues}
     values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
-    issues += drop_followers([*values, *grading_problems(plain)], raw)
+    # A key that only follows another one has the problem that is reported of that.
+    found = [*values, *grading_problems(plain)]
+    followers = {p.key for p in found if is_interpolation(select(raw, p.key, None))}
+    given = {p.message.partition("=")[2] for p in found if p.key not in followers}
+    issues += [p for p in found if p.key not in followers or p.message.partition("=")[2] not in given]
     sections = [name for name, hint in field_types(config_type).items() if section_type(hint) is not None]
     if not all(isinstance(plain.get(name), Mapping) for name in sections):
         return issues, None, []
@@ -201,13 +204,6 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
         except ValueError as e:
             issues.append(wrong(section, f"{section}: {e}"))
     return issues
-
-
-def drop_followers(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
-    """Drop the problems of keys that only follow another key whose problem is reported already."""
-    follows = {p.key for p in problems if is_interpolation(select(raw, p.key, None))}
-    reported = {p.message.partition("=")[2] for p in problems if p.key not in follows}
-    return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in reported]
 
 
 def unused_settings(plain: Mapping[str, Any], raw: Mapping[str, Any], config_type: type) -> list[Problem]:
@@ -435,8 +431,3 @@ def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def is_interpolation(value: Any) -> bool:
     """Whether a raw value only follows another key."""
     return isinstance(value, str) and value.startswith("${")
-
-
-def text(value: Any) -> str:
-    """A value as it is written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

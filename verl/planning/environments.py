@@ -56,6 +56,7 @@ def show_environment(console: Console, config: PPOConfig, findings: Any) -> list
         return [wrong("data.environment", f"data.environment: a conversation failed: {one_line(error)}")]
     first = range(min(len(prompts), LENGTHS))
     lengths = sorted(len(prompts.prompt_ids(i)) for i in first)
+    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
     console.rule("Environment")
     console.print(Panel(escape(visible(prompts.prompt_text(0))), title="first prompt", expand=False))
     print_rows(
@@ -63,12 +64,8 @@ def show_environment(console: Console, config: PPOConfig, findings: Any) -> list
         {
             "environment": environment.name,
             "answer": escape(visible(answer)),
-            "its scores": ", ".join(f"{name} {value:g}" for name, value in scores.items() if _is_number(value)),
+            "its scores": ", ".join(f"{name} {value:g}" for name, value in numbers.items()),
             f"tokens of the first {len(first)} prompts": f"{lengths[0]} to {lengths[-1]}, median {median(lengths):g}",
         },
     )
     return []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)

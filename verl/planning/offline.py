@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from verl.config.aliases import text
 from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
@@ -19,7 +20,6 @@ from verl.planning.checks import (
     check_written,
     row_problems,
 )
-from verl.planning.config_check import text
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.utils.problems import Problem, one_line, wrong
 

@@ -210,19 +210,13 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
             check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
 
 
-def _count_steps(config: PPOConfig, prompts: int | None) -> tuple[int | None, int | None]:
-    """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
-    drawn, wanted = config.data.gen_batch_size, config.data.train_batch_size
-    sound = isinstance(drawn, int) and isinstance(wanted, int)
-    if prompts is None or not sound or not 1 <= drawn <= prompts:
-        return None, None
-    steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
-    return prompts // max(drawn, wanted), steps
-
-
 def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
-    per_epoch, steps = _count_steps(config, findings.train_prompts)
+    prompts, drawn, wanted = findings.train_prompts, config.data.gen_batch_size, config.data.train_batch_size
+    per_epoch = steps = None
+    if prompts is not None and isinstance(drawn, int) and isinstance(wanted, int) and 1 <= drawn <= prompts:
+        per_epoch = prompts // max(drawn, wanted)
+        steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
     plan = None if wrong_sizes else plan_batches(config)
     rows = {
         "prompts for training": count_text(findings.train_prompts),

@@ -14,13 +14,12 @@ from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.machine import GIB, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
 from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
 from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
-GIB = 2**30
 GPU_GIB = 80.0  # planned for where neither trainer.gpu_memory_gib nor a GPU of this machine says it
 LEFT = 0.95  # of a GPU: the rest is the CUDA context, NCCL's buffers and what the allocator cannot use
 

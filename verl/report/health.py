@@ -6,6 +6,7 @@ The limits hold for any run: they were set before a run was measured with them.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -38,14 +39,8 @@ class Rule:
 
     def broken_steps(self, steps: Sequence[int], values: Iterable[float]) -> list[tuple[int, int]]:
         """(first, last) of each stretch of at least `patience` logged steps with values beyond the limits."""
-        stretches: list[list[int]] = []
-        beyond = False
-        for step, value in zip(steps, values, strict=True):
-            if self.is_broken_by(value):
-                if not beyond:
-                    stretches.append([])
-                stretches[-1].append(step)
-            beyond = self.is_broken_by(value)
+        grouped = groupby(zip(steps, values, strict=True), lambda pair: self.is_broken_by(pair[1]))
+        stretches = [[step for step, _ in pairs] for broken, pairs in grouped if broken]
         return [(stretch[0], stretch[-1]) for stretch in stretches if len(stretch) >= self.patience]
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from verl.config.model import HFModelConfig
     from verl.config.rollout import RolloutConfig
 
+KEY = "actor_rollout_ref.rollout"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # other names of rollout.dtype
+
 
 class BaseRollout(ABC):
     """Generates with the actor's current weights.

@@ -29,7 +29,8 @@ from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import collate_fn
 from verl.planning.offline import generation_entry
 from verl.protocol import DataProto
-from verl.rollout.base import BaseRollout, get_rollout_class
+from verl.rollout.base import BaseRollout, engine_group, get_rollout_class
+from verl.rollout.request_queue import RequestQueue
 from verl.training.engine import FSDPEngine
 from verl.training.parallel.sharding import create_device_mesh
 from verl.training.policy import get_policy
@@ -83,7 +84,7 @@ def run_generation(config: DictConfig) -> None:
         together = ranks if rollout_config.name in ROLLOUTS_OF_THE_ACTOR else rollout_config.tensor_model_parallel_size
         queue = shared_store()
         started = time.perf_counter()
-        for share in shares(queue, len(pending), data.batch_size, together):
+        for share in shares(len(pending), data.batch_size, together):
             numbers = [pending[i] for i in share]
             partial.add(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer))
             answered = queue.add("answered", len(share))  # on all ranks
@@ -122,21 +123,15 @@ def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) 
     return rollout
 
 
-def shares(queue: dist.Store, count: int, size: int, together: int) -> Iterator[list[int]]:
+def shares(count: int, size: int, together: int) -> Iterator[list[int]]:
     """At most `size` of the numbers below `count` at a time for this rank, until all are taken on some rank.
 
     Groups of `together` neighbouring ranks, which step together, take from one queue, so that none waits for a slower
     one. The ranks of a group get equally many; numbers from the start fill up the last share.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(range(r, r + together), backend="gloo") for r in range(0, ranks, together)]
-    group, place = groups[rank // together], rank % together
-    while True:
-        first = [queue.add("taken", size * together) - size * together if place == 0 else None]
-        dist.broadcast_object_list(first, src=rank - place, group=group)
-        if first[0] >= count:
-            break
-        taken = range(first[0], min(first[0] + size * together, count))
+    queue, place = RequestQueue(engine_group(together)), dist.get_rank() % together
+    queue.open(count)
+    while taken := queue.take(size * together):
         padded = [*taken, *range(-len(taken) % together)]
         yield [i % count for i in padded[place::together]]
     dist.barrier()  # the queue lives on the first rank

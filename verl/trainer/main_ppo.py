@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from verl.config.aliases import current_names_or_exit
 from verl.config.asynchronous import AsyncPPOConfig, AsyncTrainingConfig, with_derived_settings
+from verl.config.batch_sizes import fills_from_several
 from verl.config.compose import hydra_main, to_omegaconf, to_settings, with_values
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference, serves_reward_model
@@ -96,7 +97,11 @@ def run_ppo(
     settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
-    runner_class, given = task_runner(settings), settings
+    runner_class, given = TaskRunner, settings
+    if isinstance(settings, AsyncPPOConfig):
+        from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
+
+        runner_class = FullyAsyncTaskRunner
     if task_runner_class is not None:  # written for verl: it gets the composed config
         runner_class, given = task_runner_class, config
     plain = isinstance(runner_class, type)
@@ -113,15 +118,6 @@ def run_ppo(
             ray.timeline(filename=settings.ray_kwargs.timeline_json_file)
     if code:
         sys.exit(code)
-
-
-def task_runner(config: PPOConfig) -> type["TaskRunner"]:
-    """The class that runs a config."""
-    if not isinstance(config, AsyncPPOConfig):
-        return TaskRunner
-    from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
-
-    return FullyAsyncTaskRunner
 
 
 class TaskRunner:
@@ -187,7 +183,7 @@ class TaskRunner:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         config = to_settings(config, PPOConfig)
-        return self.build(RayDAPOTrainer if _filters_groups(config) else RayPPOTrainer, config, stop_flag)
+        return self.build(RayDAPOTrainer if fills_from_several(config) else RayPPOTrainer, config, stop_flag)
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
@@ -197,7 +193,7 @@ class TaskRunner:
         from verl.utils.tokenizer import policy_tokenizer
 
         config = to_settings(config, PPOConfig)
-        if _filters_groups(config) and not hasattr(trainer_class, "filters_groups"):
+        if fills_from_several(config) and not hasattr(trainer_class, "filters_groups"):
             name = trainer_class.__name__
             raise ValueError(f"algorithm.filter_groups.enable=true: {name} does not filter groups. Set it to false.")
         folder = os.path.expanduser(config.trainer.default_local_dir)
@@ -246,10 +242,6 @@ class TaskRunner:
             raise
         trainer.shutdown()  # not where the process is to end at once: Ray ends the ranks then
         return trainer.is_finished
-
-
-def _filters_groups(config: PPOConfig) -> bool:
-    return config.algorithm.filter_groups is not None and config.algorithm.filter_groups.enable
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ def rows(path):
 def book(tmp_path):
     opened = Journal()
     opened.open(tmp_path / "journal.jsonl")
-    yield opened
-    opened.close()
+    return opened
 
 
 def test_every_change_is_a_row_and_the_counts_add_up(book, tmp_path):
@@ -71,8 +70,8 @@ def test_a_resumed_journal_forgets_what_came_after_the_checkpoint(book, tmp_path
     saved = json.loads(json.dumps(book.state()))
     for state in PATH[2:]:
         book.record("1/0", state)
-    book.file._file.write('{"time": 1')  # the process is killed within a row
-    book.close()
+    with open(book.file.path, "a") as file:
+        file.write('{"time": 1')  # the process is killed within a row
 
     resumed = Journal()
     resumed.open(tmp_path / "journal.jsonl", saved, step=3)
@@ -84,7 +83,6 @@ def test_a_resumed_journal_forgets_what_came_after_the_checkpoint(book, tmp_path
         for state in states:
             resumed.record(sample, state)
     assert resumed.counts["trained"] == 3
-    resumed.close()
 
 
 def test_a_checkpoint_of_another_run_continues_in_a_file_of_its_own(book, tmp_path):
@@ -101,11 +99,9 @@ def test_a_checkpoint_of_another_run_continues_in_a_file_of_its_own(book, tmp_pa
 
 def test_a_new_run_keeps_the_file_of_an_earlier_one(book, tmp_path):
     book.record("0/0", "drawn")
-    book.close()
     fresh = Journal()
     fresh.open(tmp_path / "journal.jsonl")
     assert rows(tmp_path / "journal.jsonl") == [] and len(rows(tmp_path / "journal.1.jsonl")) == 1
-    fresh.close()
 
 
 def test_spans_of_the_timeline_follow_each_other(tmp_path, monkeypatch):

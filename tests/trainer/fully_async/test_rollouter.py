@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -29,12 +28,6 @@ class Servers:
         self.free = asyncio.Event()
         self.free.set()
         self.rest = []  # futures of conversations that generate
-
-    def track(self, request):
-        self.spans[request] = []
-
-    def take_spans(self, request):
-        return self.spans.pop(request)
 
     async def post(self, path, body, timeout=None):
         self.calls.append(path)
@@ -162,7 +155,6 @@ def start(tmp_path):
     yield make
     for run in runs:
         run.rollouter.close()
-        run.journal.close()
 
 
 def test_a_slow_trainer_holds_generation_back(start):
@@ -244,7 +236,7 @@ def test_a_checkpoint_has_the_prompts_that_are_neither_trained_nor_dropped(start
     saved = json.loads(json.dumps(run.rollouter.hold()))
     assert [group["number"] for group in saved["groups"]] == [2, 3]
     assert {sample["state"] for group in saved["groups"] for sample in group["samples"]} == {"queued", "running"}
-    threading.Timer(0.05, run.rollouter.release).start()
+    run.rollouter.release()
     restored = [Group.load(group, DataProto(None, {}, {})) for group in saved["groups"]]
     assert restored[0].is_ready and not restored[1].is_ready
     assert restored[0].samples[0].output.reward_score == 1.0

@@ -15,7 +15,7 @@ class InterruptibleServerManager(AsyncLLMServerManager):
     the parts differ, since an engine would begin again with the random numbers of the first part.
 
     Attributes:
-        spans: (weights version, tokens) of each part, for request ids of `track`.
+        spans: (weights version, tokens) of each part, for the request ids that have a list here.
         on_interrupted: called with the request id and the tokens of the turn so far.
         on_server: called with a server's number and 1 before a request to it, and -1 after it.
     """
@@ -26,14 +26,6 @@ class InterruptibleServerManager(AsyncLLMServerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.spans: dict[str, list[tuple[int, int]]] = {}
-
-    def track(self, request_id: str) -> None:
-        """Collect the parts of a conversation's turns."""
-        self.spans[request_id] = []
-
-    def take_spans(self, request_id: str) -> list[tuple[int, int]]:
-        """The parts of a tracked conversation's turns, which are forgotten."""
-        return self.spans.pop(request_id)
 
     async def send_turn(
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool

@@ -199,7 +199,12 @@ class ToolAgentLoop(AgentLoopBase):
             key = f"rollout.multi_turn.tokenization_sanity_check_mode={mode}"
             logger.warning(f"conversation {data.request_id}: {deviation} Further ones are not compared ({key}).")
 
-    def _interaction_of(self, name: str | None) -> BaseInteraction:
+    async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
+        return AgentState.GENERATING
+
+    async def _start_interaction(self, data: AgentData) -> AgentState:
+        name = data.interaction_kwargs.pop("name", None)
         if name is None and len(self.interactions) == 1:
             (name,) = self.interactions
         if name not in self.interactions:
@@ -207,14 +212,7 @@ class ToolAgentLoop(AgentLoopBase):
                 f"extra_info.interaction_kwargs.name={name!r} is not in rollout.multi_turn.interaction_config_path. "
                 f"Known: {', '.join(self.interactions)}."
             )
-        return self.interactions[name]
-
-    async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
-        return AgentState.GENERATING
-
-    async def _start_interaction(self, data: AgentData) -> AgentState:
-        data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
+        data.interaction = self.interactions[name]
         data.interaction_id = data.request_id  # for a start that fails
         try:
             start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)

@@ -164,22 +164,18 @@ class AgentLoopWorker:
                     what = f"{type(loop).__name__}.run returned {type(output).__name__}"
                     raise TypeError(f"{what}; expected an AgentLoopOutput")
                 loop.check_prompt(output.prompt_ids)
-                if needs_kept and any(output.response_mask) and output.kept_tokens is None:
-                    self._warn_of_bias(name)
+                biased = needs_kept and any(output.response_mask) and output.kept_tokens is None
+                if biased and not self._warned_of_bias:
+                    self._warned_of_bias = True
+                    logger.warning(
+                        f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "
+                        "rollout.top_k and rollout.top_p bias the ratios of its samples. Set rollout.top_p=1 and "
+                        "rollout.top_k=-1, or let the loop return them."
+                    )
             except (ServerUnreachable, ConversationTooLong) as error:
                 logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
                 return None
         return output
-
-    def _warn_of_bias(self, name: str) -> None:
-        """Warn once that an agent loop does not pass on which tokens top_k and top_p left."""
-        if not self._warned_of_bias:
-            self._warned_of_bias = True
-            logger.warning(
-                f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "
-                "rollout.top_k and rollout.top_p bias the ratios of its samples. Set rollout.top_p=1 and "
-                "rollout.top_k=-1, or let the loop return them."
-            )
 
 
 def model_type_of(path: str) -> str | None:

@@ -8,6 +8,7 @@ from loguru import logger
 
 from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager, register
+from verl.reward.managers.naive import ARGUMENTS
 from verl.reward.pool import Failure, GradingPool, call_for_batch
 from verl.reward.rows import RewardError, Row, rows_of
 from verl.utils.user_code import defined_at
@@ -44,14 +45,10 @@ class BatchRewardManager(NaiveRewardManager):
             "batch_tensors": dict(data.batch.items()),
         }
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        arguments = {
-            "data_sources": [row.data_source for row in rows],
-            "solution_strs": [self.text(row) for row in rows],
-            "ground_truths": [row.ground_truth for row in rows],
-            "extra_infos": [self.extra_info(row) for row in rows],
-            **{name: value for name, value in offered.items() if takes_all or name in parameters},
-            **self.reward_kwargs,
-        }
+        of_rows = [self.arguments(row) for row in rows]
+        arguments = {f"{name}s": [of_row[name] for of_row in of_rows] for name in ARGUMENTS}
+        arguments |= {name: value for name, value in offered.items() if takes_all or name in parameters}
+        arguments |= self.reward_kwargs
         if self.in_processes:
             if self._pool is None:
                 self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.settings.batch_timeout)

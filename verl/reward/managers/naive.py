@@ -12,7 +12,7 @@ from verl.data.chat_template import answer_text
 from verl.protocol import DataProto
 from verl.reward.managers.base import RawRewardFn, SampleRewardManager, register
 from verl.reward.pool import BatchedCalls, ExternFunction, Failure, GradingPool
-from verl.reward.rows import RewardError, Row, judged_text, model_text, response_turns, rows_of, split
+from verl.reward.rows import RewardError, Row, model_text, response_turns, rows_of, split
 from verl.utils.user_code import defined_at
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
@@ -70,7 +70,7 @@ class NaiveRewardManager(SampleRewardManager):
 
     def results_of_rows(self, rows: list[Row]) -> list[Any]:
         """The reward function's result for each row, where it runs by default: a number, a dict, or a Failure."""
-        items = [self.arguments(row) for row in rows]
+        items = [{**self.arguments(row), **self.reward_kwargs} for row in rows]
         if self.in_processes:
             results = self._in_processes(items)
         else:
@@ -110,7 +110,7 @@ class NaiveRewardManager(SampleRewardManager):
         """
         (row,) = rows_of(data, self.reward_fn_key)
         try:
-            result = await self.call(await asyncio.to_thread(self.arguments, row))
+            result = await self.call(await asyncio.to_thread(self.arguments, row) | self.reward_kwargs)
             parsed = split(result)
             if not isinstance(parsed, Failure):
                 parsed = split(self.adjusted(result, row))
@@ -129,22 +129,20 @@ class NaiveRewardManager(SampleRewardManager):
         return await call() if inspect.iscoroutinefunction(function) else await self.in_other_thread(call)
 
     def arguments(self, row: Row) -> dict[str, Any]:
-        """The keyword arguments of the reward function."""
-        values = (row.data_source, self.text(row), row.ground_truth, self.extra_info(row))
-        return {**dict(zip(ARGUMENTS, values, strict=True)), **self.reward_kwargs}
+        """The keyword arguments of the reward function, without `reward_kwargs`.
+
+        solution_str is `reward_model.judged_text` for verl's own functions, else the whole response. extra_info also
+        has response_turns and model_text, by which a function tells whose text is whose.
+        """
+        turns = response_turns(self.tokenizer, row.response_ids, row.response_mask)
+        written = model_text(turns)
+        function = getattr(self.compute_score, "func", self.compute_score)  # of a functools.partial
+        is_own = (getattr(function, "__module__", None) or "").startswith("verl.")
+        is_written = len(turns) == 1 or (is_own and self.settings.judged_text == "model")
+        text = written if is_written else answer_text(self.tokenizer, row.response_ids)
+        extra_info = {**(row.extra_info or {}), "response_turns": turns, "model_text": written}
+        return dict(zip(ARGUMENTS, (row.data_source, text, row.ground_truth, extra_info), strict=True))
 
     def adjusted(self, result: Any, row: Row) -> Any:
         """The result to report for what the reward function returned: a number, or a dict with 'score'."""
         return result
-
-    def text(self, row: Row) -> str:
-        """The text that the function scores: for verl's own `reward_model.judged_text`, else the whole response."""
-        function = getattr(self.compute_score, "func", self.compute_score)  # of a functools.partial
-        if (getattr(function, "__module__", None) or "").startswith("verl."):
-            return judged_text(self.settings, self.tokenizer, row.response_ids, row.response_mask)
-        return answer_text(self.tokenizer, row.response_ids)
-
-    def extra_info(self, row: Row) -> dict[str, Any]:
-        """The row's extra_info with response_turns and model_text, by which a function tells whose text is whose."""
-        turns = response_turns(self.tokenizer, row.response_ids, row.response_mask)
-        return {**(row.extra_info or {}), "response_turns": turns, "model_text": model_text(turns)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.rollout import CPU_CACHE_BYTES
+from verl.rollout.base import DTYPES
 from verl.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.rollout.server_process import LocalServerError, OwnedServer
 from verl.utils.ports import free_port
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from verl.config.model import HFModelConfig
     from verl.config.rollout import RolloutConfig
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
 CONTEXT_MARGIN = 8
 # SGLang's names of sampling parameters that vLLM names differently.

@@ -19,7 +19,7 @@ from loguru import logger
 from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
-from verl.rollout.base import BaseRollout, engine_group
+from verl.rollout.base import KEY, BaseRollout, engine_group
 from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput, host_to_bind
 from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
@@ -30,8 +30,6 @@ from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-KEY = "actor_rollout_ref.rollout"
 
 
 class ServerAdapter(BaseRollout):

@@ -26,9 +26,9 @@ from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.models.loading import get_lora_rank_from_adapter
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
-from verl.rollout.base import BaseRollout, engine_group, register_rollout
+from verl.rollout.base import DTYPES, KEY, BaseRollout, engine_group, register_rollout
+from verl.rollout.request_queue import RequestQueue
 from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
-from verl.rollout.vllm_rollout.request_queue import RequestQueue
 from verl.training.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from vllm import RequestOutput, SamplingParams
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 WORKER = "verl.rollout.vllm_rollout.platform_worker.PlatformWorker"
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
 DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
-KEY = "actor_rollout_ref.rollout"
 
 
 @register_rollout("vllm", "sync")

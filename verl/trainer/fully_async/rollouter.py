@@ -124,13 +124,13 @@ class Rollouter:
             await self._until(lambda: self._may_run)
             self._enter(sample, journal.RUNNING)
             sample.started_at = self.version
-            self.worker.server_manager.track(request)
+            spans = self.worker.server_manager.spans[request] = []
             row = {name: column[0] for name, column in group.row.non_tensor_batch.items()}
             index = [row.get("sample_index", group.number)]
             (info,) = await get_trajectory_info(group.step, index, validate=False)
             arguments = {**row, SEED: sample.seed, "request_id": request}
             output = await self.worker._run_agent_loop(dict(group.params), {**info, "rollout_n": k}, **arguments)
-            sample.spans = self.worker.server_manager.take_spans(request)
+            sample.spans = spans
             sample.seconds = time.monotonic() - started
             if output is None:  # no server answered, or the conversation was too long
                 await asyncio.to_thread(self.check_servers)

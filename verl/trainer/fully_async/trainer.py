@@ -218,8 +218,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
             return {}
         (version, future), self._validation = self._validation, None
         metrics = future.result()
-        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
-        update_best(self.best, core, version, max)
+        update_best(self.best, metrics, version, max)
         metrics = {**metrics, "val-aux/weights_version": version}
         if wait:
             self.run_log.write(self.global_steps - self._in_step, metrics)
@@ -267,8 +266,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """Validation before the first step, or alone (trainer.val_only)."""
         self._in_step = 0
         metrics = self.validator.run(self.global_steps)
-        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
-        update_best(self.best, core, self.global_steps, max)
+        update_best(self.best, metrics, self.global_steps, max)
         return metrics
 
     def shutdown(self) -> None:

@@ -1,6 +1,6 @@
 """Metrics of a step, under verl's names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -10,8 +10,6 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.run.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics  # noqa: F401
 from verl.utils.metric import reduce_metrics  # noqa: F401
-
-_EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
 
 
 def _stats(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -73,8 +71,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= {**_stats("critic/values", values), "critic/vf_explained_var": 1.0 - unexplained.item()}
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
         if column in batch.non_tensor_batch:
-            counts = batch.non_tensor_batch[column].astype(float)
-            metrics |= {f"{name}/{how}": float(fn(counts)) for how, fn in _EXTREMES.items()}
+            metrics |= _stats(name, torch.from_numpy(batch.non_tensor_batch[column].astype(float)))
     return metrics
 
 

@@ -414,8 +414,7 @@ class RayPPOTrainer:
         """Generate and score the validation set; its metrics by name."""
         with self._rollout_awake() as metrics:
             metrics |= self.validator.run(self.global_steps)
-        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
-        update_best(self.best, core, self.global_steps, max)
+        update_best(self.best, metrics, self.global_steps, max)
         return metrics
 
     @step("save_checkpoint")

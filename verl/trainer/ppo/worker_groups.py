@@ -12,6 +12,7 @@ from loguru import logger
 from verl.config.compose import with_values
 from verl.config.ppo import GlobalProfilerConfig, PPOConfig
 from verl.config.roles import serves_reward_model
+from verl.rollout.replica import CLOSE_TIMEOUT_S
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
@@ -20,8 +21,6 @@ from verl.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
-
-CLOSE_TIMEOUT_S = 20
 
 
 @dataclass

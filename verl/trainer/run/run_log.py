@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
-from verl.config.compose import to_plain
+from verl.config.compose import leaves, to_plain
 from verl.protocol import DataProto
 from verl.report.metric_names import left_out
 from verl.reward.rows import reward_extras
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
-from verl.trainer.run.starts import Origin, Starts, leaves
+from verl.trainer.run.starts import Origin, Starts
 from verl.utils.jsonl import read_objects, replace_text, set_aside, set_dumps_aside
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
@@ -196,8 +196,10 @@ class RunLog:
 
 
 def update_best(best: dict[str, Any], metrics: Mapping[str, float], step: int, better: Callable[..., float]) -> None:
-    """Keep in `best` the value and step of each metric's best validation; `better` is max or min."""
+    """Keep in `best` value and step of the best validation, by metric (val/*, val-core/*); `better` is max or min."""
     for name, value in metrics.items():
+        if not name.startswith(("val/", "val-core/")):
+            continue
         if name not in best or (value != best[name]["value"] and better(value, best[name]["value"]) == value):
             best[name] = {"value": value, "step": step}
 

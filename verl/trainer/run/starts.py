@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from verl.config.compose import leaves
 from verl.utils.jsonl import read_objects
 from verl.utils.redact import redact_command, redacted_yaml
 
@@ -102,12 +103,3 @@ def changed_settings(
         values = ("null" if value is None else value for value in (before.get(key), after.get(key)))
         lines.append(f"{key}: {' -> '.join(map(str, values))} ({effect})")
     return lines, kept
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting that is not a section."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
