@@ -71,6 +71,7 @@ MODULES = {
     "verl.utils.metric.validation": "verl.trainer.run.validation_metrics",
     "verl.utils.profiler.config": "verl.config.profiler",
     "verl.utils.reward_score.spd_scorer_reward": "recipe.spd.reward",
+    "verl.utils.reward_score.sandbox_fusion.utils": f"{_RULES}.sandbox_fusion",
     "verl.utils.rollout_skip": "verl.compat.rollout_skip",
     "verl.utils.rollout_trace": "verl.agents.rollout_trace",
     "verl.utils.tensordict_utils": "verl.compat.tensordict_utils",
@@ -183,9 +184,6 @@ NAMES = {
     ),
     "verl.utils.reward_score.sandbox_fusion": (
         f"{_RULES}.sandbox_fusion:SandboxServiceError,check_correctness,compute_score",
-    ),
-    "verl.utils.reward_score.sandbox_fusion.utils": (
-        f"{_RULES}.sandbox_fusion:*", "verl.compat.sandbox_fusion:check_correctness",
     ),
     "verl.utils.torch_dtypes": (f"{_BASICS}:BFLOAT_LIST,FLOAT_LIST,HALF_LIST,PrecisionType",),
     "verl.workers.config": tuple(f"verl.config.{name}:*" for name in _SECTIONS),
