@@ -37,8 +37,7 @@ def compute_reward_async(
     if reward_fn is None:
         if config is None or tokenizer is None:
             raise ValueError("compute_reward_async needs `reward_fn`, or both `config` and `tokenizer`.")
-        kwargs = to_dict(config.reward_model.get("reward_kwargs"))
-        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
+        reward_fn = load_reward_manager(config, tokenizer, 0, **to_dict(config.reward_model.get("reward_kwargs")))
     return compute_reward(data, reward_fn)
 
 
@@ -76,10 +75,8 @@ def get_reward_manager_cls(name: str) -> type[RewardManagerBase]:
     """The class of that name, built from the trainer's config; ValueError if there is none or it scores batches."""
     manager = managers.get_reward_manager_cls(name)
     if not issubclass(manager, SampleRewardManager):
-        raise ValueError(
-            f"reward manager {manager.__name__} scores whole batches; the reward loop needs a subclass of "
-            "RewardManagerBase, which scores single samples."
-        )
+        what = f"reward manager {manager.__name__} scores whole batches; the reward loop needs a subclass of "
+        raise ValueError(f"{what}RewardManagerBase, which scores single samples.")
     return manager if issubclass(manager, RewardManagerBase) else with_loop_constructor(manager)
 
 
