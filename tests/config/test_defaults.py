@@ -8,10 +8,11 @@ from omegaconf import OmegaConf
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.config.base import BaseConfig
 from verl.config.compose import omega_conf_to_dataclass
+from verl.config.data import DataConfig
 from verl.config.defaults import resolved
 from verl.config.fields import known_names
 from verl.planning.config_check import find_problems
-from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
+from verl.trainer.config import AlgoConfig, TrainerConfig
 from verl.utils.accelerator import default_dtype
 from verl.workers.config import (
     FSDPActorConfig,

@@ -43,7 +43,7 @@ def test_a_bucket_refills_by_its_rate(clock):
 
 @pytest.fixture(autouse=True)
 def fresh_limits(monkeypatch):
-    monkeypatch.setattr(RateLimitedRewardManager, "_class_initialized", False)
+    monkeypatch.setattr(RateLimitedRewardManager, "_max_concurrent", None)
     monkeypatch.setattr(RateLimitedRewardManager, "_loop", None)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import ray
 import torch
 from omegaconf import OmegaConf
 
@@ -23,12 +22,12 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.reward import managers
 from verl.reward.loading import load_reward_manager
 from verl.reward.rows import RewardError
-from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.trainer.run.timing import StepFailed
 
 
 def config(**reward_model):
-    return OmegaConf.create({"data": {"max_response_length": 4}, "reward_model": reward_model})
+    data = {"max_response_length": 4, "reward_fn_key": "data_source"}
+    return OmegaConf.create({"data": data, "reward_model": reward_model})
 
 
 def words(data_source, solution_str, ground_truth, extra_info=None):
@@ -131,11 +130,10 @@ def test_both_registries_of_verl_are_one():
 
 def test_limits_come_from_the_config():
     limits = config(max_concurrent=3, max_rpm=120)
-    manager = RateLimitedRewardManager(limits, TOKENIZER, words)
-    assert manager._max_concurrent == 3 and manager._rpm_limiter.rate_limit == 2.0 and manager._tpm_limiter is None
-    assert single(manager, batch()[:1])["reward_score"] == 12.0
-    with pytest.raises(ValueError, match="needs config"):
-        RateLimitedRewardManager()
+    for cls in (RateLimitedRewardManager, get_reward_manager_cls("rate_limited")):
+        manager = cls(limits, TOKENIZER, words)
+        assert single(manager, batch()[:1])["reward_score"] == 12.0
+        assert manager._max_concurrent == 3 and manager._rpm_limiter.rate_limit == 2.0 and manager._tpm_limiter is None
 
 
 @pytest.mark.process
@@ -150,15 +148,15 @@ def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama):
         worker = RewardLoopWorker(settings, url.removeprefix("http://"))
         results = asyncio.run(worker.compute_score_batch(batch(**asked)))
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": ""}]
-    empty = len(worker.reward_model_tokenizer.apply_chat_template(chat, tokenize=False).split())
+    empty = len(worker.manager.reward_model_tokenizer.apply_chat_template(chat, tokenize=False).split())
     assert [result["reward_score"] for result in results] == [empty + 2, empty + 1]
     with pytest.raises(ValueError, match="needs the address of a server"):
-        asyncio.run(RewardLoopWorker(settings).compute_score(batch()[:1]))
+        RewardLoopWorker(settings)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_ray_workers_share_the_rows_of_a_batch(ray_cluster, tmp_path, tiny_llama):
+def test_a_batch_is_scored_by_the_configured_manager(ray_cluster, tmp_path, tiny_llama):
     settings = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2)
     scored = RewardLoopManager(settings).compute_rm_score(batch(["1 a", "7", "a a a 4"]))
     # the reward of tests.helpers.rl_run: the share of numbers among the words
@@ -170,36 +168,9 @@ def test_ray_workers_share_the_rows_of_a_batch(ray_cluster, tmp_path, tiny_llama
     assert again.batch["rm_scores"].tolist() == [[0, 0.5, 0, 0]]
 
 
-STOPPING = """
-import os, signal
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if solution_str == "7":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return 1.0
-"""
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_a_worker_that_stops_is_named_within_the_limit(ray_cluster, tmp_path, tiny_llama):
-    settings = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2)
-    (tmp_path / "reward.py").write_text(STOPPING)
-    manager = RewardLoopManager(settings)
-    assert manager.compute_rm_score(batch(["1", "2"])).batch["rm_scores"].sum() == 2
-    settings.trainer.watchdog.log_prob = 2
-    try:
-        with pytest.raises(PhaseTimeout, match=r"^reward loop worker 1 \(stopped\) did not finish compute_score_batch"):
-            manager.compute_rm_score(batch(["1", "7"]))
-    finally:
-        for worker in manager.reward_loop_workers:
-            ray.kill(worker)
-
-
 @pytest.mark.process
 def test_a_trainer_scores_by_managers_of_single_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(managers.RateLimitedRewardManager, "_class_initialized", False)
+    monkeypatch.setattr(managers.RateLimitedRewardManager, "_max_concurrent", None)
     rows = {}
     for name in ("naive", "rate_limited"):
         settings = {"reward_manager__name": name, "reward_model__max_concurrent": 8, "trainer__total_training_steps": 2}

@@ -230,7 +230,7 @@ def test_the_configured_manager_passes_the_address_of_the_servers(tiny_llama, tm
     settings = {"reward_model__model__path": tiny_llama, "custom_reward_function__path": tmp_path / "asking.py"}
     for name in ("naive", "dapo"):
         config = compose_run(tmp_path / name, tiny_llama, **SERVED, **settings, reward_manager__name=name)
-        manager = load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"]))
+        manager = load_served_reward(config, make_tokenizer(), "127.0.0.1:9")
         assert manager.concurrent and can_stream(manager) and manager.settings.enable
         result = manager(batch(("1 2", "7")), return_dict=True)
         assert result["reward_tensor"].sum(1).tolist() == [2.0, 1.0]
@@ -239,6 +239,6 @@ def test_the_configured_manager_passes_the_address_of_the_servers(tiny_llama, tm
     settings |= {**module, "reward_manager__name": "OfBatches"}
     config = compose_run(tmp_path / "batches", tiny_llama, **SERVED, **settings)
     with pytest.raises(ValueError, match="reward manager OfBatches cannot pass the address of the served reward model"):
-        load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"]))
+        load_served_reward(config, make_tokenizer(), "127.0.0.1:9")
     config.custom_reward_function.path = None
-    assert isinstance(load_served_reward(config, make_tokenizer(), group_of(["127.0.0.1:9"])), ServedRewardManager)
+    assert isinstance(load_served_reward(config, make_tokenizer(), "127.0.0.1:9"), ServedRewardManager)

@@ -96,7 +96,7 @@ def test_a_failed_sample_keeps_its_rule(make):
 
 
 def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart(monkeypatch):
-    for name, value in (("_class_initialized", False), ("_loop", None)):
+    for name, value in (("_max_concurrent", None), ("_loop", None)):
         monkeypatch.setattr(RateLimitedRewardManager, name, value)
     running, most = 0, 0
 

@@ -7,7 +7,7 @@ several live modules.
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
@@ -21,21 +21,10 @@ def live_name(path: str) -> str | None:
     """The live module that an old path stands for; None for other paths."""
     if path in table.MODULES or path in table.NAMES:
         return table.MODULES.get(path)
-    package, modules = path, ""
-    while package:
-        if package in table.PACKAGES:
-            return table.PACKAGES[package] + modules
-        package, _, module = package.rpartition(".")
-        modules = f".{module}{modules}"
-    return None
-
-
-def _holders(value: Any, name: str) -> Iterator[ModuleType]:
-    """The loaded modules of the product in which `name` is this very object."""
-    for module in list(sys.modules.values()):
-        ours = getattr(module, "__name__", "").startswith(("verl.", "recipe.", "dllm_reasoning."))
-        if ours and vars(module).get(name) is value:
-            yield module
+    package = path
+    while package and package not in table.PACKAGES:
+        package = package.rpartition(".")[0]
+    return table.PACKAGES[package] + path.removeprefix(package) if package else None
 
 
 class CompatModule(ModuleType):
@@ -44,8 +33,10 @@ class CompatModule(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         before = vars(self).get(name)
         if callable(before):
-            for module in _holders(before, name):
-                vars(module)[name] = value
+            for module in list(sys.modules.values()):
+                ours = getattr(module, "__name__", "").startswith(("verl.", "recipe.", "dllm_reasoning."))
+                if ours and vars(module).get(name) is before:
+                    vars(module)[name] = value
         super().__setattr__(name, value)
 
 
@@ -80,12 +71,10 @@ class CompatFinder(MetaPathFinder, Loader):
     """Finds and loads the modules of the table, and no others."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(("verl.", "recipe.", "dllm_reasoning.")):
-            return None
         if name in table.REMOVED:
             raise ModuleNotFoundError(f"{name} of verl is left out here: {table.REMOVED[name]}", name=name)
         live = live_name(name)
-        if live is not None and (name in table.MODULES or name in table.PACKAGES or _exists(live)):
+        if live is not None and _exists(live):
             return spec_from_loader(name, self, origin=live)
         return spec_from_loader(name, self, is_package=True) if name in table.NAMES else None
 

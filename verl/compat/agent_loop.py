@@ -1,5 +1,4 @@
-"""Compatibility with verl: the names of agent loops and of the rollout servers' clients, which one module has here."""
-# ruff: noqa: F401
+"""Compatibility with verl: managers and clients of the rollout servers as verl 0.9 makes them."""
 
 import asyncio
 from typing import Any
@@ -7,32 +6,19 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.agents.agent_loop import manager
-from verl.agents.agent_loop.base import (
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    DictConfigWrap,
-    ToolListWrap,
-)
-from verl.agents.agent_loop.registry import _agent_loop_registry, register
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager
-from verl.agents.agent_loop.worker import AgentLoopWorker, AgentLoopWorkerBase, get_trajectory_info
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.rollout import RolloutConfig
-from verl.rollout.replica import ServerHandle, TokenOutput, one_replica_per_engine
+from verl.rollout.replica import ServerHandle, one_replica_per_engine
 
 
-async def _made(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return cls(*args, **kwargs)
-
-
-def auto_await(coroutine: Any) -> Any:
-    """The coroutine where an event loop runs, which the caller awaits; elsewhere its result."""
+def _create(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """An object, or a coroutine of it where an event loop runs: it waits for servers in a loop of its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    return coroutine
+        return cls(*args, **kwargs)
+    return asyncio.to_thread(cls, *args, **kwargs)
 
 
 class LLMServerClient(AsyncLLMServerManager):
@@ -54,10 +40,7 @@ class LLMServerManager:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
         self.rollout_replicas = one_replica_per_engine(rollout, config.actor_rollout_ref.model, worker_group)
 
-    @classmethod
-    def create(cls, *args: Any, **kwargs: Any) -> Any:
-        """A manager; in an event loop a coroutine of it."""
-        return auto_await(_made(cls, *args, **kwargs))
+    create = classmethod(_create)
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         """A client of all servers."""
@@ -80,4 +63,4 @@ class AgentLoopManager(manager.AgentLoopManager):
     @classmethod
     def create(cls, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> Any:
         """A manager over the ranks of `llm_client`, or in an event loop a coroutine of it; the rest has no effect."""
-        return auto_await(_made(cls, config, llm_client.worker_group))
+        return _create(cls, config, llm_client.worker_group)

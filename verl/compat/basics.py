@@ -1,25 +1,18 @@
 """Compatibility with verl: functions on Python values, devices and files, which need neither models nor a trainer."""
 
 import asyncio
-import functools
 import gc
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
-import torch.distributed as dist
-from loguru import logger as default_logger
 from omegaconf import DictConfig, ListConfig
 
-from verl.profiling.performance import GIB
 from verl.protocol.merge import deep_equal
 from verl.training.checkpoint.publish import TRACKER, read_tracker
 from verl.utils.accelerator import get_device_name
@@ -74,39 +67,17 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Turn omegaconf containers, at any depth, into plain dicts and lists."""
-    if isinstance(obj, ListConfig | list | tuple):
+    """Turn omegaconf containers and arrays, at any depth, into plain dicts, lists and numbers."""
+    if isinstance(obj, ListConfig | list | tuple | np.ndarray):
         return [convert_to_regular_types(item) for item in obj]
     if isinstance(obj, DictConfig | dict):
         return {key: convert_to_regular_types(value) for key, value in obj.items()}
-    return obj
+    return obj.item() if isinstance(obj, np.generic) else obj
 
 
 def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
     """Nested arrays, as parquet readers return them, to plain lists and dicts."""
-    if isinstance(data_item, dict):
-        return {key: convert_nested_value_to_list_recursive(value) for key, value in data_item.items()}
-    if isinstance(data_item, list | tuple | np.ndarray):
-        return [convert_nested_value_to_list_recursive(value) for value in data_item]
-    return data_item.item() if isinstance(data_item, np.generic) else data_item
-
-
-def get_reverse_idx(idx_map: list[int]) -> list[int]:
-    """Inverse of a permutation."""
-    return np.argsort(idx_map).tolist()
-
-
-def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
-    """Rows that were joined micro-batch after micro-batch, [B, ...], back in the order they had before the cut."""
-    order = [i for part in batch_idx_list for i in part]
-    if len(order) != data.shape[0]:
-        raise ValueError(f"{data.shape[0]} rows cannot be restored by {len(order)} row numbers")
-    return data[torch.tensor(order, device=data.device).argsort()]
-
-
-def is_torch_npu_available(check_device: bool = True) -> bool:
-    """Whether there is an NPU: no, they are not supported."""
-    return False
+    return convert_to_regular_types(data_item)
 
 
 def get_visible_devices_keyword() -> str:
@@ -139,23 +110,15 @@ def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
 class PrecisionType:
     """Names of precisions, and functions from one kind of name to another."""
 
-    HALF, FLOAT, FULL, BFLOAT, MIXED = "16", "32", "64", "bf16", "mixed"
+    _known = HALF, FLOAT, FULL, BFLOAT, MIXED = "16", "32", "64", "bf16", "mixed"
     is_fp16 = staticmethod(lambda precision: precision in HALF_LIST)
     is_fp32 = staticmethod(lambda precision: precision in FLOAT_LIST)
     is_bf16 = staticmethod(lambda precision: precision in BFLOAT_LIST)
+    supported_types = staticmethod(lambda: list(PrecisionType._known))
+    supported_type = staticmethod(lambda precision: str(precision) in PrecisionType._known)
 
     @staticmethod
-    def supported_types() -> list[str]:
-        """The names of the class."""
-        return [PrecisionType.HALF, PrecisionType.FLOAT, PrecisionType.FULL, PrecisionType.BFLOAT, PrecisionType.MIXED]
-
-    @staticmethod
-    def supported_type(precision: str | int) -> bool:
-        """Whether the name is one of `supported_types`."""
-        return str(precision) in PrecisionType.supported_types()
-
-    @staticmethod
-    def to_dtype(precision) -> torch.dtype:
+    def to_dtype(precision: Any) -> torch.dtype:
         """The torch dtype; RuntimeError for an unknown name."""
         for names in (HALF_LIST, FLOAT_LIST, BFLOAT_LIST):
             if precision in names:
@@ -163,67 +126,18 @@ class PrecisionType:
         raise RuntimeError(f"precision {precision!r} is unknown. Known: fp16, fp32, bf16.")
 
     @staticmethod
-    def to_str(precision) -> str:
+    def to_str(precision: Any) -> str:
         """fp16, fp32 or bf16; RuntimeError for an unknown name."""
         return {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}[PrecisionType.to_dtype(precision)]
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Collect garbage and return cached CUDA memory, again while that frees more than 1 GiB."""
-    for _ in range(max_retries):
-        before = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-        gc.collect()
-        if not before:
-            return
-        torch.cuda.empty_cache()
+    """Collect garbage and return cached CUDA memory, once: `max_retries` has no effect."""
+    gc.collect()
+    if torch.cuda.is_available():
         if force_sync:
             torch.cuda.synchronize()
-        if before - torch.cuda.memory_reserved() < GIB:
-            return
-
-
-def log_gpu_memory_usage(
-    head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
-) -> None:
-    """Log the memory of rank `rank` (None: of every rank) in GiB: of the GPU, or of the process without one."""
-    if rank not in (None, dist.get_rank() if dist.is_initialized() else 0):
-        return
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        parts = {"allocated": allocated, "reserved": reserved, "used": total - free, "total": total}
-    else:
-        parts = {"resident": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
-    text = f"{head}, memory in GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in parts.items())}"
-    if logger is None:
-        default_logger.log(logging.getLevelName(level), text)
-    else:
-        logger.log(level, text)
-
-
-class GPUMemoryLogger:
-    """Decorator: logs the memory before and after each call, with the role's name."""
-
-    def __init__(
-        self, role: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, log_only_rank_0: bool = True
-    ) -> None:
-        self.role, self.logger, self.level = role, logger, level
-        self.rank = 0 if log_only_rank_0 else None
-
-    def __call__(self, decorated_function: Callable) -> Callable:
-        @functools.wraps(decorated_function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.log(decorated_function, *args, **kwargs)
-
-        return call
-
-    def log(self, func: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, with both log lines."""
-        name = f"{self.role} {func.__name__}"
-        log_gpu_memory_usage(f"before {name}", self.logger, self.level, self.rank)
-        output = func(*args, **kwargs)
-        log_gpu_memory_usage(f"after {name}", self.logger, self.level, self.rank)
-        return output
+        torch.cuda.empty_cache()
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
@@ -254,13 +168,8 @@ def get_checkpoint_tracker_filename(root_path: str) -> str:
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
     """The folder, whose files are not checked, that the tracker file in `path` points to; None without either."""
     step = None if path is None else read_tracker(path)
-    folder = None if step is None else Path(path) / directory_format.format(step)
-    return str(folder) if folder is not None and folder.is_dir() else None
-
-
-def index_first_axis(hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor by number."""
-    return hidden_states[indices]
+    folder = os.path.join(path or "", directory_format.format(step))
+    return folder if step is not None and os.path.isdir(folder) else None
 
 
 def rearrange(*args: Any, **kwargs: Any) -> torch.Tensor:

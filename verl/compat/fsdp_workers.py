@@ -17,19 +17,17 @@ from verl.training.parallel.sharding import create_device_mesh
 
 def get_sharding_strategy(device_mesh: DeviceMesh, zero3_enable: bool = True) -> ShardingStrategy:
     """FSDP1's strategy for a mesh of one dimension, or of two: replicas of shards. FSDP2 needs none."""
-    if device_mesh.ndim == 1:
-        return ShardingStrategy.FULL_SHARD if zero3_enable else ShardingStrategy.SHARD_GRAD_OP
-    if device_mesh.ndim == 2:
-        return ShardingStrategy.HYBRID_SHARD if zero3_enable else ShardingStrategy._HYBRID_SHARD_ZERO2
-    raise NotImplementedError(f"FSDP1 has no strategy for a mesh of {device_mesh.ndim} dimensions; known: 1, 2.")
+    zero3, zero2 = ("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+    if device_mesh.ndim not in (1, 2):
+        raise NotImplementedError(f"FSDP1 has no strategy for a mesh of {device_mesh.ndim} dimensions; known: 1, 2.")
+    return ShardingStrategy[(zero3 if zero3_enable else zero2)[device_mesh.ndim - 1]]
 
 
 def get_vl_model_vision_tower(vl_model_instance: Any) -> Any:
     """The model's part that reads images, where transformers keeps it; None without one."""
-    for owner in (getattr(vl_model_instance, "model", None), vl_model_instance):
-        if (tower := getattr(owner, "visual", None) or getattr(owner, "vision_tower", None)) is not None:
-            return tower
-    return None
+    owners = (getattr(vl_model_instance, "model", None), vl_model_instance)
+    towers = (getattr(owner, name, None) for owner in owners for name in ("visual", "vision_tower"))
+    return next((tower for tower in towers if tower is not None), None)
 
 
 class ActorRolloutRefWorker(actor_rollout_ref.ActorRolloutRefWorker):
@@ -47,12 +45,4 @@ class ActorRolloutRefWorker(actor_rollout_ref.ActorRolloutRefWorker):
 class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
     """The worker for rollout.mode=async by verl's name. ActorRolloutRefWorker serves both modes."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def wake_up(self) -> bool:
-        """`rollout_mode`."""
-        return self.rollout_mode()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sleep(self) -> None:
-        """`trainer_mode`."""
-        self.trainer_mode()
+    wake_up, sleep = ActorRolloutRefWorker.rollout_mode, ActorRolloutRefWorker.trainer_mode

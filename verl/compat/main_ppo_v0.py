@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from verl.trainer.main_ppo import TaskRunner, main, run_ppo
-
-__all__ = ["BaseTaskRunner", "TaskRunner", "main", "run_ppo"]
+from verl.trainer.main_ppo import TaskRunner, main, run_ppo  # noqa: F401
 
 
 class BaseTaskRunner(TaskRunner):

@@ -11,20 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-    _or_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
 from verl.models.loading import create_huggingface_actor
 from verl.training.parallel.sharding import full_tensors, shard_units
-from verl.training.peft_weights import adapter_weights, hf_name, peft_models
-from verl.utils.accelerator import get_device_id, get_device_name
-
-_ENGINE = "Models are not patched here; build them through verl.training.engine and set"
+from verl.training.peft_weights import adapter_weights, hf_name, peft_models, stored_names
+from verl.utils.accelerator import get_device_name
 
 
 def create_huggingface_critic(
@@ -46,13 +39,7 @@ def load_valuehead_model(
 
 def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors, of any shape, by their names in the model's checkpoint files, for models that rename on loading."""
-    reverse = {new: old.lstrip("^").split("(")[0] for old, new in (model._checkpoint_conversion_mapping or {}).items()}
-
-    def stored_name(key: str) -> str:
-        new = next((n for n in reverse if key.startswith(n)), "")
-        return reverse.get(new, new) + key[len(new) :]
-
-    return {stored_name(key): tensor for key, tensor in state_dict.items()}
+    return dict(stored_names(model, state_dict.items()))
 
 
 def create_random_mask(
@@ -75,19 +62,20 @@ def apply_monkey_patch(
     fused_kernels_backend: str | None = None, use_tiled_mlp: bool = False, tiled_mlp_shards: int = 4,
 ) -> None:
     """Return for a model that needs no patch; NotImplementedError for sequence parallelism, fused or tiled kernels."""
-    if ulysses_sp_size > 1:
-        raise NotImplementedError(f"ulysses_sp_size={ulysses_sp_size}: {_ENGINE} ulysses_sequence_parallel_size.")
-    if use_tiled_mlp:
-        raise NotImplementedError(f"use_tiled_mlp=True: {_ENGINE} enable_gradient_checkpointing=true to save memory.")
-    patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
+    needed = {
+        "ulysses_sequence_parallel_size": ulysses_sp_size > 1, "model.use_fused_kernels=true": use_fused_kernels,
+        "enable_gradient_checkpointing=true to save memory": use_tiled_mlp,
+    }  # fmt: skip
+    for setting, is_needed in needed.items():
+        if is_needed:
+            raise NotImplementedError(f"models are not patched; build them by verl.training.engine and set {setting}")
 
 
 def patch_forward_with_backends(
     model: torch.nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
 ) -> None:
     """NotImplementedError with `use_fused_kernels`, else nothing."""
-    if use_fused_kernels:
-        raise NotImplementedError(f"use_fused_kernels=True: {_ENGINE} model.use_fused_kernels=true.")
+    apply_monkey_patch(model, use_fused_kernels=use_fused_kernels)
 
 
 def patch_vlm_for_ulysses_input_slicing(model_class: type) -> NoReturn:
@@ -105,34 +93,19 @@ def fsdp_version(model: nn.Module) -> int:
     return 2 if isinstance(model, FSDPModule) else int(isinstance(model, FullyShardedDataParallel))
 
 
-def _own_device() -> int | str:
-    return get_device_id() if get_device_name() == "cuda" else "cpu"
-
-
 def init_fn(x: nn.Module) -> nn.Module:
     """Give a module uninitialized memory on this rank's device, on every rank but 0, which holds the weights."""
-    return x if dist.get_rank() == 0 else x.to_empty(device=_own_device(), recurse=False)
+    return x if dist.get_rank() == 0 else x.to_empty(device=get_device_name(), recurse=False)
 
 
 def get_fsdp_wrap_policy(module: nn.Module, config: Any = None, is_lora: bool = False) -> Callable | None:
-    """The `auto_wrap_policy` of FSDP1 for a `wrap_policy` as `shard_units` takes it; with `is_lora` for leaves, too."""
-    config = {} if config is None else config
-    if config.get("disable", False):
-        return None
-    policies: list[Callable] = []
-    if is_lora:
-        policies.append(functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_trained_leaf))
-    if size := config.get("min_num_params", 0):
-        policies.append(functools.partial(size_based_auto_wrap_policy, min_num_params=size))
-    else:
-        key = "transformer_layer_cls_to_wrap"
-        if classes := {type(unit) for unit in shard_units(module, {key: config.get(key)})}:
-            policies.append(ModuleWrapPolicy(classes))
-    return functools.partial(_or_policy, policies=policies) if policies else None
-
-
-def _is_trained_leaf(module: nn.Module) -> bool:
-    return not list(module.named_children()) and getattr(getattr(module, "weight", None), "requires_grad", False)
+    """The `auto_wrap_policy` of FSDP1 for the `shard_units` of a `wrap_policy`; with `is_lora` trained leaves, too."""
+    config = dict(config or {})
+    units = set(shard_units(module, config))
+    if is_lora and not config.get("disable"):
+        trained = (m for m in module.modules() if getattr(getattr(m, "weight", None), "requires_grad", False))
+        units.update(m for m in trained if not list(m.children()))
+    return functools.partial(lambda_auto_wrap_policy, lambda_fn=units.__contains__) if units else None
 
 
 def fsdp2_load_full_state_dict(
@@ -140,7 +113,7 @@ def fsdp2_load_full_state_dict(
     cpu_offload: Any = None,
 ) -> None:
     """Fill a module of `fully_shard` from the full weights of rank 0; the shards go to the CPU with `cpu_offload`."""
-    on_device = "cpu" if device_mesh is not None and device_mesh.device_type == "cpu" else _own_device()
+    on_device = "cpu" if device_mesh is not None and device_mesh.device_type == "cpu" else get_device_name()
     model = model.to(on_device) if dist.get_rank() == 0 else model.to_empty(device=on_device)
     options = StateDictOptions(full_state_dict=True, cpu_offload=bool(cpu_offload), broadcast_from_rank0=True)
     set_model_state_dict(model, full_state, options=options)
@@ -155,7 +128,6 @@ def collect_lora_params(
 ) -> OrderedDict[str, torch.Tensor]:
     """Full tensors, on the CPU and by their names in files: of the adapter, or else of the base model."""
     if base_sync_done:
-        model = next(iter(peft_models(module).values()))
-        return OrderedDict(adapter_weights(model, "cpu"))
+        return OrderedDict(adapter_weights(next(iter(peft_models(module).values())), "cpu"))
     base = ((name, p) for name, p in module.named_parameters() if "lora_" not in name)
     return OrderedDict((hf_name(name), full.cpu()) for name, full in full_tensors(base))

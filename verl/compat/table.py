@@ -7,17 +7,19 @@ LIVE_PACKAGES: live package -> names that it also has for imports of verl, as in
 REMOVED: old path -> what to use instead.
 """
 
-_ASYNC, _ENTRY = "verl.trainer.fully_async", "verl.trainer.fully_async.fully_async_main"
-_LOOPS, _TOOLS, _INTERACTIONS = "verl.agents.agent_loop", "verl.agents.tools", "verl.agents.interactions"
-_RULES, _MANAGERS = "verl.reward.rules", "verl.reward.managers"
+_ASYNC, _LOOPS = "verl.trainer.fully_async", "verl.agents.agent_loop"
+_TOOLS, _INTERACTIONS = "verl.agents.tools", "verl.agents.interactions"
+_RULES, _MANAGERS, _DISPATCH = "verl.reward.rules", "verl.reward.managers", "verl.single_controller.base.dispatch"
 
 PACKAGES = {
+    "recipe.fully_async_policy": _ASYNC,
     "recipe.one_step_off_policy": _ASYNC,
     "verl.checkpoint": "verl.training.checkpoint",
     "verl.environments": "verl.agents.environments",
     "verl.experimental.agent_loop": _LOOPS,
     "verl.experimental.dataset": "verl.data",
     "verl.experimental.dynamic_dataset": "verl.data",
+    "verl.experimental.fully_async_policy": _ASYNC,
     "verl.experimental.one_step_off_policy": _ASYNC,
     "verl.interactions": _INTERACTIONS,
     "verl.interactions.utils": _INTERACTIONS,
@@ -41,38 +43,30 @@ PACKAGES = {
 }
 
 MODULES = {
-    "recipe.fully_async_policy": _ASYNC,
-    "recipe.fully_async_policy.fully_async_main": _ENTRY,
-    "recipe.one_step_off_policy.main_ppo": "verl.compat.one_step_off",
     "verl.base_config": "verl.config.base",
-    "verl.experimental.agent_loop.agent_loop": "verl.compat.agent_loop",
-    "verl.experimental.fully_async_policy": _ASYNC,
-    "verl.experimental.fully_async_policy.fully_async_main": _ENTRY,
-    "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.one_step_off",
     "verl.experimental.reward_loop.reward_loop": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.base": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.dapo": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.limited": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.naive": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.registry": "verl.compat.reward",
-    "verl.experimental.reward_loop.reward_manager.remote": "verl.compat.reward",
+    **{
+        f"verl.experimental.reward_loop.reward_manager.{name}": "verl.compat.reward"
+        for name in ("base", "dapo", "limited", "naive", "registry", "remote")
+    },
     "verl.experimental.reward_loop.reward_model": "verl.reward.served",
-    "verl.single_controller.base.decorator": "verl.compat.decorator",
-    "verl.single_controller.ray.base": "verl.compat.ray_base",
     "verl.tools.function_tool": "verl.compat.function_tool",
     "verl.trainer.config.algorithm": "verl.config.algorithm",
     "verl.trainer.config.config": "verl.config.common",
     "verl.trainer.main_ppo_v0": "verl.compat.main_ppo_v0",
     "verl.trainer.ppo.core_algos": "verl.compat.core_algos",
-    "verl.trainer.sft_trainer": "verl.compat.sft_trainer",
     "verl.utils.dataset.spd_dataset": "recipe.spd.data.dataset",
     "verl.utils.debug.metrics": "verl.algos.log_prob_metrics",
+    "verl.utils.debug.performance": "verl.profiling.performance",
     "verl.utils.flops_counter": "verl.training.flops_counter",
     "verl.utils.metric.validation": "verl.trainer.run.validation_metrics",
     "verl.utils.profiler.config": "verl.config.profiler",
+    "verl.utils.profiler.performance": "verl.profiling.performance",
     "verl.utils.reward_score.spd_scorer_reward": "recipe.spd.reward",
-    "verl.utils.rollout_skip": "verl.compat.rollout_skip",
+    "verl.utils.reward_score.sandbox_fusion.utils": f"{_RULES}.sandbox_fusion",
+    "verl.utils.rollout_skip": "verl.trainer.ppo.rollout_skip",
     "verl.utils.rollout_trace": "verl.agents.rollout_trace",
+    "verl.utils.seqlen_balancing": "verl.protocol.seqlen_balancing",
     "verl.utils.tensordict_utils": "verl.compat.tensordict_utils",
     "verl.utils.torch_functional": "verl.compat.torch_functional",
     "verl.utils.ulysses": "verl.compat.ulysses",
@@ -84,23 +78,21 @@ MODULES = {
 }
 
 _HELPERS, _BASICS, _MODELS = "verl.compat.helpers", "verl.compat.basics", "verl.compat.models"
-_PERFORMANCE = (
-    "verl.profiling.performance:GIB,marked_timer,simple_timer", f"{_BASICS}:GPUMemoryLogger,log_gpu_memory_usage",
-)
 _PROFILE = ("verl.profiling.profile:*", "verl.single_controller.base.profiling:DistProfilerExtension")
 _PROFILER = (
-    "verl.config.profiler:*", *_PROFILE, *_PERFORMANCE, "verl.utils.import_utils:is_nvtx_available",
+    "verl.config.profiler:*", *_PROFILE, "verl.profiling.performance:*", "verl.utils.import_utils:is_nvtx_available",
 )
-_PACKAGES = (
-    "verl.experimental", "verl.experimental.dataset", "verl.experimental.dynamic_dataset", "verl.interactions.utils",
-    "verl.models.transformers", "verl.tools.utils", "verl.workers",
-)
-_SECTIONS = (
-    "common", "profiler", "sandbox", "actor", "critic", "engine", "model", "optimizer", "reward_model", "rollout",
-)
+_TRACKER = f"{_BASICS}:TRACKER,find_latest_ckpt_path,get_checkpoint_tracker_filename,read_tracker"
+_SECTIONS = "common profiler sandbox actor critic engine model optimizer reward_model rollout".split()
 NAMES = {
-    **dict.fromkeys(_PACKAGES, ()),
+    **dict.fromkeys(("verl.experimental", "verl.models.transformers", "verl.workers"), ()),
     "verl.experimental.agent_loop": (f"{_LOOPS}:*", "verl.compat.agent_loop:AgentLoopManager"),
+    "verl.experimental.agent_loop.agent_loop": (
+        f"{_LOOPS}.base:AgentLoopBase,AgentLoopMetrics,AgentLoopOutput,DictConfigWrap,ToolListWrap",
+        f"{_LOOPS}.registry:_agent_loop_registry,register", f"{_LOOPS}.server_manager:AsyncLLMServerManager",
+        f"{_LOOPS}.worker:AgentLoopWorker,AgentLoopWorkerBase,get_trajectory_info",
+        "verl.rollout.replica:TokenOutput", "verl.compat.agent_loop:*",
+    ),
     "verl.experimental.agent_loop.base": (
         f"{_LOOPS}.base:AgentLoopBase,AgentLoopOutput", "verl.utils.tokenizer:stop_ids"
     ),
@@ -115,46 +107,49 @@ NAMES = {
     "verl.models.transformers.monkey_patch": (
         f"{_MODELS}:apply_monkey_patch,patch_forward_with_backends,patch_vlm_for_ulysses_input_slicing,repeat_kv",
     ),
+    "verl.single_controller.base.decorator": (
+        f"{_DISPATCH}:*",
+        f"{_DISPATCH}:_check_dispatch_mode=check_dispatch_mode,_check_execute_mode=check_execute_mode",
+    ),
+    "verl.single_controller.ray.base": (
+        "verl.single_controller.base.worker:get_master_addr_port",
+        "verl.single_controller.base.worker_group:func_generator", "verl.single_controller.ray.fetch:WorkerDiedError",
+        "verl.single_controller.ray.ray_class:*", "verl.single_controller.ray.resource_pool:*",
+        "verl.single_controller.ray.worker_group:RayWorkerGroup",
+    ),
     "verl.tools": (f"{_TOOLS}:*",),
     "verl.tools.tool_registry": (
         f"{_TOOLS}.tool_registry:ToolType,get_tool_class,initialize_tools_from_config", f"{_HELPERS}:load_all_tools",
     ),
     "verl.trainer.constants_ppo": (f"{_HELPERS}:PPO_RAY_RUNTIME_ENV,get_ppo_ray_runtime_env",),
     "verl.trainer.ppo.reward": (
-        "verl.reward.loading:*", "verl.reward.rows:drop_failed", "verl.compat.reward:compute_reward",
-        "verl.compat.reward:compute_reward_async",
+        "verl.reward.loading:*", "verl.reward.rows:drop_failed",
+        "verl.compat.reward:compute_reward,compute_reward_async",
     ),
-    "verl.trainer.ppo.rollout_corr_helper": (
-        "verl.algos.rollout_correction:*", f"{_HELPERS}:apply_bypass_mode",
-    ),
+    "verl.trainer.ppo.rollout_corr_helper": ("verl.algos.rollout_correction:*", f"{_HELPERS}:apply_bypass_mode"),
     "verl.utils.attention_utils": (
         "transformers.modeling_flash_attention_utils:pad_input=_pad_input,unpad_input=_unpad_input",
-        f"{_BASICS}:index_first_axis,rearrange",
+        "operator:index_first_axis=getitem", f"{_BASICS}:rearrange",
     ),
     "verl.utils.chat_template": (f"{_HELPERS}:extract_system_prompt_and_generation,initialize_system_prompt",),
-    "verl.utils.checkpoint": (
-        "verl.training.checkpoint:*", f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename",
-        "verl.training.checkpoint.publish:TRACKER,read_tracker",
-    ),
+    "verl.utils.checkpoint": ("verl.training.checkpoint:*", _TRACKER),
     "verl.utils.checkpoint.checkpoint_manager": (
-        "verl.training.checkpoint:BaseCheckpointManager,CheckpointCorruptError,should_save_ckpt_esi",
-        f"{_BASICS}:find_latest_ckpt_path,get_checkpoint_tracker_filename",
-        "verl.training.checkpoint.publish:TRACKER,read_tracker",
+        "verl.training.checkpoint:BaseCheckpointManager,CheckpointCorruptError,should_save_ckpt_esi", _TRACKER,
     ),
     "verl.utils.config": (
         "verl.config.compose:forced_override,hydra_main,omega_conf_to_dataclass",
         f"{_HELPERS}:update_dict_with_config,validate_config",
     ),
-    "verl.utils.dataset": ("verl.data:RLHFDataset,SFTDataset,collate_fn,get_dataset_class",),
+    "verl.utils.dataset": ("verl.data:*",),
     "verl.utils.dataset.multiturn_sft_dataset": (
         "verl.data.multiturn_sft_dataset:MultiTurnSFTDataset", f"{_BASICS}:convert_nested_value_to_list_recursive",
     ),
     "verl.utils.debug": _PROFILER,
-    "verl.utils.debug.performance": _PERFORMANCE,
     "verl.utils.device": (
         "verl.utils.accelerator:get_device_id,get_device_name,get_nccl_backend",
         f"{_BASICS}:auto_set_device,get_device_capability,get_torch_device,get_visible_devices_keyword",
-        f"{_BASICS}:is_cuda_available,is_npu_available,is_torch_npu_available,set_expandable_segments",
+        f"{_BASICS}:is_cuda_available,is_npu_available,set_expandable_segments",
+        "transformers.utils:is_torch_npu_available",
     ),
     "verl.utils.fsdp_utils": (
         "verl.training.parallel.sharding:*",
@@ -168,30 +163,23 @@ NAMES = {
         f"{_MODELS}:convert_weight_keys,create_huggingface_critic,create_random_mask,load_valuehead_model",
     ),
     "verl.utils.profiler": _PROFILER,
-    "verl.utils.profiler.performance": _PERFORMANCE,
     "verl.utils.profiler.profile": _PROFILE,
     "verl.utils.py_functional": (
         "verl.protocol.merge:deep_equal", "verl.single_controller.base.dispatch:DynamicEnum,DynamicEnumMeta",
-        "verl.utils.time_limit:timeout_limit",
+        "verl.data.time_limit:timeout_limit",
         f"{_BASICS}:NestedNamespace,append_to_dict,convert_to_regular_types,rename_dict,temp_env_var,union_two_dict",
     ),
     "verl.utils.ray_utils": (
         f"{_BASICS}:get_event_loop,parallel_put", "verl.single_controller.base.worker:ray_noset_visible_devices",
     ),
-    "verl.utils.seqlen_balancing": (
-        "verl.protocol.seqlen_balancing:*", f"{_BASICS}:get_reverse_idx,restore_dynamic_batch",
-    ),
     "verl.utils.reward_score.sandbox_fusion": (
         f"{_RULES}.sandbox_fusion:SandboxServiceError,check_correctness,compute_score",
-    ),
-    "verl.utils.reward_score.sandbox_fusion.utils": (
-        f"{_RULES}.sandbox_fusion:*", "verl.compat.sandbox_fusion:check_correctness",
     ),
     "verl.utils.torch_dtypes": (f"{_BASICS}:BFLOAT_LIST,FLOAT_LIST,HALF_LIST,PrecisionType",),
     "verl.workers.config": tuple(f"verl.config.{name}:*" for name in _SECTIONS),
     "verl.workers.config.actor": ("verl.config.actor:*", f"{_HELPERS}:RouterReplayConfig"),
     "verl.workers.engine_workers": ("verl.compat.fsdp_workers:ActorRolloutRefWorker",),
-    "verl.workers.rollout.llm_server": ("verl.compat.agent_loop:LLMServerClient,LLMServerManager,auto_await",),
+    "verl.workers.rollout.llm_server": ("verl.compat.agent_loop:LLMServerClient,LLMServerManager",),
 }
 
 LIVE_PACKAGES = {
@@ -199,8 +187,6 @@ LIVE_PACKAGES = {
         "verl.config.algorithm:AlgoConfig,FilterGroupsConfig,KLControlConfig,RolloutCorrectionConfig",
         "verl.config.common:BaseModelConfig,CheckpointConfig,ModuleConfig,ProfileConfig,RewardManagerConfig",
         "verl.config.common:TrainerConfig",
-        "verl.config.data:DataConfig,SamplerConfig",
-        "verl.config.sft:SFTConfig,SFTDataConfig,SFTModelConfig,SFTOptimConfig,SFTTrainerConfig",
     ),
     "verl.utils": (
         "verl.algos.advantage:as_torch_index", "verl.config.compose:omega_conf_to_dataclass",

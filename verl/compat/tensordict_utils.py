@@ -20,6 +20,7 @@ from verl.protocol.merge import (
     index_select_tensor_dict,
     iterate_batches,
     same_column,
+    unwrap_non_tensor_data,
 )
 
 
@@ -31,16 +32,6 @@ def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> TensorDict:
         else:
             (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
     return tensor_dict
-
-
-def unwrap_non_tensor_data(data: Any) -> Any:
-    """The value in a NonTensorData; anything else as it is."""
-    return data.data if isinstance(data, NonTensorData) else data
-
-
-def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """A value of the full batch [B], or `default`."""
-    return unwrap_non_tensor_data(data.get(key, default))
 
 
 def get_tensordict(tensor_dict: dict[str, torch.Tensor | list], non_tensor_dict: dict | None = None) -> TensorDict:
@@ -99,9 +90,8 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """The batch [B] with these columns only; KeyError naming a missing one."""
     keys = list(keys)
-    for key in keys:
-        if key not in tensordict.keys():
-            raise KeyError(f"{key!r} is not in the batch; it has {sorted(tensordict.keys())}")
+    if missing := [key for key in keys if key not in tensordict.keys()]:
+        raise KeyError(f"{missing[0]!r} is not in the batch; it has {sorted(tensordict.keys())}")
     return tensordict.select(*keys)
 
 
@@ -121,8 +111,6 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
     """Append rows from the start, cyclically, [B] -> [B + added], a multiple of `size_divisor`; (batch, added)."""
-    if not isinstance(data, TensorDict):
-        raise DataProtoError(f"expected a TensorDict, got a {type(data).__name__}")
     pad = -len(data) % size_divisor
     return (index_select_tensor_dict(data, [i % len(data) for i in range(len(data) + pad)]), pad) if pad else (data, 0)
 

@@ -1,19 +1,14 @@
 """Compatibility with verl: functions on tensors, for log-probs and entropies of logits, padding, truncation, ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensordict import TensorDict
 
 from verl.algos.aggregation import masked_mean, masked_sum, masked_var, masked_whiten  # noqa: F401
-from verl.utils.lr_schedules import *  # noqa: F403
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict  # takes seconds to import
-    from transformers import PreTrainedTokenizerBase
+from verl.training.lr_schedules import *  # noqa: F403
 
 _ROWS = 1024  # rows of the vocabulary held in float32 at a time
 
@@ -29,9 +24,7 @@ class _LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        norm = torch.empty(labels.shape, dtype=wide, device=logits.device)
-        for i in range(0, len(logits), _ROWS):
-            norm[i : i + _ROWS] = torch.logsumexp(logits[i : i + _ROWS].to(wide), dim=-1)
+        norm = torch.cat([rows.to(wide).logsumexp(-1) for rows in logits.split(_ROWS)])
         ctx.save_for_backward(logits, labels, norm)
         ctx.inplace = inplace
         return gather_from_labels(logits, labels).to(wide) - norm
@@ -112,24 +105,19 @@ def postprocess_data(
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and mask [B, L] -> [B, max_length], padded or truncated: the side named by `truncation` is cut off."""
-    if truncation not in ("left", "right", "middle", "error"):
-        raise ValueError(f"truncation={truncation!r} is unknown; take left, right, middle or error")
     length = input_ids.shape[-1]
-    if length <= max_length:
-        ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
-        return ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
-    if truncation == "error":
-        raise ValueError(
-            f"a sequence of {length} tokens exceeds max_length={max_length}; raise it, filter overlong rows, "
-            f"or set truncation to left, right or middle"
-        )
-    head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
-    keep = [*range(head), *range(length - max_length + head, length)]
-    return input_ids[..., keep], attention_mask[..., keep]
+    if length > max_length and truncation == "error":
+        what = f"a sequence of {length} tokens exceeds max_length={max_length}"
+        raise ValueError(f"{what}; raise it, filter overlong rows, or set truncation to left, right or middle")
+    from verl.data.rl_dataset import truncate_ids  # imports transformers
+
+    keep = truncate_ids(list(range(length)), max_length, truncation)
+    ids = pad_sequence_to_length(input_ids[..., keep], max_length, pad_token_id, left_pad)
+    return ids, pad_sequence_to_length(attention_mask[..., keep], max_length, 0, left_pad)
 
 
 def tokenize_and_postprocess_data(
-    prompt: str, tokenizer: PreTrainedTokenizerBase, max_length: int, pad_token_id: int, left_pad: bool = True,
+    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A prompt -> ids and mask of shape [1, max_length], without special tokens added."""
@@ -149,16 +137,20 @@ def broadcast_dict_tensor(tensors: dict[str, torch.Tensor] | TensorDict, src: in
         dist.broadcast(tensors[key], src=src, group=group)
 
 
+def gather_tensors(tensor: torch.Tensor, size: int, group: Any) -> list[torch.Tensor]:
+    """The tensors, of one shape, of the `size` ranks of `group` in rank order; not differentiable."""
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
 def allgather_dict_tensors(
     tensors: dict[str, torch.Tensor] | TensorDict, size: int, group: Any, dim: int = 0
 ) -> dict[str, torch.Tensor] | TensorDict:
     """Every tensor joined along `dim` over the ranks of `group` in rank order; shapes agree on all ranks."""
     gathered = {}
     for key in sorted(tensors.keys()):
-        value = tensors[key].contiguous()
-        parts = [torch.empty_like(value) for _ in range(size)]
-        dist.all_gather(parts, value, group=group)
-        gathered[key] = torch.cat(parts, dim=dim)
+        gathered[key] = torch.cat(gather_tensors(tensors[key], size, group), dim)
     if isinstance(tensors, dict):
         return gathered
     return type(tensors)(gathered, batch_size=[tensors.batch_size[0] * size], device=tensors.device)

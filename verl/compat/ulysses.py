@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from verl.compat.torch_functional import gather_tensors
 from verl.training.parallel.sequence_parallel import *  # noqa: F403
 from verl.training.parallel.sequence_parallel import (
     check_even,
@@ -39,14 +40,11 @@ class Gather(torch.autograd.Function):
         ctx.scale, ctx.widths = size if grad_scaler else 1, [local_tensor.shape[gather_dim]]
         if size == 1:
             return local_tensor
-        width = torch.tensor([local_tensor.shape[gather_dim]], device=local_tensor.device)
-        widths = [torch.empty_like(width) for _ in range(size)]
-        dist.all_gather(widths, width, group=group)
-        ctx.widths = [int(w) for w in widths]
-        sent = pad_dim(local_tensor, gather_dim, max(ctx.widths) - local_tensor.shape[gather_dim]).contiguous()
-        parts = [torch.empty_like(sent) for _ in range(size)]  # gloo gathers tensors of one shape only
-        dist.all_gather(parts, sent, group=group)
-        return torch.cat([p.narrow(gather_dim, 0, w) for p, w in zip(parts, ctx.widths, strict=True)], gather_dim)
+        width = torch.tensor(ctx.widths, device=local_tensor.device)
+        ctx.widths = torch.cat(gather_tensors(width, size, group)).tolist()
+        sent = pad_dim(local_tensor, gather_dim, max(ctx.widths) - local_tensor.shape[gather_dim])
+        parts = zip(gather_tensors(sent, size, group), ctx.widths, strict=True)
+        return torch.cat([part.narrow(gather_dim, 0, width) for part, width in parts], gather_dim)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -69,7 +67,6 @@ def gather_outputs_and_unpad(
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """All ranks' parts along `gather_dim`, [B, T / n] -> [B, T], without the last `padding_size` of `unpad_dim`."""
-    group = group or get_ulysses_sequence_parallel_group()
     if get_ulysses_sequence_parallel_world_size(group) == 1:
         return x
     x = Gather.apply(group, x, gather_dim, grad_scaler)
@@ -90,8 +87,7 @@ def ulysses_pad(
         input_ids_rmpad = pad_dim(input_ids_rmpad, -1, pads)
         if position_ids_rmpad is not None:
             own = torch.arange(pads, device=position_ids_rmpad.device, dtype=position_ids_rmpad.dtype)
-            own = own.expand(*position_ids_rmpad.shape[:-1], pads)
-            position_ids_rmpad = torch.cat([position_ids_rmpad, own], -1)
+            position_ids_rmpad = torch.cat([position_ids_rmpad, own.expand(*position_ids_rmpad.shape[:-1], pads)], -1)
     return input_ids_rmpad, position_ids_rmpad, pads
 
 
@@ -102,12 +98,9 @@ def ulysses_pad_and_slice_inputs(
     """`ulysses_pad`, then this rank's part of both, [1, T / n]; `skip_position_ids_rmpad` leaves positions complete."""
     ranks = get_ulysses_sequence_parallel_world_size()
     if sp_size != ranks:
-        raise ValueError(
-            f"sp_size={sp_size}, but {ranks} ranks share a sequence; call set_ulysses_sequence_parallel_group with a "
-            "group of that size."
-        )
+        what = f"sp_size={sp_size}, but {ranks} ranks share a sequence"
+        raise ValueError(f"{what}; call set_ulysses_sequence_parallel_group with a group of that size.")
     ids, positions, pads = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
-    ids = slice_input_tensor(ids, 1, padding=False)
     if positions is not None and not skip_position_ids_rmpad:
-        positions = slice_input_tensor(positions, positions.ndim - 1, padding=False)
-    return ids, positions, pads
+        positions = slice_input_tensor(positions, -1, padding=False)
+    return slice_input_tensor(ids, 1, padding=False), positions, pads

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config.base import BaseConfig
 from verl.config.fields import setting
-from verl.utils.lr_schedules import WSD_DECAYS
 from verl.utils.registry import nearest
 
 if TYPE_CHECKING:
     import torch
 
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
+# Decays of Megatron's WSD schedule: the progress from 0 to 1 -> the factor from 1 to 0.
+WSD_DECAYS = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
 
 
 @dataclass

@@ -16,8 +16,8 @@ from jinja2 import pass_context
 from jinja2.runtime import Context
 
 from verl.data import template_process
+from verl.data.time_limit import call_interruptibly
 from verl.utils.children import ChildDied, ProcessorSeconds, Program
-from verl.utils.time_limit import call_interruptibly
 from verl.utils.tokenizer import special_ids, stop_ids
 from verl.utils.visible_text import visible
 

@@ -167,6 +167,16 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list) -> Non
     tensor_dict.set(key, NonTensorStack(*(NonTensorData(value) for value in val)))
 
 
+def unwrap_non_tensor_data(data: Any) -> Any:
+    """The value in a NonTensorData; anything else as it is."""
+    return data.data if isinstance(data, NonTensorData) else data
+
+
+def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
+    """A value of the full batch [B], or `default`."""
+    return unwrap_non_tensor_data(data.get(key, default))
+
+
 def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
     """The first of batches of shape [] that only hold values of the full batch; DataProtoError if another has rows."""
     for batch in data:

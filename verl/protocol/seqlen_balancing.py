@@ -147,3 +147,16 @@ def prepare_dynamic_batch(
     options = (dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance)
     _, parts = rearrange_micro_batches(data.batch.select("attention_mask"), max_token_len, *options)
     return [data.select_idxs(part) for part in parts], parts
+
+
+def get_reverse_idx(idx_map: list[int]) -> list[int]:
+    """Inverse of a permutation."""
+    return sorted(range(len(idx_map)), key=idx_map.__getitem__)
+
+
+def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
+    """Rows that were joined micro-batch after micro-batch, [B, ...], back in the order they had before the cut."""
+    order = [i for part in batch_idx_list for i in part]
+    if len(order) != data.shape[0]:
+        raise ValueError(f"{data.shape[0]} rows cannot be restored by {len(order)} row numbers")
+    return data[torch.tensor(order, device=data.device).argsort()]

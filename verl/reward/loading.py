@@ -19,7 +19,7 @@ from verl.reward.managers import (
 )
 from verl.reward.managers.naive import ARGUMENTS
 from verl.reward.pool import ExternFunction, Slots
-from verl.reward.served import RewardModelManager, ServedRewardManager
+from verl.reward.served import ServedRewardManager
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
@@ -110,8 +110,8 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     return build_manager(manager_cls, config, tokenizer, compute_score, num_examine, kwargs)
 
 
-def load_served_reward(config: DictConfig, tokenizer: Any, rm_group: Any) -> SampleRewardManager:
-    """The manager that scores with the reward model which the ranks of `rm_group` (RewardServerWorker) serve.
+def load_served_reward(config: DictConfig, tokenizer: Any, address: str | None) -> SampleRewardManager:
+    """The manager that scores with the reward model that is served at `address`, host:port.
 
     Without a custom reward function the model is a discriminative one. A custom function gets the address and the
     reward model's tokenizer as `reward_router_address` and `reward_model_tokenizer` from the configured manager.
@@ -127,7 +127,6 @@ def load_served_reward(config: DictConfig, tokenizer: Any, rm_group: Any) -> Sam
         )
     path = copy_to_local(settings.model.tokenizer_path or settings.model.path)
     model_tokenizer = hf_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
-    address = RewardModelManager(settings, rm_group).get_router_address()
     if compute_score is None:
         return ServedRewardManager(tokenizer, settings, address, model_tokenizer, config.data.reward_fn_key)
     served = {"reward_router_address": address, "reward_model_tokenizer": model_tokenizer}

@@ -18,10 +18,10 @@ from tests.helpers.engines import make_engine
 from tests.helpers.logs import logged
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from verl.config.compose import forced_override
+from verl.config.sft import SFTConfig
 from verl.planning.checks import row_problems
 from verl.planning.sft import refuse_bad_rows, sft_entry
 from verl.trainer import fsdp_sft_trainer
-from verl.trainer.config import SFTConfig
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.problems import ConfigError

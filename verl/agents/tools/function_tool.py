@@ -64,14 +64,14 @@ class FunctionTool(BaseTool):
         super().__init__({name: value for name, value in vars(function).items() if name in EXAMPLES}, schema)
         self.source = function
         self._function = validate_call(function)
-        self._is_async = inspect.iscoroutinefunction(function)
+        self.is_async = inspect.iscoroutinefunction(function)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
         """Call the function. It gives no step reward: 0."""
         arguments = {**parameters, **kwargs}
-        call = self._function(**arguments) if self._is_async else in_thread(self._function, **arguments)
+        call = self._function(**arguments) if self.is_async else in_thread(self._function, **arguments)
         return self.returned(await call)
 
     @staticmethod

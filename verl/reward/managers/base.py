@@ -13,7 +13,7 @@ from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
-from verl.reward.rows import GRADED, Row, log_examples, parse_results, place_results, rows_of
+from verl.reward.rows import GRADED, Row, log_examples, parse_results, place_results, place_scores, rows_of
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 
@@ -115,17 +115,27 @@ class RewardManagerBase(SampleRewardManager):
     """
 
     _class_initialized = False
+    assemble_rm_scores = staticmethod(place_scores)
 
-    def __init__(self, config: DictConfig, tokenizer: Any, compute_score: RawRewardFn | None = None) -> None:
+    def __init__(
+        self, config: DictConfig, tokenizer: Any, compute_score: RawRewardFn | None = None,
+        reward_router_address: str | None = None, reward_model_tokenizer: Any = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
+        self.reward_router_address, self.reward_model_tokenizer = reward_router_address, reward_model_tokenizer
         self.init_class(config, tokenizer)
 
     @classmethod
     def init_class(cls, config: DictConfig, tokenizer: Any) -> None:
         """Set up what all objects of the class share, once."""
         cls._class_initialized = True
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the running `run_single`."""
+        return asyncio.get_running_loop()
 
     @cached_property
     def settings(self) -> RewardModelConfig:

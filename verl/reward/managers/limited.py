@@ -47,17 +47,15 @@ class RateLimitedRewardManager(NaiveRewardManager):
     _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
     _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
     _loop: ClassVar[asyncio.AbstractEventLoop | None] = None
-    _class_initialized = False
 
     @classmethod
     def init_limits(cls, settings: RewardModelConfig) -> None:
         """Create the shared limits, at the first call in the process."""
-        if cls._class_initialized:
+        if cls._max_concurrent is not None:
             return
         cls._max_concurrent = settings.max_concurrent
         cls._rpm_limiter = AsyncTokenBucket(settings.max_rpm / 60) if settings.max_rpm else None
         cls._tpm_limiter = AsyncTokenBucket(settings.max_tpm / 60, settings.max_tpm) if settings.max_tpm else None
-        cls._class_initialized = True
 
     @staticmethod
     def workers(settings: RewardModelConfig) -> int:

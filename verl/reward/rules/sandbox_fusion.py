@@ -10,6 +10,7 @@ import tenacity
 
 from verl.reward.rules.code_cases import Case, cases_of, extract_code, share_passed
 from verl.utils.http_json import HttpClient, ServiceBusy, ServiceError
+from verl.utils.threads import in_thread
 
 DEFAULT_TIMEOUT = 10  # seconds of one program
 MAX_RETRIES = 5  # requests for one verdict
@@ -54,7 +55,12 @@ def call_sandbox_api(
     """
     if language not in SUPPORTED_LANGUAGES:
         return None, f"language {language!r} is unknown. Known: {', '.join(SUPPORTED_LANGUAGES)}."
-    body = _request(code, stdin, compile_timeout, run_timeout, memory_limit_mb, language)
+    body = {
+        "code": code, "stdin": stdin or "", "compile_timeout": compile_timeout, "run_timeout": run_timeout,
+        "language": language, "files": {}, "fetch_files": [],
+    }  # fmt: skip
+    if memory_limit_mb is not None:
+        body["memory_limit_MB"] = memory_limit_mb
 
     async def ask() -> dict[str, Any]:
         async with HttpClient() as client:
@@ -75,11 +81,11 @@ def check_correctness(
     A result is True (passed), False (wrong output), -1 (the service gave no verdict), -2 (the program failed), -3
     (time limit), -4 (it does not compile). `status` of its report is success, wrong_answer, api_error, runtime_error,
     timeout, compile_error or compile_timeout; `api_status` is that of the service. `concurrent_semaphore` (acquire and
-    release, or None) bounds the requests.
+    release, or None) bounds the requests. Without cases the result is ([-1], [{"error": ...}]).
     Raises ValueError for an unknown language and for cases that cannot be read.
     """
-    if in_outs is None:
-        raise ValueError("check_correctness needs in_outs: {inputs, outputs}; got None.")
+    if not in_outs or "inputs" not in in_outs or "outputs" not in in_outs:
+        return [-1], [{"error": "check_correctness needs in_outs: {inputs, outputs}"}]
     if language not in SUPPORTED_LANGUAGES:
         raise ValueError(f"language {language!r} is unknown. Known: {', '.join(SUPPORTED_LANGUAGES)}.")
     cases = cases_of(generation, in_outs)
@@ -99,24 +105,25 @@ def run_cases(
     The first case without a verdict raises SandboxServiceError, unless `keep_going`.
     """
 
+    async def run(case: Case) -> tuple[Any, dict[str, Any]]:
+        while semaphore is not None and not semaphore.acquire(False):  # a waiting thread cannot be cancelled
+            await asyncio.sleep(0.05)
+        try:
+            reply, error = await in_thread(
+                call_sandbox_api, sandbox_fusion_url=url, code=case.program, stdin=case.stdin, compile_timeout=timeout,
+                run_timeout=timeout, memory_limit_mb=memory_limit_mb, language=language,
+            )  # fmt: skip
+        finally:
+            if semaphore is not None:
+                semaphore.release()
+        if reply is not None:
+            return verdict(case, reply)
+        if not keep_going:
+            raise SandboxServiceError(error)
+        return -1, _report(case, "api_error", error, {})
+
     async def all_cases() -> list[tuple[Any, dict[str, Any]]]:
-        async with HttpClient() as client:
-
-            async def run(case: Case) -> tuple[Any, dict[str, Any]]:
-                body = _request(case.program, case.stdin, timeout, timeout, memory_limit_mb, language)
-                while semaphore is not None and not semaphore.acquire(False):  # a waiting thread cannot be cancelled
-                    await asyncio.sleep(0.05)
-                try:
-                    return verdict(case, await _ask(client, url, body, 2 * timeout))
-                except SandboxServiceError as error:
-                    if not keep_going:
-                        raise
-                    return unanswered(case, str(error))
-                finally:
-                    if semaphore is not None:
-                        semaphore.release()
-
-            return list(await asyncio.gather(*map(run, cases)))
+        return list(await asyncio.gather(*map(run, cases)))
 
     return _in_thread(all_cases())
 
@@ -137,11 +144,6 @@ def verdict(case: Case, reply: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return result, _report(case, status, None, reply)
 
 
-def unanswered(case: Case, error: str) -> tuple[int, dict[str, Any]]:
-    """(-1, report) of a case for which the service gave no verdict."""
-    return -1, _report(case, "api_error", error, {})
-
-
 def _report(case: Case, status: str, error: str | None, reply: dict[str, Any]) -> dict[str, Any]:
     compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
     return {
@@ -152,16 +154,6 @@ def _report(case: Case, status: str, error: str | None, reply: dict[str, Any]) -
         "compile_status": compiled.get("status"), "compile_stderr": compiled.get("stderr"),
         "compile_duration": compiled.get("execution_time"),
     }  # fmt: skip
-
-
-def _request(
-    code: str, stdin: str | None, compile_timeout: float, run_timeout: float, memory_limit_mb: int | None, language: str
-) -> dict[str, Any]:
-    body = {
-        "code": code, "stdin": stdin or "", "compile_timeout": compile_timeout, "run_timeout": run_timeout,
-        "language": language, "files": {}, "fetch_files": [],
-    }  # fmt: skip
-    return body if memory_limit_mb is None else {**body, "memory_limit_MB": memory_limit_mb}
 
 
 def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:

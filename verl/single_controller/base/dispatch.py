@@ -171,6 +171,24 @@ def split_batches(
     return args, {**kwargs, PADDING_KEY: (padding, rows)} if padding else kwargs
 
 
+def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """The caller has cut each argument: a list or tuple with one entry per rank."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        check_ranks(f"argument {name!r}", value if isinstance(value, list | tuple) else [value], worker_group)
+    return args, kwargs
+
+
+def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
+    """One output a rank, in rank order."""
+    check_ranks("the output", output, worker_group)
+    return output
+
+
+def dispatch_dp_compute_data_proto(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """Each DataProto or TensorDict is cut in as many parts as there are ranks."""
+    return split_batches(worker_group.world_size, args, kwargs)
+
+
 def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
     """As `dispatch_dp_compute_data_proto`; the first argument is a function that every rank gets."""
     if not args or not callable(args[0]):
@@ -206,6 +224,19 @@ def dispatch_nd_compute_dataproto(
     return split_batches(dp_size, args, kwargs, dp_rank_mapping)
 
 
+def collect_nd_compute(collect_mask: list[bool], worker_group: WorkerGroup, output: list) -> list:
+    """Outputs of the ranks whose mask is True (one rank of each data-parallel group)."""
+    check_ranks("collect_mask", collect_mask, worker_group)
+    return [o for o, wanted in zip(output, collect_mask, strict=True) if wanted]
+
+
+def collect_nd_compute_dataproto(
+    collect_mask: list[bool], worker_group: WorkerGroup, output: list
+) -> DataProto | TensorDict | DataProtoFuture:
+    """The rows of the ranks whose mask is True."""
+    return concat_batches(collect_nd_compute(collect_mask, worker_group, output))
+
+
 def _mesh_info(mesh_name: str, group: WorkerGroup) -> tuple[list[int], list[bool]]:
     """Each rank's part of a batch in the mesh, and whether its output is collected, as the workers have said once."""
     parts, collects = group._dispatch_info, group._collect_info
@@ -230,6 +261,11 @@ def collect_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, o
     return concat_batches([output[r] for _, r in chosen])
 
 
+def dummy_direct_rollout_call(worker_group: WorkerGroup, *args, **kwargs) -> None:
+    """Stands for methods that a rollout server answers itself."""
+    raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is called on the rollout server, not through a worker group")
+
+
 def mode_of(dispatch_fn: Callable, collect_fn: Callable) -> dict[str, Callable]:
     """A dispatch mode of two functions, as `register` takes it."""
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -247,6 +283,10 @@ DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable]] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: mode_of(
         dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
     ),
+    Dispatch.DP_COMPUTE: mode_of(dispatch_dp_compute, collect_dp_compute),
+    Dispatch.DP_COMPUTE_PROTO: mode_of(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_METRIC: mode_of(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.DIRECT_ROLLOUT_METHOD: mode_of(dummy_direct_rollout_call, dummy_direct_rollout_call),
 }
 
 
@@ -259,6 +299,16 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable]:
             f"method with execute_mode=Execute.RANK_ZERO"
         )
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Add a mode: afterwards `Dispatch.<NAME>` can be given to `register`."""
+    DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = mode_of(dispatch_fn, collect_fn)
+
+
+def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Replace the functions of a mode that is registered."""
+    get_predefined_dispatch_fn(dispatch_mode).update(mode_of(dispatch_fn, collect_fn))
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:

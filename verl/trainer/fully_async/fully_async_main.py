@@ -11,10 +11,5 @@ def main(config: DictConfig) -> None:
     run_ppo(config)
 
 
-@hydra_main(config_path="pkg://verl.trainer.config", config_name="one_step_off_ppo_trainer")
-def one_step_off_main(config: DictConfig) -> None:
-    run_ppo(config)
-
-
 if __name__ == "__main__":
     main()

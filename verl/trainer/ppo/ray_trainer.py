@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.protocol.serialization import object_array
 from verl.reward.loading import load_served_reward
 from verl.reward.rows import EXTRAS
+from verl.reward.served import RewardModelManager
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
@@ -121,7 +122,8 @@ class RayPPOTrainer:
             if group is not None:
                 group.init_model()
         if serves_reward_model(self.config):
-            served = load_served_reward(to_omegaconf(self.config), self.tokenizer, self.rm_wg)
+            address = RewardModelManager(self.config.reward_model, self.rm_wg).get_router_address()
+            served = load_served_reward(to_omegaconf(self.config), self.tokenizer, address)
             self.reward_fn = self.val_reward_fn = served
         self.ranks = self.actor_rollout_wg.world_size
         trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from omegaconf import OmegaConf
 
 from verl.config.common import TrainerConfig
 from verl.config.data import DataConfig
@@ -16,16 +17,18 @@ class RolloutSkip:
 
     One batch per experiment, project, number of prompts and of samples: `<exp>_<project>_GBS<prompts>__N<samples>`.
     `config` is the trainer's, or a plain mapping; keys that it lacks have their defaults. `rollout_wg` is any object
-    with `generate_sequences`.
+    with `generate_sequences`. Attributes: `n` samples of each of `gbs` prompts, `dumped_dir` the folder of all batches.
     """
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
-        rollout = {**RolloutConfig(name="any"), **config["actor_rollout_ref"]["rollout"]}
-        data, trainer = {**DataConfig(), **config["data"]}, {**TrainerConfig(), **config["trainer"]}
+        config = OmegaConf.create(config) if isinstance(config, dict) else config
+        rollout = {**RolloutConfig(name="any"), **config.actor_rollout_ref.rollout}
+        data, trainer = {**DataConfig(), **config.data}, {**TrainerConfig(), **getattr(config, "trainer", {})}
         self.n, self.do_sample = rollout["n"], rollout["do_sample"]
-        prompts = data["gen_batch_size"] if "gen_batch_size" in config["data"] else data["train_batch_size"]
-        name = f"{trainer['experiment_name']}_{trainer['project_name']}_GBS{prompts}__N{self.n}"
-        self.directory = Path(rollout["skip_dump_dir"]).expanduser() / name
+        self.gbs = data["gen_batch_size"] if "gen_batch_size" in config.data else data["train_batch_size"]
+        self.dumped_dir = Path(rollout["skip_dump_dir"]).expanduser()
+        name = f"{trainer['experiment_name']}_{trainer['project_name']}_GBS{self.gbs}__N{self.n}"
+        self.directory = self.dumped_dir / name
         self._rollout_wg = rollout_wg
 
     @property
@@ -51,7 +54,7 @@ def wrap_generate_sequences(rolloutskip: RolloutSkip, rollout_wg: Any) -> Any:
     """A `generate_sequences` that returns the stored generation, or generates once and stores it.
 
     Prompts [B, P] give samples [B * n, T]. Validation and ReMax's greedy baseline are always generated. Raises
-    ValueError when the stored batch has another number of samples.
+    ValueError when the stored batch has another number of samples, unless the prompts are no DataProto.
     """
     generate, n, do_sample = rollout_wg.generate_sequences, rolloutskip.n, rolloutskip.do_sample
 
@@ -63,7 +66,7 @@ def wrap_generate_sequences(rolloutskip: RolloutSkip, rollout_wg: Any) -> Any:
         if stored is None:
             stored = generate(batch, *args, **kwargs)
             rolloutskip.dump(stored)
-        elif len(stored) != len(batch) * n:
+        elif isinstance(batch, DataProto) and len(stored) != len(batch) * n:
             what = f"{rolloutskip.curr_path_dump} holds {len(stored)} samples; this run needs {len(batch) * n}"
             raise ValueError(f"{what}. Delete it, or set actor_rollout_ref.rollout.skip_rollout=false.")
         else:

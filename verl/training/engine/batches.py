@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 
-from verl.protocol.merge import assign_non_tensor_data, cat_rows, index_select_tensor_dict
+from verl.protocol.merge import assign_non_tensor_data, cat_rows, get_non_tensor_data, index_select_tensor_dict
 from verl.protocol.seqlen_balancing import rearrange_micro_batches
 from verl.training.policy.base import Policy
 
@@ -64,11 +64,6 @@ def forward_backward_batch(
     return {"model_output": dict(ordered.items()), "loss": losses, "metrics": dict(metrics)}
 
 
-def _setting(data: TensorDict, key: str, default: Any = None) -> Any:
-    value = data.get(key, default)
-    return value.data if isinstance(value, NonTensorData) else value
-
-
 def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
     """input_ids and attention_mask [B, T]; jagged ones are padded on the right by 0."""
     ids = data["input_ids"]
@@ -82,14 +77,14 @@ def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
 def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
     """The rows of each micro-batch, equally many micro-batches on every rank."""
     config = engine.engine_config
-    if _setting(data, "use_dynamic_bsz", config.use_dynamic_bsz):
-        tokens = _setting(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
+    if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
+        tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
         if tokens is None:
             raise ValueError("use_dynamic_bsz is true, but max_token_len_per_gpu is not set; set it, or use_dynamic_bsz"
                              "=false with micro_batch_size_per_gpu.")  # fmt: skip
         group = engine.get_data_parallel_group()
         return rearrange_micro_batches(TensorDict({"attention_mask": mask}, [len(data)]), tokens, group)[1]
-    size = _setting(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
+    size = get_non_tensor_data(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
     if size is None:
         raise ValueError("use_dynamic_bsz is false, but micro_batch_size_per_gpu is not set; set it.")
     rows = list(range(len(data)))
@@ -109,8 +104,8 @@ def _outputs(
         {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
          "responses": ids[:, 1:] if responses is None else responses}, batch_size=[len(ids)],
     )  # fmt: skip
-    wanted = {"temperature": _setting(micro, "temperature", 1.0),
-              "with_entropy": _setting(micro, "calculate_entropy", False)}  # fmt: skip
+    wanted = {"temperature": get_non_tensor_data(micro, "temperature", 1.0),
+              "with_entropy": get_non_tensor_data(micro, "calculate_entropy", False)}  # fmt: skip
     names, values = ("log_probs", "entropy"), policy.log_probs(engine.module, inputs, **wanted)
     found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     if responses is not None:

@@ -17,9 +17,9 @@ from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import get_lora_rank_from_adapter, get_model_loader, load_without_weights, torch_dtype_of
 from verl.models.stored_weights import StoredWeights
+from verl.training import lr_schedules
 from verl.training.parallel.sharding import is_placeholder
 from verl.training.peft_weights import adapted_layers
-from verl.utils import lr_schedules
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 
 VALUES_IN_LAYER = 34  # that a layer keeps of each token and hidden unit for the backward pass

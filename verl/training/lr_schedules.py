@@ -1,17 +1,9 @@
 """Learning-rate schedules: factors of the optimizer's initial rate."""
 
-import math
-
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-# Decays of Megatron's WSD schedule: the progress from 0 to 1 -> the factor from 1 to 0.
-WSD_DECAYS = {
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
+from verl.config.optimizer import WSD_DECAYS
 
 
 def _schedule(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from verl.data.time_limit import call_interruptibly, timeout_limit
 from verl.utils.children import ChildDied, ForkedChild, ProcessorSeconds
-from verl.utils.time_limit import call_interruptibly, timeout_limit
 
 ROOT = Path(__file__).parents[2]
 
