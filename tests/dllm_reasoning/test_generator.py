@@ -145,15 +145,6 @@ def test_sampling_draws_the_same_in_every_lossless_mode(mode):
     assert other.tokens != plain.tokens
 
 
-def test_draws_depend_on_the_number_of_the_row_not_on_its_batch():
-    options = dict(temperature=1.3, seed=7, add_eos_length=3, refine_iter="slide")
-    inputs = prompts()[:5]
-    full = generate("llama", inputs, **options).tokens
-    parts = [generate("llama", inputs[i : i + 2], first_row=i, **options).tokens for i in (0, 2, 4)]
-    assert sum(parts, []) == full != greedy("llama")[:5]
-    assert generate("llama", prompts()[2:4], **options).tokens != full[2:4]
-
-
 def test_sampling_follows_the_probabilities():
     model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
     with torch.no_grad():

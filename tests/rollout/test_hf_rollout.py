@@ -120,12 +120,6 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_answer(llama):
         assert torch.allclose(alone["rollout_log_probs"], out["rollout_log_probs"][mine], atol=1e-5)
 
 
-def test_another_step_draws_other_samples(llama):
-    made = rollout(llama)
-    one, again, two = (made.generate_sequences(prompts(global_steps=step)).batch["responses"] for step in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, two)
-
-
 def test_another_seed_draws_other_samples_in_training_and_validation(tiny_llama):
     sampled = SamplingConfig(do_sample=True, temperature=1.0)
     for meta in ({}, {"validate": True}):
@@ -260,11 +254,6 @@ def test_two_ranks_answer_as_one_and_wait_for_each_other(tiny_llama):
     assert np.array_equal(first, expected[:4]) and first_mask.all()
     assert np.array_equal(second[:, 0], expected[4:, 0])
     assert second_mask.sum(1).tolist() == [1] * 4 and not second[:, 1:].any()
-
-
-def test_it_runs_on_an_engine_of_one_rank(llama):
-    out = rollout(llama, engine=make_engine(llama)).generate_sequences(prompts(n=2)).batch["responses"]
-    assert torch.equal(out, rollout(llama).generate_sequences(prompts(n=2)).batch["responses"])
 
 
 def gathered_while_it_generates(rank, world_size, path):

@@ -86,6 +86,7 @@ def test_a_batch_has_tensors_and_columns(tmp_path):
         ({"sep_token_id": None}, 32, 8, "row 1: column 'sep_token_id' is missing"),
         ({"sep_token_id": 10**12}, 32, 8, "row 1: sep_token_id must be a token id from 0 to .*, not 1000000000000"),
         ({"extra_info": {"context_ids": [5]}}, 32, 8, "row 1: extra_info lacks draft_ids"),
+        ({"extra_info": None}, 32, 8, "row 1: column 'extra_info' is missing or not a mapping"),
         ({"reward_model": {"style": "rule"}}, 32, 8, "row 1: reward_model has no 'ground_truth'"),
     ],
 )

@@ -22,7 +22,6 @@ from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
 from examples.spd_arithmetic.train_pair import DEFAULTS
-from recipe.spd.data.blocks import cut_at_end
 from recipe.spd.rollout.decoder import greedy_generate
 from tests.helpers.models import make_tokenizer
 
@@ -256,11 +255,6 @@ def test_gsm8k_file_is_read_and_split(tmp_path):
         questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer(), style)
 
 
-def test_a_draft_is_cut_after_its_end_token():
-    assert cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
-    assert cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
-
-
 @pytest.fixture(scope="module")
 def tiny_testbed(tmp_path_factory):
     """A whole test bed of models that know nothing."""
@@ -413,19 +407,6 @@ def test_tokens_before_the_first_block_count_in_no_forward(tiny_testbed, shared_
     assert sum(starts) > 0 and path.tokens_per_forward == sum(decoding.decoded) / sum(decoding.rounds)
     most = [accepted + rounds for accepted, rounds in zip(decoding.accepted, decoding.rounds, strict=True)]
     assert all(n - 1 <= decoded <= n for n, decoded in zip(most, decoding.decoded, strict=True))
-
-
-def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
-    rows = pd.read_parquet(tiny_testbed[0] / "blocks_train.parquet")
-    assert rows.block_id.str.split("/").str[1].value_counts().to_dict() == {"own": 10, "drifted": 10}
-    assert rows.block_id.is_unique
-
-
-def test_number_of_processes_changes_nothing(tiny_testbed, shared_work, asked):
-    with workers.Workers(1) as alone:
-        pairs = [tiny_pair(tiny_testbed[0], work) for work in (alone, shared_work)]
-        one, two = (both.speculative(asked, pair.EXACT, quiet) for both in pairs)
-    assert one == two and len(one.blocks) > 5
 
 
 def test_two_vocabularies_are_refused(tiny_testbed, shared_work, tmp_path):

@@ -8,7 +8,10 @@ from tensordict import TensorDict
 from torch import nn
 
 import recipe.spd.scorer.bernoulli_policy  # noqa: F401  (registers the policy)
+from tests.helpers.engines import make_engine
+from verl.models.loading import register_model_loader
 from verl.training.policy import get_policy
+from verl.workers.config import PluginConfig
 
 
 class TableModel(nn.Module):
@@ -108,3 +111,14 @@ def test_unknown_policy_and_zero_temperature_are_named():
         get_policy("bernouli")
     with pytest.raises(ValueError, match="temperature=0"):
         get_policy("bernoulli").log_probs(FixedScores([0.0]), batch_of([[1]]), temperature=0, with_entropy=False)
+
+
+@register_model_loader("table_of_this_test")
+def load_table(model_config, torch_dtype):
+    return TableModel(gamma=2).to(torch_dtype)
+
+
+def test_a_model_that_cannot_write_itself_is_named_when_hf_model_is_asked_for(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, loader=PluginConfig(name="table_of_this_test"), contents=("model", "hf_model"))
+    with pytest.raises(TypeError, match="TableModel.*hf_model|hf_model.*TableModel"):
+        engine.save_checkpoint(str(tmp_path))

@@ -105,13 +105,13 @@ def test_gradients_of_trees_in_float64(any_length, monkeypatch, seed):
     assert (shared - separate).norm() <= 1e-10 * separate.norm()
 
 
-@settings(max_examples=100)
-@given(st.integers(0, 10**6), st.sampled_from([1, 3, 6]))
-def test_any_tree_is_packed_with_the_keys_of_each_row(seed, shortest):
+@settings(max_examples=125)
+@given(st.integers(0, 10**6), st.sampled_from([1, 3, 6]), st.booleans())
+def test_any_batch_is_packed_with_the_keys_of_each_row(seed, shortest, share):
     batch = random_tree(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "SHORTEST", shortest)
-        packing = pack_batch(batch, R, share_prompt=True)
+        packing = pack_batch(batch, R, share_prompt=share)
     attended = batch["attention_mask"].bool()
     ids = packing.flat(batch["input_ids"])[0]
     assert torch.equal(ids[packing.places[attended]], batch["input_ids"][attended])
