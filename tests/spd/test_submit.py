@@ -21,7 +21,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from aiohttp import web
 
 from scripts import submit_spd as command
 from spd_scorer import AutoModelForSPDScoring
@@ -261,11 +260,8 @@ def test_ctrl_c_stops_the_job_after_it_has_saved(head, tree):
 class Words(FakeServer):
     """Completes every prompt with one word of the tiny model."""
 
-    async def completions(self, request):
-        prompts = (await request.json())["prompt"]
-        return web.json_response(
-            {"choices": [{"index": i, "token_ids": [8, 2], "finish_reason": "stop"} for i in range(len(prompts))]}
-        )
+    def complete(self, prompt):
+        return [8, 2], "stop"
 
 
 @pytest.mark.slow
