@@ -178,17 +178,6 @@ def test_verify_keeps_n_guesses_and_n_noise_by_hand():
     assert step(rule, row, [5, 4, 7, 8, 3]) == [5, 4] and row.guesses == [7, 8, 9, 9]
 
 
-def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
-    row = Row(0, [1], 1, 4)
-    row.commit([5, 6], [5, 3], frozenset({2}))
-    assert not row.done and row.remaining == 2 and row.cached == 2
-    row.commit([7, 8, 9], [7], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 6, 7, 8]
-    row = Row(0, [1], 1, 9)
-    row.commit([5, 2, 7], [], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 2]
-
-
 def test_max_length_counts_the_prompt_and_several_end_tokens_end():
     result = generate("llama", prompts()[:20], max_length=16, refine_iter="slide", add_eos_length=4)
     for prompt, new, expected in zip(prompts(), result.tokens, greedy("llama"), strict=False):

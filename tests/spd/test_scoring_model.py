@@ -104,21 +104,6 @@ def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(lla
             assert torch.allclose(z[row, i], alone[0, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backbone": "own", "attention": a, "head_inputs": h}
-        for a in ("causal", "spd", "hybrid")
-        for h in ("state", "pair")
-    ],
-)
-def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
-    model = build(tiny_llama, **settings)
-    both = model(**data().as_kwargs())
-    alone = SPDInputData.from_blocks(CONTEXTS[1:], DRAFTS[1:], TARGETS[1:], sep_token_id=3, pad_token_id=17)
-    assert torch.allclose(both[1:, :2], model(**alone.as_kwargs()), atol=1e-5)
-
-
 @pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
 def test_a_cut_context_is_a_block_that_begins_later(tiny_llama, attention):
     model = build(tiny_llama, backbone="own", attention=attention, context_tokens=2)
