@@ -53,7 +53,9 @@ def compose(model, train, folder, *overrides):
     return config
 
 
-def trainer_of(config, cls=IterativeRefineTrainer):
+def trainer(model, train, folder, *overrides, cls=IterativeRefineTrainer):
+    """The trainer of such a run."""
+    config = compose(model, train, folder, *overrides)
     tokenizer = cls.build_tokenizer(config)
     train = cls.build_dataset(config.data.train_files, config, tokenizer)
     val = cls.build_val_dataset(config.data.val_files, config, tokenizer) if config.data.val_files else None

@@ -107,7 +107,7 @@ def test_a_tokenizer_without_eos_is_refused(assets, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(assets, tmp_path):
-    runs.trainer_of(runs.compose(*assets, tmp_path / "run", "trainer.total_training_steps=1")).fit()
+    runs.trainer(*assets, tmp_path / "run", "trainer.total_training_steps=1").fit()
     runs.leave_group()
     other = runs.save_model(tmp_path / "other", "qwen3")
     output = exit_message(runs.compose(other, assets[1], tmp_path / "run"))
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused(assets, tmp_path):
 
 def test_a_checkpoint_of_plain_sft_is_refused(assets, tmp_path):
     run = tmp_path / "run"
-    runs.trainer_of(runs.compose(*assets, run, "trainer.total_training_steps=1"), FSDPSFTTrainer).fit()
+    runs.trainer(*assets, run, "trainer.total_training_steps=1", cls=FSDPSFTTrainer).fit()
     runs.leave_group()
     output = exit_message(runs.compose(*assets, run))
     assert f"trainer.resume_mode=auto, trainer.default_local_dir={run}) was not written by iterative refin" in output

@@ -52,7 +52,7 @@ def settings(assets, folder, steps, *more):
 
 
 def trainer_in(assets, folder, steps, *more, cls=IterativeRefineTrainer):
-    return runs.trainer_of(runs.compose(*assets, folder, *settings(assets, folder, steps, *more)), cls)
+    return runs.trainer(*assets, folder, *settings(assets, folder, steps, *more), cls=cls)
 
 
 def check_continues(assets, tmp_path, cut, steps, resume):

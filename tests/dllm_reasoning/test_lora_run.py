@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh_group")
 
 def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):
     assets = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
-    full = runs.trainer_of(runs.compose(*assets, tmp_path / "full", *SETTINGS))
+    full = runs.trainer(*assets, tmp_path / "full", *SETTINGS)
     assert full.loss.share  # the adapters learn through a shared instruction
     full.fit()
     expected, rows = runs.weights(full), rows_of(tmp_path / "full")
@@ -37,7 +37,7 @@ def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path
 
     by_path = ("trainer.resume_mode=resume_path",
                f"trainer.resume_from_path={tmp_path / 'full' / 'global_step_2'}")  # fmt: skip
-    again = runs.trainer_of(runs.compose(*assets, tmp_path / "again", *SETTINGS, *by_path))
+    again = runs.trainer(*assets, tmp_path / "again", *SETTINGS, *by_path)
     again.fit()
     assert [row[0] for row in rows] == [1, 2, 3, 4] and rows_of(tmp_path / "again") == rows[2:]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(again).items())
