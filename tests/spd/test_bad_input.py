@@ -215,8 +215,6 @@ def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, mon
 
 
 def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp_path):
-    text = refusal(monkeypatch, bed, actor_rollout_ref__model__path="/no/such/model")
-    assert "actor_rollout_ref.model.path=/no/such/model: the folder does not exist." in text
     text = refusal(monkeypatch, bed, spd__target_path="/no/such/target")
     assert one_problem(text).startswith("  - spd.target_path=/no/such/target: the folder does not exist.")
     model = shutil.copytree(bed.target, tmp_path / "model")
@@ -308,13 +306,6 @@ def test_a_server_of_another_model_or_without_models_is_refused(bed, monkeypatch
         monkeypatch.setenv("SPD_VLLM_URLS", url)
         error = one_problem(refusal(monkeypatch, bed))
         assert f"{url}/v1/models answers" in error and "is it a vLLM server?" in error
-
-
-def test_batch_sizes_that_do_not_fit_ranks_or_rows_are_refused(bed, monkeypatch):
-    text = refusal(monkeypatch, bed, data__train_batch_size=3, trainer__n_gpus_per_node=2)
-    assert "data.train_batch_size=3 prompts cannot be shared by 2 ranks evenly. Use a multiple of 2 (2 or 4)." in text
-    error = one_problem(refusal(monkeypatch, bed, data__train_batch_size=ROWS + 1))
-    assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in error
 
 
 # ---- the commands, from their arguments to the exit ------------------------------------------------------------
