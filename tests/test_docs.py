@@ -31,14 +31,6 @@ def test_a_table_row_has_type_and_permitted_values():
     assert described("spd.seed")[0] == ""
 
 
-def test_every_public_key_is_on_the_page_with_a_description():
-    keys = make_docs.keys_of(ROOT / "verl" / "trainer" / "config" / "ppo_trainer.yaml")
-    frozen = (ROOT / "tests" / "config" / "public_keys.txt").read_text().split()
-    for key in frozen:
-        owner = next((k for k in keys if k == key or key.startswith(f"{k}.")), None)
-        assert owner is not None and keys[owner][1], key
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_drawn_pictures_keep_their_texts_inside(name):
     picture = PICTURES[name]()

@@ -89,19 +89,14 @@ def test_the_agent_loop(tiny_llama):
     assert output.response_logprobs == [-8.0, -9.0] and output.num_turns == 2
 
 
-def test_the_smallest_tool():
-    tool = names_after("docs/agents.md")["ReverseTool"]({"type": "native"}, None)
-    assert tool.name == "reverse"
-    response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
-    assert (response.text, reward, metrics) == ("cba", 0.0, {})
-
-
 def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):
     (tmp_path / "my_tools.py").write_text(BLOCKS["docs/agents.md", 0])
     (tmp_path / "tools.yaml").write_text(BLOCKS["docs/agents.md", 1])
     monkeypatch.syspath_prepend(tmp_path)
     (tool,) = initialize_tools_from_config(str(tmp_path / "tools.yaml"))
     assert tool.name == "reverse" and tool.config["example_arguments"] == {"text": "abc"}
+    response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
+    assert (response.text, reward, metrics) == ("cba", 0.0, {})
 
 
 def test_the_pairs_are_rows_of_sft_and_so_are_conversations(tmp_path, tiny_llama):

@@ -16,7 +16,6 @@ from recipe.spd.scorer.masks import MASKS
 from recipe.spd.settings import BACKBONES
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData
 from tests.helpers.models import save_tiny_llama
-from verl.models.loading import create_huggingface_actor
 
 MY_SCORER = "examples.extending.my_scorer"
 CONTEXTS = [[5, 6, 7, 8], [9, 10]]
@@ -266,11 +265,6 @@ def test_bad_settings_are_named(tiny_llama, tmp_path):
     (tmp_path / "spd_config.json").write_text(json.dumps({"backbon": "own"}))
     with pytest.raises(ValueError, match="unknown keys .*backbon"):
         AutoModelForSPDScoring.from_pretrained(tmp_path)
-
-
-def test_the_loader_builds_the_same_scorer_twice(llama):
-    first, second = (create_huggingface_actor(llama, loader="spd_scorer") for _ in range(2))
-    assert torch.equal(first(**data().as_kwargs()), second(**data().as_kwargs()))
 
 
 # Masks and positions of [Context] SEP [Draft] SEP [Target] SEP, by hand on a sequence of 11 tokens:

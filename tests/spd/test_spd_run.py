@@ -4,12 +4,11 @@ Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_
 disk under the store of completions.
 """
 
-import time
-
 import numpy as np
 import pytest
 
 from tests.helpers.spd_run import SPDRuns
+from tests.helpers.watched_runs import wait_until
 
 STEPS = 8
 # Metrics that depend on data and weights only, not on the machine or the store.
@@ -60,11 +59,7 @@ def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
     # Completions before the kill come from the store after the restart.
     own = {"store": "killed.sqlite3", "RAY_ADDRESS": cluster}
     run = bench.start("killed", **own)
-    deadline = time.monotonic() + 240
-    tracker = bench.directory / "killed" / "latest_checkpointed_iteration.txt"
-    while not (tracker.exists() and int(tracker.read_text()) >= 2) and time.monotonic() < deadline:
-        assert run.poll() is None, bench.log("killed")[-3000:]
-        time.sleep(0.05)
+    wait_until(lambda: bench.saved_step("killed") >= 2, run, bench.directory / "killed.log", 240)
     run.kill()
     run.wait(30)
     assert len(bench.rows("killed")) < STEPS, "it ended before the kill"

@@ -174,15 +174,11 @@ def test_a_short_prefix_is_no_node_but_an_equal_prompt_is():
     assert tree.parent.tolist() == [0, 0, 0, 2]
 
 
-def test_rows_of_two_groups_share_nothing(any_length):
-    tree = prefix_tree.prefix_tree(rows_batch([([1, 2], [3])] * 3, [0, 0, 1]), R)
-    assert tree.shared.tolist() == [0, 3, 0]
-
-
-def test_positions_of_shared_tokens_are_equal(any_length):
-    batch = rows_batch([([1, 2], [3])] * 2, [0, 0])
+def test_rows_of_two_groups_or_with_other_positions_share_nothing(any_length):
+    batch = rows_batch([([1, 2], [3])] * 3, [0, 0, 1])
+    assert prefix_tree.prefix_tree(batch, R).shared.tolist() == [0, 3, 0]
     batch["position_ids"][1] += 1
-    assert prefix_tree.prefix_tree(batch, R).shared.tolist() == [0, 0]
+    assert prefix_tree.prefix_tree(batch, R).shared.tolist() == [0, 0, 0]
 
 
 def test_tokens_in_several_rows_are_predicted_once_unless_each_has_a_sampling_mask(any_length):
