@@ -11,7 +11,6 @@ from examples.muon import MuonWithAdamW
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.demo
 OPTIM = {"optimizer_impl": "examples.muon", "optimizer": "MuonWithAdamW", "lr": 0.02, "weight_decay": 0.0}
 
 

@@ -29,8 +29,6 @@ from verl.config.environment import EnvironmentConfig
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.accelerator import default_dtype
 
-pytestmark = pytest.mark.demo
-
 
 @pytest.fixture
 def gym():
