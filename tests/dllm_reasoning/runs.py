@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
 import dllm_reasoning.config
@@ -64,8 +63,3 @@ def trainer(model, train, folder, *overrides, cls=IterativeRefineTrainer):
 
 def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.engine.get_per_tensor_param()}
-
-
-def leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -18,8 +18,6 @@ from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.tokenizer import hf_tokenizer
 
-pytestmark = pytest.mark.usefixtures("fresh_group")
-
 
 def exit_message(config) -> str:
     with pytest.raises(SystemExit) as ended:
@@ -95,7 +93,6 @@ def test_a_tokenizer_without_eos_is_refused(assets, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(assets, tmp_path):
     runs.trainer(*assets, tmp_path / "run", "trainer.total_training_steps=1").fit()
-    runs.leave_group()
     other = runs.save_model(tmp_path / "other", "qwen3")
     output = exit_message(runs.compose(other, assets[1], tmp_path / "run"))
     assert "does not fit the model" in output
@@ -105,7 +102,6 @@ def test_a_checkpoint_of_another_model_is_refused(assets, tmp_path):
 def test_a_checkpoint_of_plain_sft_is_refused(assets, tmp_path):
     run = tmp_path / "run"
     runs.trainer(*assets, run, "trainer.total_training_steps=1", cls=FSDPSFTTrainer).fit()
-    runs.leave_group()
     output = exit_message(runs.compose(*assets, run))
     assert f"trainer.resume_mode=auto, trainer.default_local_dir={run}) was not written by iterative refin" in output
     assert "Name another trainer.default_local_dir, with" in output and "KeyError" not in output

@@ -87,9 +87,7 @@ def given(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(given):
-    parts = {"before": weights(*given)[0], "read": tokens_read(*given), **everything(0, 1, *given)}
-    runs.leave_group()
-    return parts
+    return {"before": weights(*given)[0], "read": tokens_read(*given), **everything(0, 1, *given)}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dllm_reasoning.losses.layouts import build_layout
 from dllm_reasoning.losses.refine_loss import RefineLoss, seeds_of
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning.models import tiny
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.training.actor import DataParallelPPOActor, base
 from verl.training.policy import get_policy
@@ -30,8 +30,7 @@ def model_path(tmp_path_factory):
     model.config.update({WINDOW_KEY: WINDOW, NOISE_KEY: NOISE})
     folder = tmp_path_factory.mktemp("refined")
     model.save_pretrained(folder)
-    yield str(folder)
-    leave_group()
+    return str(folder)
 
 
 def actor_of(path, micro=8, **more):

@@ -10,8 +10,6 @@ from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
 from verl.trainer.sft.data import cut
 
-pytestmark = pytest.mark.usefixtures("fresh_group")
-
 
 def steps(trainer, count):
     results = []
@@ -58,7 +56,6 @@ def test_the_first_steps_may_train_the_first_round_alone(assets, tmp_path, patte
         trainer = runs.trainer(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
                                "iterative.share_instruction=on", *more)  # fmt: skip
         results.append(steps(trainer, 2))
-        runs.leave_group()
     mixed, one, two = results
     names = ("train/loss_s0", "train/loss_ar", "train/loss_total", "train/grad_norm")
     assert [mixed[0][name] for name in names] == [one[0][name] for name in names] and "train/loss_s1" not in mixed[0]
@@ -76,7 +73,6 @@ def test_micro_batches_do_not_change_a_step(assets, tmp_path):
         trainer = runs.trainer(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
                                f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
         results.append(steps(trainer, 1)[0])
-        runs.leave_group()
     one, two = results
     assert one["train/loss_total"] == pytest.approx(two["train/loss_total"], rel=1e-5)
     assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
@@ -92,7 +88,6 @@ def test_bfloat16_is_near_float32(assets, tmp_path, pattern):
                                "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
                                f"model.fsdp_config.dtype={dtype}")  # fmt: skip
         results.append(steps(trainer, 1)[0])
-        runs.leave_group()
     assert results[1]["train/loss_total"] == pytest.approx(results[0]["train/loss_total"], rel=0.02)
     assert results[1]["train/grad_norm"] == pytest.approx(results[0]["train/grad_norm"], rel=0.1)
 
@@ -112,7 +107,6 @@ def test_validation_depends_neither_on_the_step_nor_on_micro_batches(assets, tmp
                                f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
         for trainer.global_steps in (0, 3):
             results.append(trainer._validate())
-        runs.leave_group()
     assert results[0] == results[1] and results[2] == results[3] == pytest.approx(results[0], rel=1e-5)
     total = results[0]["val/loss_s0"] + results[0]["val/loss_s1"] + 0.5 * results[0]["val/loss_ar"]
     assert results[0]["val/loss_total"] == pytest.approx(total, rel=1e-6)

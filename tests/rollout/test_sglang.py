@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, left_padded, make_engine
+from tests.helpers.engines import left_padded, make_engine
 from tests.helpers.http_exchange import Exchange
 from tests.helpers.models import save_tiny_llama
 from verl.protocol import DataProto
@@ -76,7 +76,6 @@ def served(request, tiny_llama):
     rollout.close()
     if request.param == "real" and os.environ.get("RECORD_SGLANG"):
         rollout.server.exchange.save(RECORD)
-    leave_group()
 
 
 def send(rollout, weights, version):

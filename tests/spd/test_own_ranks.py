@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 import spd_scorer  # noqa: F401  (its loader)
 from recipe.spd.scorer.auto import AutoModelForSPDScoring
-from tests.helpers.engines import leave_group, make_engine, weights_of
+from tests.helpers.engines import make_engine, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.protocol import DataProto
 from verl.training.actor import DataParallelPPOActor
@@ -26,12 +26,6 @@ KINDS = {
     "whole": {"spd": {"backbone": "own", "attention": "hybrid"}},
     "adapters": {"spd": {"backbone": "own", "head_inputs": "pair"}, "lora_rank": 4},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def judged_blocks(seed: int) -> DataProto:
