@@ -23,14 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SAVED = 4  # an epoch is 5 steps: the first checkpoint lies within one, and the run crosses several
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     """Model and data; the model's forward draws random numbers, so that a resume must restore them."""

@@ -3,7 +3,6 @@ and validation."""
 
 import numpy as np
 import pytest
-import torch
 
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
@@ -55,7 +54,6 @@ def own_answers(model, train, folder, world_size):
 
 
 def everything(rank, world_size, *given):
-    torch.set_num_threads(1)
     parts = {"losses": losses(*given), "weights": weights(*given)[1], "validation": validation(*given)}
     return parts | {"own": own_answers(*given, world_size)}
 
@@ -71,7 +69,6 @@ def tokens_read(model, train, folder, *more):
 
 def of_neighbours(rank, world_size, given, sequences, layers):
     """Ranks that share sequences and layers: losses with and without a shared prefix, validation, tokens read."""
-    torch.set_num_threads(1)
     more = (f"ulysses_sequence_parallel_size={sequences}", f"model.fsdp_config.tensor_parallel_size={layers}")
     separate = losses(*given, ("packed", "iid"), "iterative.share_instruction=off", *more)
     return losses(*given, ("packed", "iid"), *more), separate, validation(*given, *more), tokens_read(*given, *more)

@@ -42,11 +42,9 @@ def write_blocks(directory: Path, blocks: int = 16) -> None:
 class SPDRuns:
     """A model with servers, and blocks; runs of `steps` steps in folders of their own, which share `store`."""
 
-    def __init__(
-        self, directory: Path, served: tuple[str, str] | None = None, *, steps: int = 4, blocks: int = 16
-    ) -> None:
-        self.directory, self.steps = directory, steps
-        self.model, self.urls = (served[0], [served[1]]) if served else (save_answering_llama(directory / "target"), [])
+    def __init__(self, directory: Path, steps: int = 4, blocks: int = 16) -> None:
+        self.directory, self.steps, self.urls = directory, steps, []
+        self.model = save_answering_llama(directory / "target")
         write_blocks(directory, blocks)
 
     def arguments(self, name: str, *more: str, store: str = "store.sqlite3") -> list[str]:

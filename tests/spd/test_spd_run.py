@@ -7,7 +7,7 @@ disk under the store of completions.
 import numpy as np
 import pytest
 
-from tests.helpers.spd_run import SPDRuns
+from tests.helpers.spd_run import SPDRuns, serving
 from tests.helpers.watched_runs import wait_until
 
 STEPS = 8
@@ -18,16 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_cluster) -> str:
-    """Address of the session's Ray cluster."""
-    return ray_cluster.get_runtime_context().gcs_address
-
-
-@pytest.fixture(scope="module")
-def bench(ray_cluster, served_model, tmp_path_factory):
-    runs = SPDRuns(tmp_path_factory.mktemp("spd"), served_model, steps=STEPS)
-    runs.run_here("undisturbed")
-    return runs
+def bench(ray_cluster, tmp_path_factory):
+    runs = SPDRuns(tmp_path_factory.mktemp("spd"), steps=STEPS)
+    with serving(runs):
+        runs.run_here("undisturbed")
+        yield runs
 
 
 def test_every_sample_is_scored_and_the_head_is_trained(bench):
@@ -54,10 +49,10 @@ def test_two_ranks_give_the_losses_of_one(bench):
 
 
 @pytest.mark.chaos
-def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
+def test_a_killed_run_resumes_bit_for_bit(bench, ray_cluster):
     """On a cluster that keeps running; with its own cluster: tests/trainer/ppo/test_ray_trainer_ranks.py."""
     # Completions before the kill come from the store after the restart.
-    own = {"store": "killed.sqlite3", "RAY_ADDRESS": cluster}
+    own = {"store": "killed.sqlite3", "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
     run = bench.start("killed", **own)
     wait_until(lambda: bench.saved_step("killed") >= 2, run, bench.directory / "killed.log", 240)
     run.kill()
