@@ -26,6 +26,7 @@ from scripts import submit_spd as command
 from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.spd_run import write_blocks
+from tests.helpers.watched_runs import wait_until
 from tests.spd.test_client import FakeServer
 from verl.utils.ports import free_port
 
@@ -158,10 +159,7 @@ class Head:
         self.log = directory / "head.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(start, env=self.env, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 120
-        while not self.answers():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.5)
+        wait_until(self.answers, self.process, self.log, 120)
 
     def answers(self) -> bool:
         try:
