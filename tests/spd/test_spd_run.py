@@ -4,8 +4,8 @@ Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_
 disk under the store of completions.
 """
 
-import numpy as np
 import pytest
+import torch
 
 from tests.helpers.spd_run import SPDRuns, serving
 from tests.helpers.watched_runs import wait_until
@@ -44,8 +44,7 @@ def test_two_ranks_give_the_losses_of_one(bench):
     for one, two in zip(bench.rows("undisturbed"), bench.rows("two"), strict=True):
         for name in COMPARED:
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
-    for name, weight in bench.weights("undisturbed").items():
-        np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
+    torch.testing.assert_close(bench.weights("two"), bench.weights("undisturbed"), rtol=0, atol=1e-5)
 
 
 @pytest.mark.chaos
@@ -64,5 +63,4 @@ def test_a_killed_run_resumes_bit_for_bit(bench, ray_cluster):
         for name in undisturbed["data"]:
             if not name.startswith(("timing", "perf/", "spd/completions/", "spd/store/")):
                 assert killed["data"][name] == undisturbed["data"][name], (undisturbed["step"], name)
-    for name, weight in bench.weights("undisturbed").items():
-        assert np.array_equal(bench.weights("killed")[name], weight), name
+    torch.testing.assert_close(bench.weights("killed"), bench.weights("undisturbed"), rtol=0, atol=0)

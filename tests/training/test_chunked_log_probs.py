@@ -93,8 +93,8 @@ def test_values_and_gradients_equal_those_of_full_logits(config, with_entropy, c
     expected = by_autograd(head, config, 1.3, hidden, labels)
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual[1], expected[1] if with_entropy else torch.zeros(11), rtol=1e-5, atol=1e-5)
-    for a, b in zip(*(gradients(*pair, head, hidden, with_entropy) for pair in (actual, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    computed = (gradients(*pair, head, hidden, with_entropy) for pair in (actual, expected))
+    torch.testing.assert_close(*computed, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -104,8 +104,7 @@ def test_a_bfloat16_product_is_reduced_in_float32(autocast):
         actual = log_probs_of(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
         expected = by_autograd(head, {}, 1.0, hidden, labels)
     assert actual[0].dtype == torch.float32
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
     actual, expected = (gradients(*pair, head, hidden, True) for pair in (actual, expected))
     assert [g.dtype for g in actual] == [g.dtype for g in expected] == [hidden.dtype, head.weight.dtype]
     for a, b in zip(actual, expected, strict=True):
@@ -280,8 +279,7 @@ def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(
     actual = outcome(engine.module, text_batch(), chunk_tokens=2)
     grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, {n: p.grad for n, p in plain.named_parameters()}, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bfloat16_heads_gradient_is_summed_over_chunks_in_float32():

@@ -72,8 +72,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward,
     plain = outputs_of(model, batch)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for a, b in zip(plain, outputs_of(model, batch, **forward), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs_of(model, batch, **forward), plain, rtol=1e-4, atol=1e-5)
 
 
 def test_soft_caps_are_applied_with_padding_too():
@@ -85,8 +84,7 @@ def test_soft_caps_are_applied_with_padding_too():
         model.set_attn_implementation(attention)
         results.append(outputs_of(model, batch))
     assert model.config._attn_implementation == "eager"  # a user's choice stays
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_a_packed_forward_reads_a_prompt_once(monkeypatch):

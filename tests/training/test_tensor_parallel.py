@@ -110,9 +110,7 @@ def test_ranks_that_split_layers_take_the_step_of_one_rank(
     for column, one in enumerate(scored):
         np.testing.assert_allclose(np.concatenate([s[column] for _, s, *_ in by_rank]), one, rtol=0, atol=1e-5)
     for _, _, sent, held in by_rank:
-        assert sent.keys() == weights.keys()
-        for key, value in weights.items():
-            np.testing.assert_allclose(sent[key], value, rtol=0, atol=1e-5, err_msg=key)
+        torch.testing.assert_close(sent, weights, rtol=0, atol=1e-5)
         assert held < 1.4 * size / ranks if tensors * 2 == ranks else held < size
 
 
@@ -143,8 +141,7 @@ def test_checkpoints_load_however_layers_and_sequences_are_shared(folders, tmp_p
     for name, by_rank in ends.items():
         for norms, weights in by_rank:
             np.testing.assert_allclose(norms, straight[1:], rtol=1e-4, err_msg=name)
-            for key, value in expected.items():
-                np.testing.assert_allclose(weights[key], value, rtol=0, atol=2e-5, err_msg=f"{name}: {key}")
+            torch.testing.assert_close(weights, expected, rtol=0, atol=2e-5, msg=f"weights of {name}")
 
 
 def test_models_that_ranks_cannot_split_are_refused(folders):
