@@ -3,11 +3,8 @@
 Not covered: a run on a remote cluster (RAY_ADDRESS), whose files and servers are checked on its nodes.
 """
 
-import os
 import shutil
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -308,24 +305,13 @@ def test_a_server_of_another_model_or_without_models_is_refused(bed, monkeypatch
         assert f"{url}/v1/models answers" in error and "is it a vLLM server?" in error
 
 
-# ---- the commands, from their arguments to the exit ------------------------------------------------------------
-
-
-def ended(monkeypatch, main, *arguments):
-    """The error message with which a command exits; its environment is restored after the test."""
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    with patch.dict(os.environ), pytest.raises(SystemExit) as exit_of:
-        main()
-    assert isinstance(exit_of.value.code, str)  # Python prints it and exits with 1
-    return exit_of.value.code
-
-
 def test_the_training_command_reports_what_the_trainer_refuses(bed, monkeypatch, tmp_path):
     monkeypatch.setenv("SPD_VLLM_URLS", f"http://127.0.0.1:{free_port()}")
     arguments = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "trainer.device=cpu"]
-    arguments += ["--output-dir", tmp_path / "out", "data.train_batch_size=4"]
-    arguments += [f"spd.adapter_path={bed.directory / 'foreign'}"]
-    text = ended(monkeypatch, entry.main, *arguments)
+    arguments += ["--output-dir", str(tmp_path / "out"), "data.train_batch_size=4"]
+    with pytest.raises(SystemExit) as ended:
+        entry.main([*arguments, f"spd.adapter_path={bed.directory / 'foreign'}"])
+    text = ended.value.code  # Python prints it and exits with 1
     assert "2 problems in the config:" in text
     assert "/v1/models does not answer from here" in text and "belongs to the target" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]  # no session, no server's log
