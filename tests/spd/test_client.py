@@ -10,13 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.spd.rollout.client import (
-    CompletionClient,
-    RequestRefused,
-    preferred_first,
-    same_model,
-    server_urls,
-)
+from recipe.spd.rollout.client import CompletionClient, RequestRefused, preferred_first, same_model, server_urls
 from recipe.spd.rollout.store import Completion
 from recipe.spd.settings import SPDRolloutSettings
 from tests.helpers.http_server import serving

@@ -14,16 +14,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from tests.training.test_packing import grouped_batch, llama
 from verl.training.policy import attention, get_policy
-from verl.training.policy.attention import (
-    BACKENDS,
-    NAME,
-    NAME_OF_FLASH,
-    MergingKernel,
-    choose_backend,
-    make_packable,
-    segment_attention,
-    shared_prompt_attention,
-)
+from verl.training.policy.attention import BACKENDS, choose_backend, make_packable, segment_attention
 from verl.training.policy.packing import ON_HOST, pack, pack_batch, to_device
 from verl.training.policy.prefix_tree import prefix_tree
 
@@ -88,7 +79,7 @@ def cpu_flash_backward(gradient, q, k, v, out, lse, *segments_causal_scale):
     return tuple(totals)
 
 
-shared_prompts = shared_prompt_attention(MergingKernel(cpu_flash_forward, cpu_flash_backward))
+shared_prompts = attention.shared_prompt_attention(attention.MergingKernel(cpu_flash_forward, cpu_flash_backward))
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (1, None), (None, 0.5), (3, 0.5)])
@@ -210,9 +201,9 @@ def test_models_with_attention_sinks_keep_their_own_attention():
 def test_a_users_flash_attention_stays_for_padded_batches():
     model = llama()
     model.config._attn_implementation = "flash_attention_2"  # the package is not needed to switch from it
-    assert make_packable(model) and model.config._attn_implementation == NAME_OF_FLASH
+    assert make_packable(model) and model.config._attn_implementation == attention.NAME_OF_FLASH
     other = llama()
-    assert make_packable(other) and other.config._attn_implementation == NAME
+    assert make_packable(other) and other.config._attn_implementation == attention.NAME
     assert isinstance(other, LlamaForCausalLM)
 
 
