@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from aiohttp import web
 from omegaconf import OmegaConf
 
 from tests.helpers.documents import ROOT, pages
+from tests.helpers.http_server import serving
 from tests.helpers.sft_run import compose_sft
 from tests.reward.test_managers import TOKENIZER, batch
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
@@ -64,27 +64,9 @@ def test_the_reward_manager_takes_a_cost_from_each_token():
 
 @pytest.mark.parametrize(("answer", "score"), [("Yes.", 1.0), ("No.", 0.0)])
 def test_the_reward_function_that_asks_a_model(answer, score):
-    asked = []
-
-    async def complete(request):
-        asked.append(await request.json())
-        return web.json_response({"choices": [{"message": {"content": answer}}]})
-
-    async def ask():
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", complete)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        address = f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        function = names_after("docs/rewards.md")["compute_score"]
-        try:
-            return await function("any", "4", "four", {}, address, None)
-        finally:
-            await runner.cleanup()
-
-    assert asyncio.run(ask()) == {"score": score}
+    function = names_after("docs/rewards.md")["compute_score"]
+    with serving(lambda request: (200, {"choices": [{"message": {"content": answer}}]})) as (url, asked):
+        assert asyncio.run(function("any", "4", "four", {}, url.removeprefix("http://"), None)) == {"score": score}
     assert "Is 4 the same as four?" in asked[0]["messages"][0]["content"]
 
 
@@ -107,19 +89,14 @@ def test_the_agent_loop(tiny_llama):
     assert output.response_logprobs == [-8.0, -9.0] and output.num_turns == 2
 
 
-def test_the_smallest_tool():
-    tool = names_after("docs/agents.md")["ReverseTool"]({"type": "native"}, None)
-    assert tool.name == "reverse"
-    response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
-    assert (response.text, reward, metrics) == ("cba", 0.0, {})
-
-
 def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):
     (tmp_path / "my_tools.py").write_text(BLOCKS["docs/agents.md", 0])
     (tmp_path / "tools.yaml").write_text(BLOCKS["docs/agents.md", 1])
     monkeypatch.syspath_prepend(tmp_path)
     (tool,) = initialize_tools_from_config(str(tmp_path / "tools.yaml"))
     assert tool.name == "reverse" and tool.config["example_arguments"] == {"text": "abc"}
+    response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
+    assert (response.text, reward, metrics) == ("cba", 0.0, {})
 
 
 def test_the_pairs_are_rows_of_sft_and_so_are_conversations(tmp_path, tiny_llama):

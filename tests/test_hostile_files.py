@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.engines import make_actor, make_engine, rl_batch
 from verl import DataProto
 from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 
@@ -40,8 +40,7 @@ def checkpoint(tiny_llama, tmp_path_factory):
     make_actor(engine).update_policy(rl_batch())
     engine.save_checkpoint(str(folder / "actor"))
     write_trainer_state(folder, TrainerState(1, {}, {}, {}, {}, {}), {"position": 1})
-    yield engine, folder
-    leave_group()
+    return engine, folder
 
 
 def refused(work, *names):

@@ -226,8 +226,7 @@ def test_estimator_agrees_with_its_papers_formula(name, data):
     assert torch.isfinite(advantages).all() and advantages[case.mask == 0].abs().sum() == 0
     pairs = zip((advantages, returns), expected if isinstance(expected, tuple) else (expected, expected), strict=True)
     for got, want in pairs:
-        for place, value in want.items():
-            assert got[place].item() == pytest.approx(value, rel=1e-10, abs=1e-10), place
+        assert {place: got[place].item() for place in want} == pytest.approx(want, rel=1e-10, abs=1e-10)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("remax", [1.5, 1.0]), ("reinforce_plus_plus", [1.0, 1.0])])

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verl.algos.aggregation import StepCounts
 from verl.algos.names import POLICY_LOSSES
@@ -59,11 +57,6 @@ def test_every_named_loss_is_registered_and_the_other_way_round():
     for find in (get_loss_fn, get_policy_loss_fn):
         with pytest.raises(ValueError, match=f"Known: {', '.join(sorted(LOSS_FUNCTIONS))}[.]"):
             find("none such")
-
-
-def test_unknown_loss_names_the_nearest():
-    with pytest.raises(ValueError, match=r"loss_mode='vanila' is unknown; did you mean 'vanilla'\?"):
-        get_policy_loss_fn("vanila")
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "bypass_mode"])
@@ -128,21 +121,6 @@ def test_aggregation_by_hand(mode, expected):
     assert agg_loss(LOSS, LOSS_MASK, mode).item() == pytest.approx(expected)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 999), cut=st.integers(1, 5), dp_size=st.sampled_from([1, 2]),
-    mode=st.sampled_from(core_algos.LOSS_AGG_MODES),
-)  # fmt: skip
-def test_losses_of_parts_add_up_to_the_whole(seed, cut, dp_size, mode):
-    """Micro-batches add their losses; ranks average their gradients, hence the mean over dp_size ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    loss = torch.randn(6, 4, generator=generator)
-    mask = (torch.rand(6, 4, generator=generator) < 0.6).long()
-    counts = {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum(), "dp_size": dp_size}
-    parts = sum(agg_loss(loss[s], mask[s], mode, **counts) for s in (slice(0, cut), slice(cut, 6)))
-    assert (parts / dp_size).item() == pytest.approx(agg_loss(loss, mask, mode).item(), rel=1e-4, abs=1e-5)
-
-
 def test_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="loss_agg_mode='mean'"):
         agg_loss(LOSS, LOSS_MASK, "mean")
@@ -156,18 +134,12 @@ def test_full_kl_and_unknown_kl_are_refused():
         kl_penalty(zero, zero, "low_var_k")
 
 
-def test_adaptive_controller_follows_the_measured_kl():
+def test_controllers_are_made_by_type_and_keep_their_state():
     control = core_algos.get_kl_controller(SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=0.2, horizon=100))
     control.update(current_kl=0.22, n_steps=10)  # error 0.1
-    assert control.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    control.update(current_kl=10.0, n_steps=10)  # clipped to 0.2
-    assert control.value == pytest.approx(0.101 * 1.02)
     other = core_algos.AdaptiveKLController(1.0, 0.2, 100)
     other.load_state_dict(control.state_dict())
-    assert other.value == control.value
-
-
-def test_fixed_controller_stays():
+    assert other.value == control.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     control = core_algos.get_kl_controller(SimpleNamespace(type="fixed", kl_coef=0.3, target_kl=0.1, horizon=1))
     control.update(5.0, 10)
     assert control.value == 0.3

@@ -5,13 +5,6 @@ import pytest
 from tests.dllm_reasoning import runs
 
 
-@pytest.fixture
-def fresh_group():
-    """Destroys the process group after each test."""
-    yield
-    runs.leave_group()
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     """A tiny model and 40 rows of data."""

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
 import dllm_reasoning.config
@@ -53,7 +52,9 @@ def compose(model, train, folder, *overrides):
     return config
 
 
-def trainer_of(config, cls=IterativeRefineTrainer):
+def trainer(model, train, folder, *overrides, cls=IterativeRefineTrainer):
+    """The trainer of such a run."""
+    config = compose(model, train, folder, *overrides)
     tokenizer = cls.build_tokenizer(config)
     train = cls.build_dataset(config.data.train_files, config, tokenizer)
     val = cls.build_val_dataset(config.data.val_files, config, tokenizer) if config.data.val_files else None
@@ -62,8 +63,3 @@ def trainer_of(config, cls=IterativeRefineTrainer):
 
 def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.engine.get_per_tensor_param()}
-
-
-def leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,6 +1,8 @@
-"""Lossless modes equal greedy decoding token for token: two architectures, batched, ragged, with a cache."""
+"""Lossless modes equal greedy decoding token for token: two architectures, batched, ragged, with a cache; statistics
+are those of the forwards that a hook counts."""
 
 import functools
+import types
 from functools import partial
 
 import pytest
@@ -145,15 +147,6 @@ def test_sampling_draws_the_same_in_every_lossless_mode(mode):
     assert other.tokens != plain.tokens
 
 
-def test_draws_depend_on_the_number_of_the_row_not_on_its_batch():
-    options = dict(temperature=1.3, seed=7, add_eos_length=3, refine_iter="slide")
-    inputs = prompts()[:5]
-    full = generate("llama", inputs, **options).tokens
-    parts = [generate("llama", inputs[i : i + 2], first_row=i, **options).tokens for i in (0, 2, 4)]
-    assert sum(parts, []) == full != greedy("llama")[:5]
-    assert generate("llama", prompts()[2:4], **options).tokens != full[2:4]
-
-
 def test_sampling_follows_the_probabilities():
     model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
     with torch.no_grad():
@@ -185,17 +178,6 @@ def test_verify_keeps_n_guesses_and_n_noise_by_hand():
     assert step(rule, row, [5, 6, 7, 8, 3]) == [5, 6, 7] and row.guesses == [8, 3, 9, 9]
     row.guesses = [5, 6, 9, 9]
     assert step(rule, row, [5, 4, 7, 8, 3]) == [5, 4] and row.guesses == [7, 8, 9, 9]
-
-
-def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
-    row = Row(0, [1], 1, 4)
-    row.commit([5, 6], [5, 3], frozenset({2}))
-    assert not row.done and row.remaining == 2 and row.cached == 2
-    row.commit([7, 8, 9], [7], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 6, 7, 8]
-    row = Row(0, [1], 1, 9)
-    row.commit([5, 2, 7], [], frozenset({2}))
-    assert row.done and row.tokens == [1, 5, 2]
 
 
 def test_max_length_counts_the_prompt_and_several_end_tokens_end():
@@ -338,3 +320,56 @@ def test_a_ragged_batch_near_its_limit_fits_into_the_cache():
     result = generate("llama", prompts()[70:80], add_eos_length=7, **slide)
     alone = [generate("llama", [prompt], add_eos_length=7, **slide).tokens[0] for prompt in prompts()[70:80]]
     assert result.tokens == alone
+
+
+WIDTH = 6
+MODES = {"greedy": (0, 1), "refine 0": (0, WIDTH), "refine 1": (1, WIDTH), "refine 2": (2, WIDTH),
+         "converge": ("converge", WIDTH), "slide": ("slide", WIDTH), "verify": ("verify", WIDTH)}  # fmt: skip
+
+
+def counted(mode, prompt, **more):
+    """(statistics, number of forwards that the model made) of one prompt."""
+    model, calls = model_of("llama"), []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    rounds, width = MODES[mode]
+    try:
+        results = details_of(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
+    finally:
+        hook.remove()
+    return results.stats, len(calls)
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_forward_of_the_model_is_counted(mode, use_cache):
+    for prompt in prompts()[:6]:
+        stats, calls = counted(mode, prompt, use_cache=use_cache)
+        assert stats.forwards == [calls] and stats.batch_forwards == calls > 0
+        assert stats.tokens_per_forward == stats.tokens[0] / calls
+        assert mode not in ("slide", "verify") or stats.rounds == [[]]  # every forward commits
+
+
+@pytest.mark.parametrize("mode", ["refine 0", "refine 1", "refine 2", "converge"])
+def test_rounds_are_the_forwards_after_each_blocks_first(mode):
+    several = 0
+    for prompt in prompts()[:6]:
+        stats, calls = counted(mode, prompt)
+        blocks = -(-stats.tokens[0] // WIDTH)
+        assert len(stats.rounds[0]) == blocks and sum(stats.rounds[0]) == calls - blocks
+        assert mode != "refine 1" or set(stats.rounds[0]) <= {0, 1}
+        several += blocks > 1
+    assert several and (mode != "converge" or sum(stats.rounds[0]) > 2 * blocks)
+
+
+def test_a_batch_makes_the_forwards_of_its_longest_row(monkeypatch):
+    alone = [counted("converge", prompt)[0] for prompt in prompts()[:5]]
+    model, calls = model_of("llama"), []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(generator, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    stats = details_of(model, prompts()[:5], EOS, PAD, WIDTH - 1, "converge", LIMIT).stats
+    hook.remove()
+    assert stats.forwards == [one.forwards[0] for one in alone] and stats.tokens == [one.tokens[0] for one in alone]
+    assert stats.batch_forwards == len(calls) == max(stats.forwards) < sum(stats.forwards)
+    assert stats.tokens_per_forward == sum(stats.tokens) / sum(stats.forwards)
+    assert stats.seconds == 4.0 and stats.tokens_per_second == sum(stats.tokens) / 4

@@ -40,6 +40,14 @@ def furthest(a, b):
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+def assert_equal(one, two, furthest_apart=1e-5):
+    """Two results of `gradients` have the same losses, and gradients at most `furthest_apart`."""
+    (a, first), (b, second) = one, two
+    torch.testing.assert_close(torch.stack(a.rounds), torch.stack(b.rounds), rtol=1e-5, atol=1e-8)
+    assert float(a.ar) == pytest.approx(float(b.ar), rel=1e-5) and a.counted == b.counted
+    assert furthest(first, second) < furthest_apart
+
+
 def naive(model, *, weights, ar):
     """The method written out for full rows of the iid pattern, one summed graph: (losses, clean loss, gradients)."""
     layout = layout_of("iid", False)
@@ -77,9 +85,7 @@ def test_rounds_equal_the_method_written_out(architecture):
 def test_a_backward_pass_each_round_equals_the_summed_loss(pattern):
     model = tiny("llama", initializer_range=0.1)
     layout = layout_of(pattern, False)
-    _, at_once = gradients(model, layout, rounds=3)
-    _, summed = gradients(model, layout, rounds=3, at_once=False)
-    assert furthest(at_once, summed) < 1e-6
+    assert_equal(gradients(model, layout, rounds=3), gradients(model, layout, rounds=3, at_once=False), 1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "tied", "qwen3"])
@@ -87,30 +93,22 @@ def test_a_backward_pass_each_round_equals_the_summed_loss(pattern):
 def test_shared_keys_give_the_gradients_of_repeated_ones(architecture, pattern):
     model = tiny(architecture, initializer_range=0.1)
     layout = layout_of(pattern, True)
-    one, repeated = gradients(model, layout, rounds=3)
-    two, shared = gradients(model, layout, rounds=3, share=True)
-    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
-    assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5)
-    assert furthest(shared, repeated) < 1e-4
+    assert_equal(gradients(model, layout, rounds=3), gradients(model, layout, rounds=3, share=True), 1e-4)
 
 
 def test_instructions_of_one_token_share_as_they_repeat():
     model, batch = tiny("llama", initializer_range=0.1), samples([1, 1], [5, 3])
-    one, repeated = gradients(model, layout_of("iid", False, batch))
-    two, shared = gradients(model, layout_of("iid", True, batch), share=True)
-    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5) and one.counted == two.counted
-    assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(shared, repeated) < 1e-5
+    repeated = gradients(model, layout_of("iid", False, batch))
+    assert_equal(repeated, gradients(model, layout_of("iid", True, batch), share=True))
 
 
 @pytest.mark.parametrize(("pattern", "share"), [("iid", True), ("packed", True), ("packed", False)])
 def test_flash_attention_gets_packings_in_place_of_masks(pattern, share):
     """Its own kernels need a GPU; a packing runs without them."""
     model, layout = tiny("llama", initializer_range=0.1), layout_of(pattern, True)
-    one, masked = gradients(model, layout, rounds=2, share=share)
+    masked = gradients(model, layout, rounds=2, share=share)
     model.set_attn_implementation(NAME_OF_FLASH)
-    two, packed = gradients(model, layout, rounds=2, share=share)
-    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
-    assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(packed, masked) < 1e-5
+    assert_equal(masked, gradients(model, layout, rounds=2, share=share))
 
 
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -125,14 +123,12 @@ def windowed():
 
 def test_rounds_that_share_keep_the_models_sliding_window():
     model = windowed()
-    one, repeated = gradients(model, layout_of("block", False), rounds=2)
+    repeated = gradients(model, layout_of("block", False), rounds=2)
     for share in (False, True):
-        two, actual = gradients(model, layout_of("block", True), rounds=2, share=share)
-        assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
-        assert furthest(actual, repeated) < 1e-5
+        assert_equal(repeated, gradients(model, layout_of("block", True), rounds=2, share=share))
     model.config.sliding_window = None
     far, _ = gradients(model, layout_of("block", False), rounds=2)
-    assert abs(float(far.rounds[0]) - float(one.rounds[0])) > 1e-2  # the window does hide something here
+    assert abs(float(far.rounds[0]) - float(repeated[0].rounds[0])) > 1e-2  # the window does hide something here
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -202,16 +198,15 @@ def test_warm_up_rounds_start_from_the_models_own_guesses():
 @pytest.mark.parametrize("pattern", ["trajectory", "packed"])
 def test_warm_up_rounds_share_the_instruction(pattern, monkeypatch):
     model = tiny("llama", initializer_range=0.1)
-    one, repeated = gradients(model, layout_of(pattern, pattern == "packed"), rounds=2, warm_up=2)
+    repeated = gradients(model, layout_of(pattern, pattern == "packed"), rounds=2, warm_up=2)
     layout, widths = layout_of(pattern, True), []
     inner = iterative_loss.call_as_forward
     monkeypatch.setattr(iterative_loss, "call_as_forward", lambda model, function, tokens, *rest: (
         widths.append(tokens.ids.shape[1]), inner(model, function, tokens, *rest))[1])  # fmt: skip
-    two, shared = gradients(model, layout, rounds=2, share=True, warm_up=2)
+    shared = gradients(model, layout, rounds=2, share=True, warm_up=2)
     forwards = 4 + (pattern != "packed")  # two of warm-up, two rounds, the clean text where it is not the prefix
     assert widths == [layout.prefix.ids.shape[1]] + [layout.tail.ids.shape[1]] * forwards
-    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
-    assert furthest(shared, repeated) < 1e-4
+    assert_equal(repeated, shared, 1e-4)
 
 
 def test_measuring_leaves_no_gradient():

@@ -23,15 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SAVED = 4  # an epoch is 5 steps: the first checkpoint lies within one, and the run crosses several
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    runs.leave_group()
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     """Model and data; the model's forward draws random numbers, so that a resume must restore them."""
@@ -52,7 +43,7 @@ def settings(assets, folder, steps, *more):
 
 
 def trainer_in(assets, folder, steps, *more, cls=IterativeRefineTrainer):
-    return runs.trainer_of(runs.compose(*assets, folder, *settings(assets, folder, steps, *more)), cls)
+    return runs.trainer(*assets, folder, *settings(assets, folder, steps, *more), cls=cls)
 
 
 def check_continues(assets, tmp_path, cut, steps, resume):
@@ -61,7 +52,6 @@ def check_continues(assets, tmp_path, cut, steps, resume):
     alone = trainer_in(assets, tmp_path / "alone", steps)
     alone.fit()
     expected, rows = runs.weights(alone), rows_of(tmp_path / "alone")
-    runs.leave_group()
     resume()
     assert [row[0] for row in rows] == [*range(steps + 1)] and rows_of(cut) == rows
     for step, folder in ((steps, cut), (SAVED, tmp_path / "path")):  # the finished run; trained on from there
@@ -70,7 +60,6 @@ def check_continues(assets, tmp_path, cut, steps, resume):
         again.fit()
         assert again.global_steps == steps
         assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(again).items())
-        runs.leave_group()
     assert rows_of(tmp_path / "path") == rows[SAVED + 1 :]
 
 
@@ -85,14 +74,9 @@ def test_a_run_that_died_continues_bit_for_bit(assets, tmp_path):
     cut = tmp_path / "cut"
     with pytest.raises(RuntimeError, match="dies"):
         trainer_in(assets, cut, 12, cls=DiesAtTen).fit()
-    runs.leave_group()
     assert rows_of(cut)[-1][0] == 9 and published_steps(cut) == [4, 8]
 
-    def resume():
-        trainer_in(assets, cut, 12).fit()
-        runs.leave_group()
-
-    check_continues(assets, tmp_path, cut, 12, resume)
+    check_continues(assets, tmp_path, cut, 12, lambda: trainer_in(assets, cut, 12).fit())
 
 
 @pytest.mark.chaos

@@ -33,11 +33,6 @@ def test_rows_by_hand():
     assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noised == 4
 
 
-def test_rows_without_noise_are_the_clean_text():
-    layout = build_layout(BATCH, [0], settings("iid", 0.0, 0.0), NOISE, split=False)
-    assert torch.equal(layout.tail.ids, BATCH["input_ids"]) and layout.noised == 0
-
-
 def test_split_rows_by_hand():
     layout = build_layout(BATCH, [0], settings("iid"), NOISE, split=True)
     assert layout.prefix.ids.tolist() == [[10]] and layout.prefix.count() == 0
@@ -78,14 +73,6 @@ def test_windows_stay_in_the_response_and_are_drawn_by_row():
     second = build_layout(alone, [6], settings("packed", windows=50), NOISE, split=True)
     assert torch.equal(second.tail.ids[0], both.tail.ids[1])
     assert torch.equal(second.attention_mask[0], both.attention_mask[1])
-
-
-def test_labels_are_counted_without_a_layout():
-    batch = samples([3, 7, 2], [9, 2, 5])
-    for pattern in ("iid", "packed"):
-        noise, seeds = settings(pattern, windows=7), [5, 6, 7]
-        layout = build_layout(batch, seeds, noise, NOISE, split=True)
-        assert layouts.count_labels(batch["response_mask"], seeds, noise) == layout.tail.count()
 
 
 def test_a_filler_row_counts_nothing_and_changes_nothing():

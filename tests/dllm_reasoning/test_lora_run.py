@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -22,22 +21,18 @@ SETTINGS = ("model.lora_rank=4", "iterative.noise_pattern=packed", "iterative.ar
             "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]")  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("fresh_group")
-
-
 def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):
     assets = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
-    full = runs.trainer_of(runs.compose(*assets, tmp_path / "full", *SETTINGS))
+    full = runs.trainer(*assets, tmp_path / "full", *SETTINGS)
     assert full.loss.share  # the adapters learn through a shared instruction
     full.fit()
     expected, rows = runs.weights(full), rows_of(tmp_path / "full")
     with torch.no_grad(), full.engine.eval_mode():
         ours = full.engine.module(input_ids=IDS, use_cache=False).logits.clone()
-    runs.leave_group()
 
     by_path = ("trainer.resume_mode=resume_path",
                f"trainer.resume_from_path={tmp_path / 'full' / 'global_step_2'}")  # fmt: skip
-    again = runs.trainer_of(runs.compose(*assets, tmp_path / "again", *SETTINGS, *by_path))
+    again = runs.trainer(*assets, tmp_path / "again", *SETTINGS, *by_path)
     again.fit()
     assert [row[0] for row in rows] == [1, 2, 3, 4] and rows_of(tmp_path / "again") == rows[2:]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(again).items())

@@ -11,11 +11,6 @@ IDS = torch.tensor([[10, 11, 12, 13, 14, 2]])
 ANSWERS = torch.tensor([[0, 0, 1, 1, 1, 1]])
 
 
-def test_q_sample_by_hand_touches_the_response_only():
-    noised = torch.tensor([[True, True, True, False, True, True]])
-    assert nu.q_sample(IDS, ANSWERS, noised, 2).tolist() == [[10, 11, 2, 13, 2, 2]]
-
-
 def test_decode_step_by_hand_shifts_the_prediction_by_one():
     predicted = torch.tensor([[20, 21, 22, 23, 24, 25]])
     assert nu.greedy_decode_response(IDS, predicted, ANSWERS).tolist() == [[10, 11, 21, 22, 23, 24]]

@@ -11,8 +11,6 @@ from tests.helpers.logs import logged
 from verl.models.loading import create_huggingface_actor
 from verl.trainer import fsdp_sft_trainer
 
-pytestmark = pytest.mark.usefixtures("fresh_group")
-
 REWARD = '''
 def keep_even(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str.split()) % 2 == 0)

@@ -10,8 +10,6 @@ from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
 from verl.trainer.sft.data import cut
 
-pytestmark = pytest.mark.usefixtures("fresh_group")
-
 
 def steps(trainer, count):
     results = []
@@ -21,14 +19,13 @@ def steps(trainer, count):
 
 
 def test_one_round_without_noise_is_sft_to_the_last_bit(assets, tmp_path):
-    config = runs.compose(*assets, tmp_path, "iterative.num_iterations=1", "iterative.noise_min=0",
-                          "iterative.noise_max=0")  # fmt: skip
-    trainer = runs.trainer_of(config)
+    trainer = runs.trainer(*assets, tmp_path, "iterative.num_iterations=1", "iterative.noise_min=0",
+                           "iterative.noise_max=0")  # fmt: skip
     batch = trainer._draw()
     batch["noise_seed"] = torch.arange(8)
     tokens = int(batch["loss_mask"][:, 1:].sum())
     with trainer.engine.train_mode():
-        for micro in cut(batch, config.data):
+        for micro in cut(batch, trainer.config.data):
             trainer.engine.optimizer_zero_grad()
             results = trainer.backward(micro, tokens, True, StepInputs(counted=tokens, warm_up=0))
             mine = [p.grad.clone() for p in trainer.engine.module.parameters()]
@@ -40,9 +37,8 @@ def test_one_round_without_noise_is_sft_to_the_last_bit(assets, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["iid", "suffix", "block", "trajectory", "packed"])
 def test_every_pattern_learns_and_logs_its_losses(assets, tmp_path, pattern):
-    config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
-                          f"data.val_files={assets[1]}", "trainer.total_training_steps=8")  # fmt: skip
-    trainer = runs.trainer_of(config)
+    trainer = runs.trainer(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
+                           f"data.val_files={assets[1]}", "trainer.total_training_steps=8")  # fmt: skip
     before = trainer._validate()
     results = steps(trainer, 8)
     after = trainer._validate()
@@ -57,10 +53,9 @@ def test_every_pattern_learns_and_logs_its_losses(assets, tmp_path, pattern):
 def test_the_first_steps_may_train_the_first_round_alone(assets, tmp_path, pattern):
     results = []
     for more in (("iterative.single_round_steps=1",), ("iterative.num_iterations=1",), ()):
-        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
-                              "iterative.share_instruction=on", *more)  # fmt: skip
-        results.append(steps(runs.trainer_of(config), 2))
-        runs.leave_group()
+        trainer = runs.trainer(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
+                               "iterative.share_instruction=on", *more)  # fmt: skip
+        results.append(steps(trainer, 2))
     mixed, one, two = results
     names = ("train/loss_s0", "train/loss_ar", "train/loss_total", "train/grad_norm")
     assert [mixed[0][name] for name in names] == [one[0][name] for name in names] and "train/loss_s1" not in mixed[0]
@@ -75,12 +70,10 @@ def test_the_first_steps_may_train_the_first_round_alone(assets, tmp_path, patte
 def test_micro_batches_do_not_change_a_step(assets, tmp_path):
     results = []
     for micro in (8, 3):
-        config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
-                              f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
-        trainer = runs.trainer_of(config)
-        results.append((steps(trainer, 1)[0], runs.weights(trainer)))
-        runs.leave_group()
-    (one, a), (two, b) = results
+        trainer = runs.trainer(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
+                               f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
+        results.append(steps(trainer, 1)[0])
+    one, two = results
     assert one["train/loss_total"] == pytest.approx(two["train/loss_total"], rel=1e-5)
     assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
     assert one["train/noise_mean"] == pytest.approx(two["train/noise_mean"], rel=1e-6)
@@ -91,11 +84,10 @@ def test_micro_batches_do_not_change_a_step(assets, tmp_path):
 def test_bfloat16_is_near_float32(assets, tmp_path, pattern):
     results = []
     for dtype in ("float32", "bfloat16"):
-        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
-                              "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
-                              f"model.fsdp_config.dtype={dtype}")  # fmt: skip
-        results.append(steps(runs.trainer_of(config), 1)[0])
-        runs.leave_group()
+        trainer = runs.trainer(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
+                               "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
+                               f"model.fsdp_config.dtype={dtype}")  # fmt: skip
+        results.append(steps(trainer, 1)[0])
     assert results[1]["train/loss_total"] == pytest.approx(results[0]["train/loss_total"], rel=0.02)
     assert results[1]["train/grad_norm"] == pytest.approx(results[0]["train/grad_norm"], rel=0.1)
 
@@ -110,13 +102,11 @@ def rows_of(folder):
 def test_validation_depends_neither_on_the_step_nor_on_micro_batches(assets, tmp_path, pattern):
     results = []
     for micro in (4, 1):
-        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", f"data.val_files={assets[1]}",
-                              "iterative.noise_schedule=linear", "iterative.ar_loss_weight=0.5",
-                              f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
-        trainer = runs.trainer_of(config)
+        trainer = runs.trainer(*assets, tmp_path, f"iterative.noise_pattern={pattern}", f"data.val_files={assets[1]}",
+                               "iterative.noise_schedule=linear", "iterative.ar_loss_weight=0.5",
+                               f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
         for trainer.global_steps in (0, 3):
             results.append(trainer._validate())
-        runs.leave_group()
     assert results[0] == results[1] and results[2] == results[3] == pytest.approx(results[0], rel=1e-5)
     total = results[0]["val/loss_s0"] + results[0]["val/loss_s1"] + 0.5 * results[0]["val/loss_ar"]
     assert results[0]["val/loss_total"] == pytest.approx(total, rel=1e-6)

@@ -1,7 +1,5 @@
 """A refined model as its own drafter in vLLM: the windows of commit_rules, and greedy tokens over HTTP."""
 
-import json
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY, SelfDraftSettings, self_draft_options
 from scripts.serve_spd import flags_of
+from tests.helpers.http_server import get, post
 from tests.helpers.models import save_tiny_llama
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
@@ -144,18 +143,13 @@ def test_greedy_answers_over_http_are_those_of_the_model_alone(refined, tmp_path
 
         def ask(prompt):
             body = {"prompt": prompt, "max_tokens": LIMIT, "temperature": 0.0, "return_token_ids": True}
-            request = urllib.request.Request(
-                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=120) as reply:
-                return json.load(reply)["choices"][0]["token_ids"]
+            return post(f"{url}/v1/completions", body)["choices"][0]["token_ids"]
 
         asked = prompts(24)
         with ThreadPoolExecutor(8) as pool:  # verify alone, slide with others: the number of requests varies
             together = list(pool.map(ask, asked))
         alone = [ask(prompt) for prompt in asked[:6]]
-        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
-            page = reply.read().decode()
+        page = get(f"{url}/metrics")
     finally:
         server.stop()
     expected = iterative_generate(model, asked, EOS, 0, 0, 0, LIMIT, return_details=True).tokens

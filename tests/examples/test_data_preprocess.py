@@ -12,8 +12,6 @@ from tests.helpers.models import make_tokenizer
 from verl.data.rl_dataset import RLHFDataset
 from verl.reward.rules import default_compute_score
 
-pytestmark = pytest.mark.demo
-
 QUESTIONS = [
     {"question": "A has 3 apples and 4 pears. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
     {"question": "How far?", "answer": "far\n#### -1,200"},

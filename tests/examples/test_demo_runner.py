@@ -5,8 +5,6 @@ import pytest
 from examples import demo_runner
 from examples.spd_arithmetic.demo import BUDGET_S
 
-pytestmark = pytest.mark.demo
-
 
 # 360 + 230 + 130 = 720 seconds: 12 minutes on 2 idle cores, and at least half of them.
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
 from examples.dllm_arithmetic import acceptance, corpus, curves, demo, evaluate, options
 
-pytestmark = pytest.mark.demo
-
 
 def test_every_worked_step_is_right_and_leads_to_the_answer():
     tables = corpus.draw({"train": 60, "val": 20, "test": 20}, seed=4)

@@ -23,8 +23,6 @@ from tests.helpers import configs
 from verl.planning.sft import sft_entry
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 
-pytestmark = pytest.mark.demo
-
 REFINE = Path(dllm_reasoning.config.__file__).parent
 ENTRIES = {
     "dllm_reasoning.train_iterative_refine": (IterativeRefineTrainer, REFINE, "iterative_refine"),

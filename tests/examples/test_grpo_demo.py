@@ -19,8 +19,6 @@ from verl.config.roles import need_critic, reads_reference
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
-pytestmark = pytest.mark.demo
-
 
 def trained_config(command):
     """The config of a training command, valid for the trainer."""

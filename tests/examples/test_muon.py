@@ -8,17 +8,10 @@ import pytest
 import torch
 
 from examples.muon import MuonWithAdamW
-from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.demo
 OPTIM = {"optimizer_impl": "examples.muon", "optimizer": "MuonWithAdamW", "lr": 0.02, "weight_decay": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def lone_rank():
-    yield
-    leave_group()
 
 
 def test_a_matrix_moves_by_about_the_rate_along_each_singular_direction():

@@ -6,7 +6,6 @@ Not covered: the trained figures (`make demo-pretrained` and `make bench BENCH=p
 import hashlib
 import json
 import sys
-import urllib.request
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,12 @@ from examples.pretrained import demo, fetch, questions
 from examples.pretrained.reward import compute_score
 from examples.pretrained.stages import Stage, run_stages
 from tests.examples.test_grpo_demo import trained_config
+from tests.helpers.http_server import post
 from verl.agents.environments.processes import EnvironmentCalls, environment_rows
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.accelerator import default_dtype
-
-pytestmark = pytest.mark.demo
 
 
 @pytest.fixture
@@ -172,11 +170,9 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
     asked = list(pd.read_parquet(tmp_path / "data" / "val.parquet")["prompt"][0])
     server = LocalVllmServer(str(merged), tmp_path / "server.log", 256)
     try:
-        body = json.dumps({"model": str(merged), "messages": asked, "temperature": 0, "max_tokens": 16}).encode()
-        url = f"{server.wait_ready(300)}/v1/chat/completions"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            served = json.load(reply)["choices"][0]["message"]["content"]
+        body = {"model": str(merged), "messages": asked, "temperature": 0, "max_tokens": 16}
+        answered = post(f"{server.wait_ready(300)}/v1/chat/completions", body, 300)
+        served = answered["choices"][0]["message"]["content"]
     finally:
         server.stop()
     tokenizer = AutoTokenizer.from_pretrained(merged)

@@ -20,7 +20,6 @@ from tests.examples.test_dllm_demo import read
 from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.tokenizer import hf_tokenizer
 
-pytestmark = pytest.mark.demo
 COUNTS = {"train": 30, "val": 12, "test": 15}
 
 

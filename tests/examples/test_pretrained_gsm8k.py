@@ -21,8 +21,6 @@ from examples.pretrained.gsm8k.reward import compute_score, number_after
 from tests.examples.test_grpo_demo import trained_config
 from verl.utils.accelerator import default_dtype
 
-pytestmark = pytest.mark.demo
-
 
 @pytest.fixture
 def gsm8k(tmp_path):

@@ -18,8 +18,6 @@ from tests.spd.vllm_plugin.pair import make_pair, make_prompts
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.tokenizer import hf_tokenizer
 
-pytestmark = pytest.mark.demo
-
 
 @pytest.fixture
 def pair(tmp_path):

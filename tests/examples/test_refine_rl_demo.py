@@ -19,8 +19,6 @@ from examples.dllm_arithmetic.corpus import compute_score
 from examples.refine_rl_arithmetic import demo, generation, results
 from tests.examples.test_grpo_demo import trained_config
 
-pytestmark = pytest.mark.demo
-
 
 def configs(tmp_path, runs):
     return {name: trained_config(demo.training_command(tmp_path, tmp_path, tmp_path / "run", 10, 3, more))

@@ -68,6 +68,8 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     assert set(judged.scorers) == set(frontier.SCORERS)
     budgeted, supervised = trained_config([*phases["supervised"], "--label-budget", "5"])
     assert supervised.supervised and supervised.label_budget == 5
-    assert budgeted.spd.rollout.store_path == config.spd.rollout.store_path
+    refined, _ = trained_config(phases["refined"])
+    stores = {each.spd.rollout.store_path for each in (config, budgeted, refined)}
+    assert len(stores) == 1 and refined.spd.adapter_path == judged.scorers["supervised"]
     assert budgeted.trainer.total_training_steps == 7
     assert Path(judged.scorer).is_relative_to(config.trainer.default_local_dir)

@@ -20,8 +20,6 @@ from verl.agents.message_encoder import MessageEncoder
 from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.tool_registry import initialize_tools_from_config
 
-pytestmark = pytest.mark.demo
-
 
 def test_the_calculator():
     assert [calculate(text) for text in ("12 * 34", "2 + 3 * 4", "(2 + 3) * 4", "5 - 7")] == [408, 14, 20, -2]

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from verl.protocol.serialization import object_array
+
 
 def object_columns(**columns: Sequence[Any]) -> dict[str, np.ndarray]:
     """Object arrays of one dimension, also where the values are lists of one length."""
-    arrays = {name: np.empty(len(values), dtype=object) for name, values in columns.items()}
-    for name, values in columns.items():
-        arrays[name][:] = list(values)
-    return arrays
+    return {name: object_array(values) for name, values in columns.items()}

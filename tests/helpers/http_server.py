@@ -1,8 +1,9 @@
-"""HTTP servers on 127.0.0.1 whose answers a test writes as a function."""
+"""HTTP servers on 127.0.0.1 whose answers a test writes as a function; requests to a server."""
 
 import contextlib
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import GeneratorType, SimpleNamespace
@@ -47,3 +48,16 @@ def serving(answer: Callable[[SimpleNamespace], tuple[int, Any]]) -> Iterator[tu
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def post(url: str, body: dict, timeout: float = 120) -> Any:
+    """The JSON that a server answers to a body sent as JSON."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as reply:
+        return json.load(reply)
+
+
+def get(url: str, timeout: float = 60) -> str:
+    """The text that a server answers."""
+    with urllib.request.urlopen(url, timeout=timeout) as reply:
+        return reply.read().decode()

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 
 import train_spd_scorer
 from tests.helpers.models import save_answering_llama
+from tests.helpers.watched_runs import wait_until
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +42,9 @@ def write_blocks(directory: Path, blocks: int = 16) -> None:
 class SPDRuns:
     """A model with servers, and blocks; runs of `steps` steps in folders of their own, which share `store`."""
 
-    def __init__(
-        self, directory: Path, served: tuple[str, str] | None = None, *, steps: int = 4, blocks: int = 16
-    ) -> None:
-        self.directory, self.steps = directory, steps
-        self.model, self.urls = (served[0], [served[1]]) if served else (save_answering_llama(directory / "target"), [])
+    def __init__(self, directory: Path, steps: int = 4, blocks: int = 16) -> None:
+        self.directory, self.steps, self.urls = directory, steps, []
+        self.model = save_answering_llama(directory / "target")
         write_blocks(directory, blocks)
 
     def arguments(self, name: str, *more: str, store: str = "store.sqlite3") -> list[str]:
@@ -95,11 +93,7 @@ class SPDRuns:
 
     def wait_for_step(self, name: str, step: int, run: subprocess.Popen, seconds: float = 240) -> None:
         """Return when the metrics of `step` are written; fail if the run ends before."""
-        deadline = time.monotonic() + seconds
-        while len(self.rows(name)) < step:
-            assert run.poll() is None, self.log(name)[-3000:]
-            assert time.monotonic() < deadline, f"step {step} did not end:\n{self.log(name)[-3000:]}"
-            time.sleep(0.05)
+        wait_until(lambda: len(self.rows(name)) >= step, run, self.directory / f"{name}.log", seconds)
 
     def saved_step(self, name: str) -> int:
         """The step that latest_checkpointed_iteration.txt names; 0 before the first."""

@@ -78,14 +78,6 @@ def test_output_is_right_padded_and_positions_go_on(llama):
     assert out["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_samples_of_a_prompt_are_adjacent_and_differ(llama):
-    batch = prompts(n=3)
-    out = rollout(llama).generate_sequences(batch).batch
-    assert torch.equal(out["prompts"], batch.batch["input_ids"].repeat_interleave(3, 0))
-    rows = [tuple(row) for row in out["responses"].tolist()]
-    assert len(set(rows[:3])) == 3
-
-
 def test_a_sample_does_not_depend_on_the_other_rows(llama):
     made = rollout(llama, calculate_log_probs=True)
     batch = prompts(n=2)
@@ -118,12 +110,6 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_answer(llama):
         mine = slice(8 * i, 8 * i + 8)
         assert torch.equal(alone["responses"], out["responses"][mine])
         assert torch.allclose(alone["rollout_log_probs"], out["rollout_log_probs"][mine], atol=1e-5)
-
-
-def test_another_step_draws_other_samples(llama):
-    made = rollout(llama)
-    one, again, two = (made.generate_sequences(prompts(global_steps=step)).batch["responses"] for step in (1, 1, 2))
-    assert torch.equal(one, again) and not torch.equal(one, two)
 
 
 def test_another_seed_draws_other_samples_in_training_and_validation(tiny_llama):
@@ -260,11 +246,6 @@ def test_two_ranks_answer_as_one_and_wait_for_each_other(tiny_llama):
     assert np.array_equal(first, expected[:4]) and first_mask.all()
     assert np.array_equal(second[:, 0], expected[4:, 0])
     assert second_mask.sum(1).tolist() == [1] * 4 and not second[:, 1:].any()
-
-
-def test_it_runs_on_an_engine_of_one_rank(llama):
-    out = rollout(llama, engine=make_engine(llama)).generate_sequences(prompts(n=2)).batch["responses"]
-    assert torch.equal(out, rollout(llama).generate_sequences(prompts(n=2)).batch["responses"])
 
 
 def gathered_while_it_generates(rank, world_size, path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import left_padded, make_engine
 from tests.helpers.http_exchange import Exchange
 from tests.helpers.models import save_tiny_llama
 from verl.protocol import DataProto
@@ -76,7 +76,6 @@ def served(request, tiny_llama):
     rollout.close()
     if request.param == "real" and os.environ.get("RECORD_SGLANG"):
         rollout.server.exchange.save(RECORD)
-    leave_group()
 
 
 def send(rollout, weights, version):
@@ -243,25 +242,30 @@ def test_the_replica_wakes_and_sleeps_through_the_ranks(served):
     assert calls == ["asleep", "awake"] and replica.server_address == rollout.server_handle.address
 
 
-def test_an_older_server_gets_weights_without_a_session(tiny_llama):
-    entries = [
-        {"path": f"/{path}", "body": body, "status": status, "type": "application/json", "text": "null", "after": []}
-        for path, body, status in (
-            ("begin_weight_update", {}, 404), ("update_weights_from_tensor", {"flush_cache": False}, 200),
-            ("begin_weight_update", {}, 400),
-        )
-    ]  # fmt: skip
+def replaying(path, config, *exchanges):
+    """A rollout whose server answers each (path, body of a request, status, text) once."""
+    entries = [{"path": f"/{place}", "body": body, "status": status, "type": "application/json", "text": text,
+                "after": []} for place, body, status, text in exchanges]  # fmt: skip
 
-    class Old(ReplayedServer):
+    class Server(ReplayedServer):
         def __init__(self, *args):
             self.exchange = Exchange(entries=entries)
 
-    class Rollout(ServerAdapter):
-        server_class = Old
+        def seconds_up(self):
+            return 1.0
 
-    config = RolloutConfig(name="sglang", mode="async", free_cache_engine=False)
-    model = HFModelConfig(path=tiny_llama, load_tokenizer=False).load()
-    rollout = Rollout(config, model, None)
+    class Rollout(ServerAdapter):
+        server_class = Server
+
+    return Rollout(config, HFModelConfig(path=path, load_tokenizer=False).load(), None)
+
+
+def test_an_older_server_gets_weights_without_a_session(tiny_llama):
+    rollout = replaying(
+        tiny_llama, RolloutConfig(name="sglang", mode="async", free_cache_engine=False),
+        ("begin_weight_update", {}, 404, "null"), ("update_weights_from_tensor", {"flush_cache": False}, 200, "null"),
+        ("begin_weight_update", {}, 400, "null"),
+    )  # fmt: skip
     asyncio.run(rollout.update_weights([("w", torch.ones(3))]))
     assert rollout.server.exchange.arrived == [0, 1]
     with pytest.raises(ServiceError, match="begin_weight_update answered 400"):
@@ -275,30 +279,14 @@ def test_an_older_server_gets_weights_without_a_session(tiny_llama):
 def test_a_request_that_fails_is_sent_again(tiny_llama, attempts, answered):
     config = RolloutConfig(name="sglang", free_cache_engine=False, load_format="auto", response_length=4,
                            server=ServerConfig(max_attempts=attempts, retry_delay=0.0))  # fmt: skip
-    ids = torch.tensor([[5, 6]])
-    meta = {"eos_token_id": 2, "pad_token_id": 0, "global_steps": 0}
-    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.tensor([[0, 1]])}
-    prompts = DataProto.from_dict(columns, meta_info=meta)
+    prompts = left_padded([2], 2)
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "repetition_penalty": 1.0,
               "stop_token_ids": [2], "ignore_eos": False,
               "sampling_seed": GenerationRequest.from_batch(prompts, config).seeds[0][0]}  # fmt: skip
-    body = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": False}
+    body = {"input_ids": prompts.batch["input_ids"][0].tolist(), "sampling_params": params, "return_logprob": False}
     reply = {"output_ids": [7, 2], "meta_info": {"finish_reason": {"type": "stop"}}}
-
-    class Flaky(ReplayedServer):
-        def __init__(self, *args):
-            self.exchange = Exchange(entries=[
-                {"path": "/generate", "body": body, "status": status, "type": "application/json", "text": text,
-                 "after": []} for status, text in ((503, "null"), (200, json.dumps(reply)))
-            ])  # fmt: skip
-
-        def seconds_up(self):
-            return 1.0
-
-    class Rollout(ServerAdapter):
-        server_class = Flaky
-
-    rollout = Rollout(config, HFModelConfig(path=tiny_llama, load_tokenizer=False).load(), None)
+    exchanges = [("generate", body, 503, "null"), ("generate", body, 200, json.dumps(reply))]
+    rollout = replaying(tiny_llama, config, *exchanges)
     with nullcontext() if answered else pytest.raises(ServerUnreachable, match="answered 503"):
         output = asyncio.run(rollout.generate_sequences(prompts))
         assert output.batch["responses"].tolist() == [[7, 2, 0, 0]]

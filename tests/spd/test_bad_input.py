@@ -3,11 +3,8 @@
 Not covered: a run on a remote cluster (RAY_ADDRESS), whose files and servers are checked on its nodes.
 """
 
-import os
 import shutil
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -204,13 +201,6 @@ def test_a_missing_or_damaged_model_or_tokenizer_folder_is_named(bed, capsys, mo
 # ---- main_ppo: prepared rows, model, scorer, servers, batch sizes ---------------------------------------------
 
 
-def prepared(bed, tmp_path, change, row=3):
-    """A train.parquet of which `change` altered one row in place."""
-    rows = pq.read_table(bed.train).to_pylist()
-    change(rows[row])
-    return write(tmp_path / "train.parquet", rows)
-
-
 def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, monkeypatch):
     # 3 context tokens, 4 drafted, 5 of the target, 3 separators
     head, error, _ = refusal(monkeypatch, bed, data__max_prompt_length=14).splitlines()
@@ -221,17 +211,7 @@ def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, mon
         refusal(monkeypatch, bed, data__max_prompt_length=14, spd__backbone="own")
 
 
-def test_an_empty_draft_and_a_missing_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
-    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[]))
-    assert f"{path}, row 3: draft_ids is empty" in one_problem(refusal(monkeypatch, bed, data__train_files=path))
-    path = prepared(bed, tmp_path, lambda row: row.update(extra_info=None))
-    error = one_problem(refusal(monkeypatch, bed, data__val_files=path))
-    assert f"data.val_files: {path}, row 3: column 'extra_info' is missing or not a mapping" in error
-
-
 def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp_path):
-    text = refusal(monkeypatch, bed, actor_rollout_ref__model__path="/no/such/model")
-    assert "actor_rollout_ref.model.path=/no/such/model: the folder does not exist." in text
     text = refusal(monkeypatch, bed, spd__target_path="/no/such/target")
     assert one_problem(text).startswith("  - spd.target_path=/no/such/target: the folder does not exist.")
     model = shutil.copytree(bed.target, tmp_path / "model")
@@ -325,44 +305,13 @@ def test_a_server_of_another_model_or_without_models_is_refused(bed, monkeypatch
         assert f"{url}/v1/models answers" in error and "is it a vLLM server?" in error
 
 
-def test_batch_sizes_that_do_not_fit_ranks_or_rows_are_refused(bed, monkeypatch):
-    text = refusal(monkeypatch, bed, data__train_batch_size=3, trainer__n_gpus_per_node=2)
-    assert "data.train_batch_size=3 prompts cannot be shared by 2 ranks evenly. Use a multiple of 2 (2 or 4)." in text
-    error = one_problem(refusal(monkeypatch, bed, data__train_batch_size=ROWS + 1))
-    assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in error
-
-
-# ---- the commands, from their arguments to the exit ------------------------------------------------------------
-
-
-def ended(monkeypatch, main, *arguments):
-    """The error message with which a command exits; its environment is restored after the test."""
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    with patch.dict(os.environ), pytest.raises(SystemExit) as exit_of:
-        main()
-    assert isinstance(exit_of.value.code, str)  # Python prints it and exits with 1
-    return exit_of.value.code
-
-
-RECIPE_OPTIONS = ["--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
-
-
 def test_the_training_command_reports_what_the_trainer_refuses(bed, monkeypatch, tmp_path):
     monkeypatch.setenv("SPD_VLLM_URLS", f"http://127.0.0.1:{free_port()}")
     arguments = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "trainer.device=cpu"]
-    arguments += ["--output-dir", tmp_path / "out", "data.train_batch_size=4"]
-    arguments += [f"spd.adapter_path={bed.directory / 'foreign'}"]
-    text = ended(monkeypatch, entry.main, *arguments)
+    arguments += ["--output-dir", str(tmp_path / "out"), "data.train_batch_size=4"]
+    with pytest.raises(SystemExit) as ended:
+        entry.main([*arguments, f"spd.adapter_path={bed.directory / 'foreign'}"])
+    text = ended.value.code  # Python prints it and exits with 1
     assert "2 problems in the config:" in text
     assert "/v1/models does not answer from here" in text and "belongs to the target" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]  # no session, no server's log
-
-
-def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(bed, monkeypatch, tmp_path):
-    sizes = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 3, "trainer__totl_epochs": 1}
-    changes = settings(bed, trainer__default_local_dir=tmp_path / "out", spd__reward__alpa=1, **sizes)
-    text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
-    assert "trainer.totl_epochs is not a known key; did you mean trainer.total_epochs?" in text
-    assert "spd.reward.alpa is not a known key; did you mean spd.reward.alpha?" in text
-    assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
-    assert not (tmp_path / "out").exists()

@@ -17,6 +17,7 @@ from scripts import spd_decode as command
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import SPECIAL, WORDS, make_tokenizer, save_tiny_llama
+from verl.utils.accelerator import default_dtype
 
 VOCAB = len(SPECIAL) + len(WORDS)
 ENDS = [2, 11, 30]
@@ -58,13 +59,12 @@ def next_word(model, ids: list[int]) -> int:
         return int(model(torch.tensor([ids])).logits[0, -1].argmax())
 
 
-def test_models_have_the_dtype_that_is_asked_for_or_the_cpus(house, monkeypatch):
+def test_models_have_the_dtype_that_is_asked_for_or_the_cpus(house):
     folders = [f"--{name}={house / name}" for name in ("target", "draft")] + ["--device", "cpu"]
-    for capable, options, dtype in ((True, [], torch.bfloat16), (False, [], torch.float32),
-                                    (True, ["--dtype", "float32"], torch.float32)):  # fmt: skip
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capable=capable: {"avx512_bf16": capable})
-        session = command.Session(command.parse([*folders, *options]))
-        assert session.target.dtype == session.draft.dtype == dtype
+    for dtype in ("float32", "bfloat16", default_dtype("cpu")):
+        session = command.Session(command.parse([*folders, f"--dtype={dtype}"]))
+        assert session.target.dtype == session.draft.dtype == getattr(torch, dtype)
+    assert command.parse(folders).dtype == dtype
 
 
 def test_exact_match_prints_the_targets_own_text(house, capsys):

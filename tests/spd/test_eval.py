@@ -1,6 +1,5 @@
 """The evaluation's arithmetic by hand, and the command on tiny random models."""
 
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -182,7 +181,7 @@ def test_the_thresholds_near_a_drop_are_two_of_the_best_rule_and_of_the_best_sco
     rows = [replace(row_of(0, 0, factor * accepted, 1.0), rule="exact" if threshold is None else rule,
                     threshold=threshold, drop=drop)
             for rule, factor in slower.items() for threshold, drop, accepted in points]  # fmt: skip
-    near = load_script().runs_near(rows, 0.02, ["scorer", "refined"])
+    near = eval_spd_scorer.runs_near(rows, 0.02, ["scorer", "refined"])
     assert [(run.split, run.rule, run.threshold) for run in near] == [
         ("test", "margin", 1.0), ("test", "margin", 2.0), ("test", "scorer", 1.0), ("test", "scorer", 2.0)]
 
@@ -212,14 +211,6 @@ def house(tmp_path_factory):
     ]
     (root / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labels))
     return root
-
-
-def load_script():
-    path = Path(__file__).parents[2] / "scripts" / "eval_spd_scorer.py"
-    spec = importlib.util.spec_from_file_location("eval_spd_scorer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_harm_shares_by_hand(house):
@@ -265,17 +256,13 @@ def given(house, scorer, out, *options, val="val"):
 def run_script(house, scorer, out, *options):
     """Run the command on the tiny models; gives (evaluation.json, validation.json)."""
     swept = ("--scorer-thresholds", "-1", "0", "--margins", "0.01", "1")
-    load_script().main(given(house, scorer, out, *swept, *options))
+    eval_spd_scorer.main(given(house, scorer, out, *swept, *options))
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
 
 
-def test_all_models_have_the_dtype_that_is_asked_for_or_the_cpus(house, tmp_path, monkeypatch):
-    words, parse = given(house, save_scorer(house, "target", tmp_path / "scorer"), "o"), load_script().parse
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
-    assert parse(words).dtype == "float32"
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert parse([*words, "--dtype", "float32"]).dtype == "float32"
-    worker = Worker(Job(parse(words), {}, [], []), multiprocessing.Value("q", 0))
+def test_all_models_have_the_dtype_that_is_asked_for(house, tmp_path):
+    words = given(house, save_scorer(house, "target", tmp_path / "scorer"), "o", "--dtype", "bfloat16")
+    worker = Worker(Job(eval_spd_scorer.parse(words), {}, [], []), multiprocessing.Value("q", 0))
     scorer = worker._load_scorers()["scorer"]  # its head stays in float32
     assert [model.dtype for model in (worker.target, worker.draft, scorer.backbone)] == 3 * [torch.bfloat16]
 
@@ -336,7 +323,7 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
 def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys):
     scorer, own = save_scorer(house, "target", tmp_path / "scorer"), tmp_path / "my_judge.py"
     own.write_text("from scripts.spd_evaluation.rules import margin\n")
-    load_script().main(given(
+    eval_spd_scorer.main(given(
         house, scorer, tmp_path, "--rule", f"mine={own}:margin:1,2", "--val-harm-labels", str(house / "labels.jsonl"),
         "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1", "--processes", "1", "--all-rules",
         "--near-drop", "0.02", "--dtype", "float32",
@@ -353,7 +340,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
         "validation": {6}, "test": {12}}
     assert [run["rule"] for run in by_question["validation"]] == [row["rule"] for row in rows]
     tested = [(run["rule"].removesuffix("_sweep"), run["threshold"]) for run in by_question["test"]]
-    near = load_script().runs_near([EvaluationRow(**row) for row in rows], 0.02, ["scorer"])
+    near = eval_spd_scorer.runs_near([EvaluationRow(**row) for row in rows], 0.02, ["scorer"])
     chosen = json.loads((tmp_path / "validation.json").read_text())["chosen"]
     assert sorted(tested[2:]) == sorted({("scorer", chosen), *((run.rule, run.threshold) for run in near)})
     target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
@@ -444,13 +431,13 @@ def test_workers_end_with_a_killed_parent():
 def test_a_question_in_both_splits_is_refused(house, tmp_path):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     with pytest.raises(ValueError, match="12 questions are in both splits"):
-        load_script().main(given(house, scorer, tmp_path, val="test"))
+        eval_spd_scorer.main(given(house, scorer, tmp_path, val="test"))
 
 
 def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
-    args = load_script().parse(given(house, scorer, tmp_path, "--batch-size", "5"))
-    job = load_script().load_job(args)
+    args = eval_spd_scorer.parse(given(house, scorer, tmp_path, "--batch-size", "5"))
+    job = eval_spd_scorer.load_job(args)
     worker = Worker(job, multiprocessing.Value("q", 0))
     run = Run("test", "margin", 1.0)
     parts = run.parts(job)

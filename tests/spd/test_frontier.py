@@ -1,6 +1,5 @@
 """Mixed thresholds, the choice on validation questions and figures over seeds, by hand."""
 
-import argparse
 import json
 import math
 import sys
@@ -147,14 +146,3 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
     assert (tmp_path / "out" / f"frontier-{name}.png").stat().st_size > 10_000
-
-
-def test_a_seed_s_commands_share_a_store_and_hand_on_their_scorers(tmp_path):
-    args = argparse.Namespace(questions=70, train_questions=30, blocks=90, steps=7)
-    made = frontier.commands(args, 1, 0.2, tmp_path)
-    trainings = [made[name] for name in ("training", "supervised", "refined")]
-    (store,) = {word for words in trainings for word in words if word.startswith("spd.rollout.store_path=")}
-    assert all(store in words for words in trainings) and "--supervised" in made["supervised"]
-    supervised = str(tmp_path / "labelled" / "supervised")
-    assert f"spd.adapter_path={supervised}" in made["refined"]
-    assert f"supervised={supervised}" in made["evaluation"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipe.spd.rollout.hybrid import counted_positions, effective_lengths, hybrid_of, sample_actions, uniform_draws
+from recipe.spd.rollout.hybrid import counted_positions, hybrid_of, sample_actions, uniform_draws
 from recipe.spd.scorer.bernoulli_policy import action_log_probs
 
 EOS = {2}
@@ -43,11 +43,6 @@ def test_an_accepted_end_token_ends_the_answer():
     assert counted_positions([10, 2, 12], [20, 21, 22, 23], 2, "judged") == [1, 1, 0]
     corrected = hybrid_of([10, 11], [20, 2, 22], [1, 0], EOS)
     assert (corrected.effective_len, corrected.tokens, corrected.ended) == (1, (10,), True)
-
-
-def test_effective_length_counts_leading_accepts_only():
-    accepted = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
-    assert effective_lengths(accepted).tolist() == [2, 0, 4]
 
 
 def test_actions_follow_the_tempered_probability_and_their_log_probs_too():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import spd_scorer
 from recipe.spd.scorer.auto import SCORERS, register_scorer
 from recipe.spd.scorer.heads import logit_features
 from recipe.spd.scorer.masks import MASKS
 from recipe.spd.settings import BACKBONES
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData
 from tests.helpers.models import save_tiny_llama
-from verl.models.loading import create_huggingface_actor
 
 MY_SCORER = "examples.extending.my_scorer"
 CONTEXTS = [[5, 6, 7, 8], [9, 10]]
@@ -102,21 +102,6 @@ def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(lla
             hidden = states[:, len(context) - 1 + i : len(context) + i + 1]
             alone = model.score_features(hidden, torch.tensor([[d]]), torch.tensor([[t]]))
             assert torch.allclose(z[row, i], alone[0, 0], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backbone": "own", "attention": a, "head_inputs": h}
-        for a in ("causal", "spd", "hybrid")
-        for h in ("state", "pair")
-    ],
-)
-def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
-    model = build(tiny_llama, **settings)
-    both = model(**data().as_kwargs())
-    alone = SPDInputData.from_blocks(CONTEXTS[1:], DRAFTS[1:], TARGETS[1:], sep_token_id=3, pad_token_id=17)
-    assert torch.allclose(both[1:, :2], model(**alone.as_kwargs()), atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
@@ -282,6 +267,54 @@ def test_bad_settings_are_named(tiny_llama, tmp_path):
         AutoModelForSPDScoring.from_pretrained(tmp_path)
 
 
-def test_the_loader_builds_the_same_scorer_twice(llama):
-    first, second = (create_huggingface_actor(llama, loader="spd_scorer") for _ in range(2))
-    assert torch.equal(first(**data().as_kwargs()), second(**data().as_kwargs()))
+# Masks and positions of [Context] SEP [Draft] SEP [Target] SEP, by hand on a sequence of 11 tokens:
+# one padding column, context of 2, draft of 2:  p c c S d d S t t t S
+#                                                0 1 2 3 4 5 6 7 8 9 10
+MASK = torch.tensor([[0] + [1] * 10])
+LAYOUT = torch.tensor([[1, 2, 4, 2, 7]])
+
+SPD = """
+ 1 0 0 0 0 0 0 0 0 0 0
+ 0 1 0 0 0 0 0 0 0 0 0
+ 0 1 1 0 0 0 0 0 0 0 0
+ 0 1 1 1 0 0 0 0 0 0 0
+ 0 1 1 1 1 0 0 0 0 0 0
+ 0 1 1 1 1 1 0 0 0 0 0
+ 0 1 1 1 1 1 1 0 0 0 0
+ 0 1 1 1 1 0 0 1 0 0 0
+ 0 1 1 1 1 1 0 1 1 0 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 0 1 1 1 1
+"""
+HYBRID = """
+ 1 0 0 0 0 0 0 0 0 0 0
+ 0 1 0 0 0 0 0 0 0 0 0
+ 0 1 1 0 0 0 0 0 0 0 0
+ 0 1 1 1 0 0 0 0 0 0 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 1 0 0 0 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 0 1 1 1 0
+ 0 1 1 1 1 1 0 1 1 1 1
+"""
+
+
+def by_hand(text: str) -> torch.Tensor:
+    return torch.tensor([[int(x) for x in line.split()] for line in text.strip().splitlines()]).bool()
+
+
+@pytest.mark.parametrize("kind, expected", [("spd", SPD), ("hybrid", HYBRID)])
+def test_mask_is_the_one_written_by_hand(kind, expected):
+    mask = getattr(spd_scorer, f"create_{kind}_attention_mask")(MASK, LAYOUT)
+    assert mask.shape == (1, 1, 11, 11)
+    assert torch.equal(mask[0, 0] == 0, by_hand(expected))
+    assert (mask[0, 0][~by_hand(expected)] == torch.finfo(torch.float32).min).all()
+
+
+def test_positions_by_hand():
+    assert spd_scorer.create_position_ids(MASK, LAYOUT).tolist() == [[0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    # SEP 2, d 3 4, second SEP 5, t 3 4 5, third SEP 6
+    for attention in ("spd", "hybrid"):
+        assert spd_scorer.create_position_ids(MASK, LAYOUT, attention).tolist() == [[0, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6]]

@@ -6,12 +6,12 @@ Not covered: a GPU, several nodes.
 import re
 import signal
 import threading
-import urllib.request
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
+from tests.helpers.http_server import get
 from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, send, serving
 from tests.helpers.watched_runs import wait_until
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
@@ -71,9 +71,8 @@ def assert_counted(rows: list[dict]) -> None:
 
 def answered(url: str) -> float:
     """Number of completions that a server has finished, from its metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
-        lines = reply.read().decode()
-    counts = re.findall(r'^vllm:request_success_total\{.*finished_reason="(?:stop|length)".*\} (\S+)$', lines, re.M)
+    page = get(f"{url}/metrics")
+    counts = re.findall(r'^vllm:request_success_total\{.*finished_reason="(?:stop|length)".*\} (\S+)$', page, re.M)
     assert counts
     return sum(map(float, counts))
 

@@ -49,13 +49,6 @@ def test_offsets_move_with_the_padding(tmp_path):
     assert item["extra_info"]["ground_truth"] == "4" and item["index"] == 7 and item["sample_index"] == 0
 
 
-def test_truncation_keeps_the_last_tokens_and_shifts_the_offsets_down(tmp_path):
-    item = dataset(tmp_path, [row([4, 5, 6, 7], [8, 9], [8, 10, 11])], width=10)[0]
-    assert item["input_ids"].tolist() == [6, 7, SEP, 8, 9, SEP, 8, 10, 11, SEP]
-    assert item["spd_layout"].tolist() == [0, 2, 3, 2, 6]
-    assert item["extra_info"]["context_len"] == 2 and item["extra_info"]["context_ids"] == [4, 5, 6, 7]
-
-
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(21, 60), st.randoms(use_true_random=False))
 def test_offsets_point_at_the_block_whatever_the_width(tmp_path_factory, context_len, gamma, width, random):
     draw = lambda n: [random.randrange(5, 40) for _ in range(n)]  # noqa: E731
@@ -69,6 +62,7 @@ def test_offsets_point_at_the_block_whatever_the_width(tmp_path_factory, context
     assert ids[draft_start - 1] == ids[target_start - 1] == ids[-1] == SEP
     assert item["attention_mask"].tolist() == [0] * start + [1] * (width - start)
     assert item["extra_info"]["draft_start"] == item["rollout_info"]["draft_start"] == draft_start
+    assert item["extra_info"]["context_len"] == kept and item["extra_info"]["context_ids"] == context
 
 
 def test_a_batch_has_tensors_and_columns(tmp_path):
@@ -86,6 +80,7 @@ def test_a_batch_has_tensors_and_columns(tmp_path):
         ({"sep_token_id": None}, 32, 8, "row 1: column 'sep_token_id' is missing"),
         ({"sep_token_id": 10**12}, 32, 8, "row 1: sep_token_id must be a token id from 0 to .*, not 1000000000000"),
         ({"extra_info": {"context_ids": [5]}}, 32, 8, "row 1: extra_info lacks draft_ids"),
+        ({"extra_info": None}, 32, 8, "row 1: column 'extra_info' is missing or not a mapping"),
         ({"reward_model": {"style": "rule"}}, 32, 8, "row 1: reward_model has no 'ground_truth'"),
     ],
 )

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from recipe.spd.rollout import spd_rollout
@@ -16,7 +15,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.columns import object_columns
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
-from tests.spd.test_client import FakeServer
+from tests.spd.test_client import FakeServer, fail
 from verl.protocol import DataProto
 from verl.rollout.base import get_rollout_class
 from verl.training.policy import get_policy
@@ -35,16 +34,8 @@ RECORDED = [1, 0, 1, 0]  # by the engine that made the blocks
 class AnsweringServer(FakeServer):
     """Writes "answer is 4" after an even last id, "answer is 5" after an odd one."""
 
-    async def completions(self, request):
-        body = await request.json()
-        self.requests.append(body)
-        if self.behaviour is not None:
-            await self.behaviour(len(self.requests))
-        choices = [
-            {"index": i, "token_ids": [ANSWER, IS, 5 + 4 + p[-1] % 2, 2], "finish_reason": "stop"}
-            for i, p in enumerate(body["prompt"])
-        ]
-        return web.json_response({"choices": choices})
+    def complete(self, prompt):
+        return [ANSWER, IS, 5 + 4 + prompt[-1] % 2, 2], "stop"
 
     @property
     def asked(self) -> list[tuple[int, ...]]:
@@ -182,9 +173,6 @@ def test_loss_on_all_mismatches_when_asked(tiny_llama, tmp_path):
 
 
 def test_a_lost_completion_is_no_wrong_answer(tiny_llama, tmp_path):
-    async def fail(count):
-        raise web.HTTPInternalServerError()
-
     with AnsweringServer(fail).running() as url:
         with rollout(tiny_llama, url, tmp_path / "c", lost_share_max=1.0) as made:
             out = made.generate_sequences(prompts())
@@ -236,10 +224,8 @@ def test_hybrid_and_baseline_share_one_limit_from_the_end_of_the_question(
 
 def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
     class Silent(AnsweringServer):
-        async def completions(self, request):
-            body = await request.json()
-            choices = [{"index": i, "token_ids": [40, 2], "finish_reason": "stop"} for i in range(len(body["prompt"]))]
-            return web.json_response({"choices": choices})
+        def complete(self, prompt):
+            return [40, 2], "stop"
 
     data = prompts()
     example = [ANSWER, IS, 5 + 4]  # a worked example whose answer happens to be the truth

@@ -4,12 +4,11 @@ Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_
 disk under the store of completions.
 """
 
-import time
-
-import numpy as np
 import pytest
+import torch
 
-from tests.helpers.spd_run import SPDRuns
+from tests.helpers.spd_run import SPDRuns, serving
+from tests.helpers.watched_runs import wait_until
 
 STEPS = 8
 # Metrics that depend on data and weights only, not on the machine or the store.
@@ -19,16 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_cluster) -> str:
-    """Address of the session's Ray cluster."""
-    return ray_cluster.get_runtime_context().gcs_address
-
-
-@pytest.fixture(scope="module")
-def bench(ray_cluster, served_model, tmp_path_factory):
-    runs = SPDRuns(tmp_path_factory.mktemp("spd"), served_model, steps=STEPS)
-    runs.run_here("undisturbed")
-    return runs
+def bench(ray_cluster, tmp_path_factory):
+    runs = SPDRuns(tmp_path_factory.mktemp("spd"), steps=STEPS)
+    with serving(runs):
+        runs.run_here("undisturbed")
+        yield runs
 
 
 def test_every_sample_is_scored_and_the_head_is_trained(bench):
@@ -50,21 +44,16 @@ def test_two_ranks_give_the_losses_of_one(bench):
     for one, two in zip(bench.rows("undisturbed"), bench.rows("two"), strict=True):
         for name in COMPARED:
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
-    for name, weight in bench.weights("undisturbed").items():
-        np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
+    torch.testing.assert_close(bench.weights("two"), bench.weights("undisturbed"), rtol=0, atol=1e-5)
 
 
 @pytest.mark.chaos
-def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
+def test_a_killed_run_resumes_bit_for_bit(bench, ray_cluster):
     """On a cluster that keeps running; with its own cluster: tests/trainer/ppo/test_ray_trainer_ranks.py."""
     # Completions before the kill come from the store after the restart.
-    own = {"store": "killed.sqlite3", "RAY_ADDRESS": cluster}
+    own = {"store": "killed.sqlite3", "RAY_ADDRESS": ray_cluster.get_runtime_context().gcs_address}
     run = bench.start("killed", **own)
-    deadline = time.monotonic() + 240
-    tracker = bench.directory / "killed" / "latest_checkpointed_iteration.txt"
-    while not (tracker.exists() and int(tracker.read_text()) >= 2) and time.monotonic() < deadline:
-        assert run.poll() is None, bench.log("killed")[-3000:]
-        time.sleep(0.05)
+    wait_until(lambda: bench.saved_step("killed") >= 2, run, bench.directory / "killed.log", 240)
     run.kill()
     run.wait(30)
     assert len(bench.rows("killed")) < STEPS, "it ended before the kill"
@@ -74,5 +63,4 @@ def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
         for name in undisturbed["data"]:
             if not name.startswith(("timing", "perf/", "spd/completions/", "spd/store/")):
                 assert killed["data"][name] == undisturbed["data"][name], (undisturbed["step"], name)
-    for name, weight in bench.weights("undisturbed").items():
-        assert np.array_equal(bench.weights("killed")[name], weight), name
+    torch.testing.assert_close(bench.weights("killed"), bench.weights("undisturbed"), rtol=0, atol=0)

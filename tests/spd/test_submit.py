@@ -21,12 +21,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from aiohttp import web
 
 from scripts import submit_spd as command
 from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.spd_run import write_blocks
+from tests.helpers.watched_runs import wait_until
 from tests.spd.test_client import FakeServer
 from verl.utils.ports import free_port
 
@@ -159,10 +159,7 @@ class Head:
         self.log = directory / "head.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(start, env=self.env, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 120
-        while not self.answers():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.5)
+        wait_until(self.answers, self.process, self.log, 120)
 
     def answers(self) -> bool:
         try:
@@ -261,11 +258,8 @@ def test_ctrl_c_stops_the_job_after_it_has_saved(head, tree):
 class Words(FakeServer):
     """Completes every prompt with one word of the tiny model."""
 
-    async def completions(self, request):
-        prompts = (await request.json())["prompt"]
-        return web.json_response(
-            {"choices": [{"index": i, "token_ids": [8, 2], "finish_reason": "stop"} for i in range(len(prompts))]}
-        )
+    def complete(self, prompt):
+        return [8, 2], "stop"
 
 
 @pytest.mark.slow

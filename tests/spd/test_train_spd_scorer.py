@@ -51,20 +51,6 @@ def test_nothing_to_judge_and_doubled_questions_are_refused(tmp_path):
         prepare(tmp_path, [BLOCK], [META, META])
 
 
-@pytest.mark.parametrize(("options", "asked"), [
-    ([], False), (["spd.backbone=target"], False), (["spd.backbone=own"], True)])
-def test_only_an_own_backbone_needs_a_separator_token(tmp_path, capsys, options, asked):
-    tokenizer = make_tokenizer()
-    tokenizer.sep_token = None
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "blocks.jsonl").write_text(json.dumps(BLOCK) + "\n")
-    (tmp_path / "meta.jsonl").write_text(json.dumps(META) + "\n")
-    files = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl")]
-    args = entry.parse_args([*files, "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path), *options])
-    (prepared, _), errors = entry._prepared(args)
-    assert bool(prepared) is not asked and ["SPD_SEP_TOKEN_ID" in str(error) for error in errors] == [True] * asked
-
-
 def composed(overrides):
     with initialize_config_module("recipe.spd.config", version_base=None):
         return compose("spd_trainer", overrides)

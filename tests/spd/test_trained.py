@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from recipe.spd.checks import check_scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
@@ -238,8 +238,7 @@ def checkpoint(tiny_llama, tmp_path_factory):
     randomise(engine.module)
     z = scores(engine.module)
     engine.save_checkpoint(str(folder))
-    yield z, folder
-    leave_group()
+    return z, folder
 
 
 def test_adapters_and_head_of_a_checkpoint_can_be_loaded(tiny_llama, checkpoint):

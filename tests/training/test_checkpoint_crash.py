@@ -5,6 +5,7 @@ covered: a file that safetensors writes (in Rust), a write that is cut short ins
 operating system that reorders what was synced.
 """
 
+import functools
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch
+from tests.training.test_checkpoint_publish import save
 from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 from verl.training.checkpoint import CheckpointCorruptError, CheckpointWriter, find_valid_checkpoint, verify_manifest
 from verl.training.checkpoint.publish import begin_run
@@ -75,11 +77,7 @@ def engine(tiny_llama):
     yield made
 
 
-def save_files(root, step, max_to_keep=2):
-    with CheckpointWriter(root, step, max_to_keep) as writer:
-        (writer.path / "actor").mkdir()
-        (writer.path / "actor" / "model.bin").write_text(f"weights of step {step}")
-        (writer.path / "data.pt").write_text("state")
+save_files = functools.partial(save, max_to_keep=2)
 
 
 def save_run(engine):

@@ -1,10 +1,13 @@
-"""Publishing of checkpoints: rotation after a restart, full disk, digests; crashes are in test_checkpoint_crash.py."""
+"""Publishing of checkpoints: rotation, full disk, digests, generators; crashes are in test_checkpoint_crash.py."""
 
 import errno
 import json
 import os
+import random
 
+import numpy as np
 import pytest
+import torch
 
 from verl.training.checkpoint import (
     CheckpointCorruptError,
@@ -14,6 +17,7 @@ from verl.training.checkpoint import (
     publish,
     verify_manifest,
 )
+from verl.training.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.checkpoint import find_latest_ckpt_path
 
 
@@ -121,3 +125,15 @@ def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
         (writer.path / "actor" / "model.bin").write_text("longer")
         publish.write_digests(writer.path / "actor", {"model.bin": (1, "0")})
     verify_manifest(tmp_path / "global_step_2")
+
+
+def test_a_generator_state_set_again_gives_the_same_numbers():
+    def draw():
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+    random.gauss(0, 1), np.random.randn()  # leaves half of a pair waiting in both
+    state = get_rng_state()
+    first = [draw(), draw()]
+    assert all(isinstance(v, torch.Tensor) for v in state.values())
+    load_rng_state(state)
+    assert [draw(), draw()] == first

@@ -1,4 +1,4 @@
-"""The chunked head: gradients against finite differences, values and gradients against plain autograd.
+"""The chunked head against finite differences and plain autograd, and the token policy that computes with it.
 
 Not covered: CUDA, whose order of summation differs.
 """
@@ -6,11 +6,11 @@ Not covered: CUDA, whose order of summation differs.
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict
 from torch import nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
 from tests.helpers.engines import make_engine
-from tests.training.test_policy_causal_lm import slow_reference, text_batch
 from verl.training.policy import causal_lm, get_policy
 from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
 
@@ -93,8 +93,8 @@ def test_values_and_gradients_equal_those_of_full_logits(config, with_entropy, c
     expected = by_autograd(head, config, 1.3, hidden, labels)
     torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(actual[1], expected[1] if with_entropy else torch.zeros(11), rtol=1e-5, atol=1e-5)
-    for a, b in zip(*(gradients(*pair, head, hidden, with_entropy) for pair in (actual, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    computed = (gradients(*pair, head, hidden, with_entropy) for pair in (actual, expected))
+    torch.testing.assert_close(*computed, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -104,8 +104,7 @@ def test_a_bfloat16_product_is_reduced_in_float32(autocast):
         actual = log_probs_of(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
         expected = by_autograd(head, {}, 1.0, hidden, labels)
     assert actual[0].dtype == torch.float32
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
     actual, expected = (gradients(*pair, head, hidden, True) for pair in (actual, expected))
     assert [g.dtype for g in actual] == [g.dtype for g in expected] == [hidden.dtype, head.weight.dtype]
     for a, b in zip(actual, expected, strict=True):
@@ -172,6 +171,55 @@ def test_no_tensor_is_larger_than_a_chunks_logits():
     assert seen.numel == 10 * 500  # the head's gradient is smaller: 6 * 500
 
 
+def text_batch(rows=3, prompt=4, response=5, vocab=64, seed=0):
+    """Prompts padded on the left, responses on the right: row i has i pads before and after."""
+    torch.manual_seed(seed)
+    ids = torch.randint(5, vocab, (rows, prompt + response))
+    mask = torch.ones_like(ids)
+    for i in range(rows):
+        mask[i, :i] = 0
+        mask[i, prompt + response - i :] = 0
+    ids = ids * mask
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, prompt:],
+        },
+        batch_size=rows,
+    )
+
+
+def slow_reference(model, batch, temperature):
+    """Full logits, log_softmax, gather: log-probs and entropy [B, R], zero at padding."""
+    length = batch["responses"].shape[1]
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
+    ).logits[:, -length - 1 : -1]
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    mask = batch["attention_mask"][:, -length:]
+    return log_p.gather(-1, batch["responses"][..., None])[..., 0] * mask, -(log_p.exp() * log_p).sum(-1) * mask
+
+
+def test_padding_is_zero_and_does_not_matter(llama):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    batch = text_batch()
+    policy = get_policy("causal_lm")
+    with torch.no_grad():
+        log_probs, entropy = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+        assert entropy is None
+        assert (log_probs[2, -2:] == 0).all() and (log_probs[0] < 0).all()
+        batch["input_ids"][batch["attention_mask"] == 0] = 9
+        again, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    torch.testing.assert_close(log_probs, again, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_vocabulary_is_refused():
+    with pytest.raises(TypeError, match="policy.name"):
+        get_policy("causal_lm").log_probs(torch.nn.Linear(2, 2), text_batch(), temperature=1.0, with_entropy=False)
+
+
 def outcome(model, batch, **settings):
     model.zero_grad()
     log_probs, entropy = get_policy("causal_lm", **settings).log_probs(model, batch, temperature=0.7, with_entropy=True)
@@ -231,8 +279,7 @@ def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(
     actual = outcome(engine.module, text_batch(), chunk_tokens=2)
     grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, {n: p.grad for n, p in plain.named_parameters()}, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bfloat16_heads_gradient_is_summed_over_chunks_in_float32():

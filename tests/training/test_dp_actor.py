@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from verl.training.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
-from verl.training.actor.batch_cuts import groups_of, join_units, micro_batches, restore_order
+from verl.training.actor.batch_cuts import groups_of, join_units, micro_batches
 from verl.workers.config import FSDPOptimizerConfig
 
 
@@ -146,9 +146,3 @@ def test_cuts_along_groups_keep_groups_whole():
         for tokens, joined in ((int(budget), True), (int(budget) - 1, False)):
             parts = micro_batches(batch, rows=None, tokens=tokens, whole_groups=True, reads_answers=reads_answers)
             assert ([0, 1, 2, 3, 4] in [part for part, _ in parts]) == joined
-
-
-def test_pieces_go_back_to_their_rows():
-    index = [[2, 0], [3, 1]]
-    pieces = [torch.tensor([[20], [0]]), torch.tensor([[30], [10]])]
-    assert restore_order(pieces, index).flatten().tolist() == [0, 10, 20, 30]

@@ -6,15 +6,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Lfm2Config,
-    Llama4TextConfig,
-    LlamaConfig,
-    MambaConfig,
-    Qwen3MoeConfig,
-)
 
 from tests.helpers.engines import make_engine
 from tests.helpers.logs import logged
@@ -24,31 +15,16 @@ from verl.training.critic.dp_critic import packs_values
 from verl.training.policy import get_policy
 from verl.training.policy.layout_probe import layout_difference
 
-SIZE = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
-MODELS = {
-    "llama": LlamaConfig(**SIZE),
-    "llama_tied": LlamaConfig(**SIZE, tie_word_embeddings=True),
-    "qwen3_moe": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-    "gemma2": Gemma2Config(**SIZE, sliding_window=4096),
-    "llama4": Llama4TextConfig(**SIZE, attention_chunk_size=8192, num_local_experts=2, intermediate_size_mlp=64),
-    "lfm2": Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
-    "mamba": MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, state_size=8),
-}
+BY_ATTENTION = ["Llama", "Llama, tied", "Qwen3 MoE", "Gemma 2"]  # layers that mix tokens by attention alone
+OTHERWISE = ["LFM2", "Mamba", "Llama 4"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():  # larger weights: what one token does to another is visible
-                weight.mul_(3 if weight.dim() == 2 else 1)
-        made[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(made[name])
-    yield made
+    made = {name: tmp_path_factory.mktemp(name.replace(", ", "_")) for name in (*BY_ATTENTION, *OTHERWISE)}
+    for name, folder in made.items():
+        model_of(name).save_pretrained(folder)
+    return made
 
 
 def compared(folder, share=True, **engine):
@@ -63,7 +39,7 @@ def compared(folder, share=True, **engine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("name", BY_ATTENTION)
 def test_models_that_mix_tokens_by_attention_alone_need_no_padding(folders, name, dtype):
     policy, warned, built = compared(folders[name], dtype=dtype)
     assert policy.remove_padding and policy.share_prompt and not warned
@@ -75,7 +51,7 @@ def test_models_that_mix_tokens_by_attention_alone_need_no_padding(folders, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["lfm2", "mamba", "llama4"])
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_models_that_mix_tokens_otherwise_keep_their_padding_and_say_so(folders, name, dtype):
     policy, warned, built = compared(folders[name], dtype=dtype)
     assert not policy.remove_padding and not policy.share_prompt
@@ -87,7 +63,7 @@ def test_models_that_mix_tokens_otherwise_keep_their_padding_and_say_so(folders,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_value_model_that_mixes_tokens_otherwise_keeps_its_padding(tmp_path, folders, dtype):
     model_of("Qwen3-Next").save_pretrained(tmp_path)
-    for folder, packs in ((tmp_path, False), (folders["llama"], True)):
+    for folder, packs in ((tmp_path, False), (folders["Llama"], True)):
         value = PluginConfig(name="value_head")
         engine = make_engine(str(folder), optim=False, engine={"dtype": dtype}, loader=value, use_remove_padding=True)
         with logged() as warned:
@@ -116,8 +92,8 @@ def test_windows_are_shorter_only_while_layouts_are_compared():
 
 def test_the_comparison_leaves_the_engines_own_type(folders):
     """FSDP2 keeps the buffers of the first gather: they must be of the type that later forwards read."""
-    policy, _, built = compared(folders["llama"], dtype="bfloat16")
-    plain = make_engine(str(folders["llama"]), optim=False, engine={"forward_only": True, "dtype": "bfloat16"})
+    policy, _, built = compared(folders["Llama"], dtype="bfloat16")
+    plain = make_engine(str(folders["Llama"]), optim=False, engine={"forward_only": True, "dtype": "bfloat16"})
     ids = torch.arange(5, 25).reshape(2, 10)
     ones = torch.ones_like(ids)
     columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "responses": ids[:, 4:]}

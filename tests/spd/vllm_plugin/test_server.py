@@ -2,7 +2,6 @@
 
 import json
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
+from tests.helpers.http_server import get, post
 from tests.spd.vllm_plugin.pair import EOS, GAMMA, LIMIT, make_pair, make_prompts
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 
@@ -37,20 +37,11 @@ def served(request, tmp_path_factory):
 
 def ask(url, prompt, **settings):
     body = {"prompt": prompt, "max_tokens": LIMIT, "temperature": 0.0, "return_token_ids": True, **settings}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return json.load(reply)
+    return post(f"{url}/v1/completions", body)
 
 
 def tokens_of(reply):
     return reply["choices"][0]["token_ids"]
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=60) as reply:
-        return reply.read().decode()
 
 
 def test_requests_of_mixed_thresholds_in_one_batch_equal_the_decoder(served):
