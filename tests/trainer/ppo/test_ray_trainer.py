@@ -75,7 +75,8 @@ def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     assert not {"reward/steps/mean", "reward/pred/mean", "reward/uid/mean", "reward/step/mean"} & set(row)
     sent = trainer.actor_rollout_wg.updates[0]
     assert len(set(sent.batch["group_index"].tolist())) == 8  # groups by the run's uid
-    first, *_ = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    first, *others = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    assert len(others) == 31 and first["input"].startswith("q : ") and {"output", "gts", "score"} <= first.keys()
     assert first["input_extra"] == "x" and first["uid"] == "same" and first["step"] == 1
     assert first["steps"] == [1.0] * (1 + round(6 * first["score"]) % 3)
     first, *_ = [json.loads(line) for line in (tmp_path / "v" / "0.jsonl").read_text().splitlines()]
@@ -110,11 +111,6 @@ def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
 
 class LosingAll(FakeGroup):
     lost_rows = tuple(range(32))
-
-
-def test_a_step_without_a_sample_left_says_so(tmp_path):
-    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on"):
-        fake_run(tmp_path, LosingAll)
 
 
 @pytest.mark.process
@@ -159,9 +155,13 @@ def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.process
-def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
-    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on: .*, 32 have no reward"):
-        fake_trainer(breaking(tmp_path, list(range(24)), reward_model__error="drop")).fit()
+@pytest.mark.parametrize(
+    ("group", "broken", "why"), [(FakeGroup, range(24), "32 have no reward"), (LosingAll, (), "32 generations failed")]
+)
+def test_a_step_without_a_sample_left_says_so(tmp_path, group, broken, why):
+    config = breaking(tmp_path, list(broken), reward_model__error="drop")
+    with pytest.raises(StepFailed, match=f"none of the 32 samples can be trained on: .*{why}"):
+        fake_trainer(config, group).fit()
 
 
 @pytest.mark.process
@@ -287,13 +287,16 @@ def whole_and_part(tmp_path, stop_at, **more):
 @pytest.mark.process
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
-    whole, first = whole_and_part(tmp_path, stop_at)
+    """It validates before training no second time."""
+    validated = {"trainer__val_before_train": "true"}
+    whole, first = whole_and_part(tmp_path, stop_at, **validated)
     with open(tmp_path / "parts" / "out" / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "data": {}}\n{"step": 6, "da')  # written by a run that was killed later
-    second = fake_run(tmp_path / "parts", data__seed=77)
+    second = fake_run(tmp_path / "parts", data__seed=77, **validated)
     drawn = first.actor_rollout_wg.generated + second.actor_rollout_wg.generated
     assert drawn == whole.actor_rollout_wg.generated
-    assert metrics_rows(tmp_path / "parts") == metrics_rows(tmp_path / "whole")
+    rows = metrics_rows(tmp_path / "parts")
+    assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(7))
     ids = [u.batch["input_ids"] for t in (first, second) for u in t.actor_rollout_wg.updates]
     assert all(torch.equal(a, u.batch["input_ids"]) for a, u in zip(ids, whole.actor_rollout_wg.updates, strict=True))
     assert second.counters == whole.counters
@@ -362,18 +365,6 @@ def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tm
     assert len(of[0]) == len(of[1]) and all(a == pytest.approx(b, abs=1e-6) for a, b in zip(*of, strict=True))
 
 
-@pytest.mark.process
-def test_old_checkpoints_go_before_and_after_a_resume_at_the_end_of_an_epoch(tmp_path):
-    settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 2}
-    fake_run(tmp_path, **settings, trainer__total_training_steps=3)
-    out = tmp_path / "out"
-    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-    again = fake_run(tmp_path, **settings, trainer__total_training_steps=5)
-    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_4", "global_step_5"]
-    assert [row["step"] for row in metrics_rows(tmp_path)] == [1, 2, 3, 4, 5]
-    assert [asked[0] for asked in again.actor_rollout_wg.generated] == ["24", "32"]  # the second epoch's prompts
-
-
 class WithReference(FakeGroup):
     """Ranks whose log-probs move away from the reference's, 0.1 nearer to 0 each version."""
 
@@ -422,15 +413,6 @@ def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     rows = metrics_rows(tmp_path / "parts")
     assert rows == metrics_rows(tmp_path / "whole")
     assert rows[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * fall * rise)
-
-
-@pytest.mark.process
-def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
-    validated = {"trainer__val_before_train": "true"}
-    whole_and_part(tmp_path, 2, **validated)
-    fake_run(tmp_path / "parts", **validated)
-    rows = metrics_rows(tmp_path / "parts")
-    assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(len(rows)))
 
 
 @pytest.mark.process
