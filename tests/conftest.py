@@ -1,5 +1,7 @@
 """Shared fixtures: one Ray cluster a session, tiny models made here, one thread a process."""
 
+import asyncio
+import inspect
 import os
 import re
 import sys
@@ -66,6 +68,15 @@ def no_process_group_kept():
         distributed.destroy_process_group()
 
 
+@pytest.fixture
+def confined(request) -> None:
+    """Skip a test of confined programs where the kernel forbids that, and the product refuses to run any."""
+    from tests.helpers.sandbox import refused, why_not
+
+    if refused(request):
+        pytest.skip(why_not())
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory) -> str:
     """Directory of a 2-layer Llama (64 words, head dimension 32) with its word-level tokenizer."""
@@ -82,6 +93,16 @@ def tied_llama(tmp_path_factory) -> str:
 def llama(request) -> str:
     """Either of the two, one after the other."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

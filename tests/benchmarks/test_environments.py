@@ -1,6 +1,8 @@
 """The parts of `make bench BENCH=environments` at small sizes: each runs to its end and gives its wanted results."""
 
-from benchmarks import environments, environments_trees
+import pytest
+
+from benchmarks import environments, environments_gateway, environments_trees
 from benchmarks.run import WANTED
 
 
@@ -14,3 +16,14 @@ def test_trees(tiny_llama, monkeypatch):
     for name in ("difference", "error", "error_alone"):
         assert rows[f"tree_update_gradient_{name}"].value < 1e-5
     assert environments_trees in environments.MODULES
+
+
+@pytest.mark.benchmark
+@pytest.mark.process
+@pytest.mark.slow
+def test_requests_through_the_gateway(monkeypatch):
+    for name, value in (("REQUESTS", 5), ("REPETITIONS", 2), ("AGENTS", 4)):
+        monkeypatch.setattr(environments_gateway, name, value)
+    rows = {row.name: row for row in environments_gateway.run()}
+    assert set(rows) == {"gateway_overhead_ms", "gateway_p95_ms_64", "gateway_exact_64"}
+    assert rows["gateway_exact_64"].value == 1.0 and rows["gateway_p95_ms_64"].value > 0

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.models import make_tokenizer
 from verl.data import RLHFDataset, collate_fn, get_dataset_class
@@ -186,27 +185,17 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_with_file_and_row(tmp_path):
         RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
 
 
-def test_truncation_is_applied_to_samples(tmp_path):
-    file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5")])
-    full = RLHFDataset(file, TOKENIZER, config(max_prompt_length=50))[0]["raw_prompt_ids"]
-    sample = RLHFDataset(file, TOKENIZER, config(truncation="left"))[0]
-    assert sample["raw_prompt_ids"] == full[-8:]
-    assert sample["input_ids"].tolist() == full[-8:]
-
-
-def test_an_overlong_prompt_is_an_error_that_names_it(tmp_path):
-    file = write(tmp_path / "d.jsonl", [row("1"), row("1 + 2 + 3 + 4 + 5")])
+def test_an_overlong_prompt_is_an_error_that_names_it_or_is_cut_and_counted(tmp_path):
+    file = write(tmp_path / "d.jsonl", [row("1"), row("1 + 2 + 3 + 4 + 5"), row("1 + 2 + 3 + 4 + 6")])
     dataset = RLHFDataset(file, TOKENIZER, config())
     dataset[0]
     with pytest.raises(DatasetError, match=r"d.jsonl, row 1: the prompt has 13 tokens, data.max_prompt_length=8"):
         dataset[1]
-
-
-def test_cut_prompts_are_counted(tmp_path):
-    file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5"), row("1"), row("1 + 2 + 3 + 4 + 6")])
-    dataset = RLHFDataset(file, TOKENIZER, config(truncation="left"))
-    (problem,) = row_problems(dataset, "data.train_files", 10, lambda row: None)
-    assert problem.kind == "unused" and "d.jsonl: 2 of 3, the first is row 0. Raise the limit." in problem.message
+    full = RLHFDataset(file, TOKENIZER, config(max_prompt_length=50))[1]["raw_prompt_ids"]
+    cut = RLHFDataset(file, TOKENIZER, config(truncation="left"))
+    assert cut[1]["raw_prompt_ids"] == cut[1]["input_ids"].tolist() == full[-8:]
+    (problem,) = row_problems(cut, "data.train_files", 10, lambda row: None)
+    assert problem.kind == "unused" and "d.jsonl: 2 of 3, the first is row 1. Raise the limit." in problem.message
 
 
 def test_overlong_prompts_are_dropped_and_counted(tmp_path):
@@ -315,16 +304,6 @@ def test_collate_stacks_tensors_and_keeps_objects():
     assert batch["n"].dtype == np.int64
     with pytest.raises(ValueError, match="column 'b' is in 1 of 2 samples"):
         collate_fn([{"a": 1, "b": 2}, {"a": 1}])
-
-
-def test_loader_gives_batches_that_data_proto_takes(tmp_path):
-    from verl import DataProto
-
-    file = write(tmp_path / "d.parquet", [row(str(i)) for i in range(4)])
-    loader = StatefulDataLoader(RLHFDataset(file, TOKENIZER, config()), batch_size=2, collate_fn=collate_fn)
-    batches = [DataProto.from_single_dict(batch) for batch in loader]
-    assert [b.batch["input_ids"].shape for b in batches] == [(2, 8), (2, 8)]
-    assert batches[1].non_tensor_batch["sample_index"].tolist() == [2, 3]
 
 
 def test_custom_class_comes_from_its_file(tmp_path):

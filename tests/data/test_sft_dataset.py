@@ -147,22 +147,17 @@ GEMMA = (
 )
 
 
-def test_an_end_of_turn_without_a_name_ends_the_turn(tmp_path):
-    """It is neither followed by an EOS token nor is the line break after it learned."""
-    text, learned = learned_texts(tmp_path, GEMMA, "<end_of_turn>")
-    assert text == "<start_of_turn>user\nNu?<end_of_turn>\n<start_of_turn>assistant\nJa<end_of_turn>\n"
-    assert learned == "Ja<end_of_turn>"
-
-
-def test_a_special_token_within_an_answer_is_no_end(tmp_path):
-    template = GEMMA.replace("<end_of_turn>\n{% endfor %}", "{% endfor %}")
-    text, learned = learned_texts(tmp_path, template, "<end_of_turn>", content="a<end_of_turn>b")
-    assert text.endswith("a<end_of_turn>b<eos>") and learned == "a<end_of_turn>b<eos>"
-
-
-def test_named_ends_are_learned(tmp_path):
-    _, learned = learned_texts(tmp_path, GEMMA.replace("<end_of_turn>", "<eos>"), "<end_of_turn>")
-    assert learned == "Ja<eos>"
+@pytest.mark.parametrize(
+    ("template", "content", "rest", "end"),
+    [
+        (GEMMA, "Ja", "\n", "<end_of_turn>"),  # without a name, and no EOS token follows
+        (GEMMA.replace("<end_of_turn>\n{% endfor %}", "{% endfor %}"), "a<end_of_turn>b", "", "<eos>"),
+        (GEMMA.replace("<end_of_turn>", "<eos>"), "Ja", "\n", "<eos>"),
+    ],
+)
+def test_the_end_of_a_turn_is_learned_and_nothing_after_it(tmp_path, template, content, rest, end):
+    text, learned = learned_texts(tmp_path, template, "<end_of_turn>", content=content)
+    assert learned == content + end and text.endswith(f"<start_of_turn>assistant\n{content}{end}{rest}")
 
 
 def test_a_prompt_that_begins_a_thought_is_refused_with_this_reason(tmp_path):

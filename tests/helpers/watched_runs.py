@@ -29,7 +29,7 @@ def wait_until(true: Callable[[], bool], run: subprocess.Popen, log: Path, secon
     deadline = time.monotonic() + seconds
     while not true():
         assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str, int]]:
@@ -44,3 +44,11 @@ def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str, int]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return sockets
+
+
+def becomes(true: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether `true()` is so within a time."""
+    deadline = time.monotonic() + seconds
+    while not (reached := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(reached)

@@ -1,6 +1,5 @@
 """Programs against test cases: right and wrong ones, attempts on the verdict, the remote service over real HTTP."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import tenacity
 import torch
 
 from tests.helpers.http_server import serving
-from tests.helpers.sandbox import refused
 from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager
 from verl.reward.pool import Slots
@@ -52,15 +50,12 @@ def score(code, cases, **settings):
         ("def other(a, b):\n    return a + b", CALLS, 0.0),
     ],
 )
-def test_share_of_cases_passed(code, cases, share, request):
-    if not refused(request):
-        assert score(code, cases) == share
+def test_share_of_cases_passed(code, cases, share, confined):
+    assert score(code, cases) == share
 
 
 @pytest.mark.process
-def test_all_or_nothing_stops_at_the_first_failure(request):
-    if refused(request):
-        return
+def test_all_or_nothing_stops_at_the_first_failure(confined):
     result, reports = prime_code.compute_score(answer("print(42)"), SUMS)
     assert result == 0.0 and len(reports) == 1
     assert prime_code.compute_score(answer(ADD), SUMS)[0] == 1.0
@@ -68,9 +63,7 @@ def test_all_or_nothing_stops_at_the_first_failure(request):
 
 
 @pytest.mark.process
-def test_a_program_that_hangs_is_not_run_again(request):
-    if refused(request):
-        return
+def test_a_program_that_hangs_is_not_run_again(confined):
     limits = SandboxConfig(seconds=0.3)
     result, reports = prime_code.compute_score(answer("while True: pass"), SUMS, continuous=True, sandbox=limits)
     assert result == 0.0 and [t["stopped"] for t in reports] == ["time"]
@@ -162,9 +155,7 @@ print(add(0, 0))""",
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["output", "call"])
 @pytest.mark.parametrize("name", CHEATS)
-def test_no_verdict_is_won_without_the_right_output(name, kind, request):
-    if refused(request):
-        return
+def test_no_verdict_is_won_without_the_right_output(name, kind, confined):
     expected = 45678901234567  # long: the addresses that a program sees hold any four digits now and then
     cases = {"inputs": ["1 2"], "outputs": [str(expected)]}
     if kind == "call":
@@ -341,11 +332,8 @@ def test_replies_become_results(reply, result, status):
 
 
 @pytest.mark.process
-def test_a_program_is_judged_where_an_event_loop_runs(service):
-    async def scored():
-        return default_compute_score("apps", answer(ADD), SUMS, sandbox_fusion_url=service.url)
-
-    assert asyncio.run(scored()) == 1.0
+async def test_a_program_is_judged_where_an_event_loop_runs(service):
+    assert default_compute_score("apps", answer(ADD), SUMS, sandbox_fusion_url=service.url) == 1.0
 
 
 @pytest.mark.process

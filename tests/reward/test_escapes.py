@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.sandbox import refused
+from tests.helpers.watched_runs import becomes
 from verl.reward.sandbox import SandboxConfig, run_python
 
+pytestmark = pytest.mark.process
 SECRET = "canary-7f3a"
 HEAD = """
 import ctypes, os, resource, signal, socket, stat, subprocess, sys, threading, time
@@ -149,26 +150,19 @@ def tried(code, names, **limits):
     return said.split(" ", 1) if said else ["STOPPED", f"signal {-outcome.exit_code}"]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", ATTEMPTS)
-def test_does_not_get_out(name, world, request):
-    if refused(request):
-        return
+def test_does_not_get_out(name, world, confined):
     verdict, *how = tried(ATTEMPTS[name][0], world, memory_mb=512, disk_mb=16)
     assert verdict == "STOPPED", how
     assert psutil.pid_exists(world["PARENT"])
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", [name for name, (_, works) in ATTEMPTS.items() if works])
 def test_the_same_works_unconfined(name, world):
     assert tried(ATTEMPTS[name][0], world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
 
 
-@pytest.mark.process
-def test_what_programs_need_works(request):
-    if refused(request):
-        return
+def test_what_programs_need_works(confined):
     program = """
 import asyncio, concurrent.futures, os, pathlib, random, resource, select, shutil, signal, sqlite3, tempfile, time
 async def both():
@@ -191,18 +185,12 @@ print(caught, random.SystemRandom().random() < 1, resource.getrusage(0).ru_maxrs
     assert outcome.stderr == b"" and outcome.stdout == b"3 3 ['a.b', 'a.c'] 1\n[14] True True True\n"
 
 
-@pytest.mark.process
-def test_it_sees_its_own_file_and_libraries_alone(request):
-    if refused(request):
-        return
+def test_it_sees_its_own_file_and_libraries_alone(confined):
     seen = run_python("import os; print(sorted(os.listdir('/tmp')), os.getpid(), os.getppid(), os.getuid())").stdout
     assert seen == b"['main.py'] 1 0 1000\n"
 
 
-@pytest.mark.process
-def test_packages_are_masked_in_every_library(request):
-    if refused(request):
-        return
+def test_packages_are_masked_in_every_library(confined):
     libraries = [Path(sys.base_prefix, "lib"), Path("/usr/lib")]
     folders = [str(folder) for library in libraries for name in ("site-packages", "dist-packages")
                for folder in library.glob(f"python*/{name}")]  # fmt: skip
@@ -212,10 +200,7 @@ def test_packages_are_masked_in_every_library(request):
     assert (outcome.stdout, outcome.stderr) == (b"[]\n", b"")
 
 
-@pytest.mark.process
-def test_a_copy_of_python_in_its_folder_is_not_executed_with_or_without_set_uid(world, request):
-    if refused(request):
-        return
+def test_a_copy_of_python_in_its_folder_is_not_executed_with_or_without_set_uid(world, confined):
     for mode in (0o755, 0o6755):
         code = f"import shutil; shutil.copy(sys.executable, 'p'); os.chmod('p', {mode})\n"
         code += "os.execv('p', [sys.executable, '-I', '-S', '-c', 'print(\"GOT\")'])"
@@ -224,10 +209,7 @@ def test_a_copy_of_python_in_its_folder_is_not_executed_with_or_without_set_uid(
         assert tried(code, world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
 
 
-@pytest.mark.process
-def test_gigabytes_of_output_are_cut_and_end_it(request):
-    if refused(request):
-        return
+def test_gigabytes_of_output_are_cut_and_end_it(confined):
     before = psutil.Process().memory_info().rss
     outcome = run_python(
         "import sys\nwhile True: sys.stdout.write('x' * 1000000)", limits=SandboxConfig(output_kb=100)
@@ -238,11 +220,8 @@ def test_gigabytes_of_output_are_cut_and_end_it(request):
     assert psutil.Process().memory_info().rss - before < 50 << 20
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
-def test_what_does_not_end_is_killed(code, request):
-    if refused(request):
-        return
+def test_what_does_not_end_is_killed(code, confined):
     began = time.monotonic()
     outcome = run_python(code, limits=SandboxConfig(seconds=0.4))
     assert outcome.stopped == "time" and not outcome.ok
@@ -253,10 +232,7 @@ def marked(mark):
     return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]
 
 
-@pytest.mark.process
-def test_nothing_is_alive_afterwards(request):
-    if refused(request):
-        return
+def test_nothing_is_alive_afterwards(confined):
     mark = f"verl-survivor-{os.getpid()}"
     code = f"""
         import os, sys, signal
@@ -281,11 +257,8 @@ def test_nothing_is_alive_afterwards(request):
     assert outcome.stopped == "time" and len(survivors) == 1 and marked(mark) == []
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("victim", ["caller", "jail"])
-def test_it_dies_with_its_keepers(victim, tmp_path, request):
-    if refused(request):
-        return
+def test_it_dies_with_its_keepers(victim, tmp_path, confined):
     mark = f"verl-orphan-{victim}-{os.getpid()}"
     inner = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
     script = "from verl.reward.sandbox import run_python, SandboxConfig\n"
@@ -294,16 +267,11 @@ def test_it_dies_with_its_keepers(victim, tmp_path, request):
     file.write_text(script)
     caller = subprocess.Popen([sys.executable, str(file)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 30
-        while not marked(mark) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert becomes(lambda: marked(mark), 30)
         (program,) = marked(mark)
         keeper = caller.pid if victim == "caller" else psutil.Process(program).ppid()
         os.kill(keeper, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert marked(mark) == []
+        assert becomes(lambda: not marked(mark), 30)
     finally:
         caller.kill()
         caller.wait()

@@ -24,19 +24,16 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_bucket_refills_by_its_rate(clock):
-    async def run():
-        bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4.0)
-        times = []
-        for tokens in (4, 1, 1, 6):  # full; half a second each; three seconds
-            await bucket.acquire(tokens)
-            times.append(clock[0] - 100)
-        clock[0] += 10  # more than it can hold
-        await bucket.acquire(4)
+async def test_a_bucket_refills_by_its_rate(clock):
+    bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4.0)
+    times = []
+    for tokens in (4, 1, 1, 6):  # full; half a second each; three seconds
+        await bucket.acquire(tokens)
         times.append(clock[0] - 100)
-        return times
-
-    assert asyncio.run(run()) == [0.0, 0.5, 1.0, 4.0, 14.0]
+    clock[0] += 10  # more than it can hold
+    await bucket.acquire(4)
+    times.append(clock[0] - 100)
+    assert times == [0.0, 0.5, 1.0, 4.0, 14.0]
     with pytest.raises(ValueError, match="rate_limit=0 must be above 0"):
         AsyncTokenBucket(0)
 

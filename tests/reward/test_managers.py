@@ -88,9 +88,6 @@ def test_dict_results_become_aligned_extras():
     result = NaiveRewardManager(TOKENIZER, 0, score)(batch(), return_dict=True)
     assert result["reward_extra_info"] == {"score": [0.5, 1.0], "acc": [None, True]}
     assert result["reward_tensor"].sum(-1).tolist() == [0.5, 1.0]
-
-
-def test_plain_numbers_have_no_extras():
     assert NaiveRewardManager(TOKENIZER, 0, length_score)(batch(), return_dict=True)["reward_extra_info"] == {}
 
 
@@ -162,14 +159,11 @@ def test_batch_manager_calls_once_with_plural_names_and_tensors():
     assert result["reward_extra_info"]["acc"] == [None, 1]
 
 
-def test_batch_manager_spares_functions_that_take_no_tensors():
+def test_batch_manager_takes_functions_without_tensors_or_of_a_sample():
     def score(data_sources, solution_strs, ground_truths, extra_infos):
         return [1.0] * len(data_sources)
 
     assert BatchRewardManager(TOKENIZER, 0, score).verify(batch()) == [1.0, 1.0]
-
-
-def test_batch_manager_takes_a_per_sample_function():
     assert BatchRewardManager(TOKENIZER, 0, length_score).verify(batch()) == [2, 1]
 
 

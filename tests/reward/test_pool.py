@@ -16,6 +16,7 @@ from verl.config.reward_model import RewardModelConfig
 from verl.reward.managers.naive import NaiveRewardManager
 from verl.reward.pool import ExternFunction, FatalGradingError, GradingPool, Slots
 
+pytestmark = pytest.mark.process
 HERE = "pkg://tests.helpers.rewards"
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,6 @@ def items(*texts):
     return [{"data_source": "x", "solution_str": text, "ground_truth": "1"} for text in texts]
 
 
-@pytest.mark.process
 def test_results_keep_their_order_and_failures_stay_with_their_item():
     pool = GradingPool(ExternFunction(HERE, "score", {"bonus": 1}), workers=2, seconds=2.0)
     results = pool.map(items("a b", "hang", "c", "raise", "die", "d e f"))
@@ -42,7 +42,6 @@ def test_results_keep_their_order_and_failures_stay_with_their_item():
     pool.close()
 
 
-@pytest.mark.process
 def test_workers_work_in_parallel_stay_and_are_stopped():
     pool = GradingPool(rewards.process, workers=2, seconds=30)
     first, second = set(pool.map(items("a") * 8)), set(pool.map(items("a") * 8))
@@ -51,7 +50,6 @@ def test_workers_work_in_parallel_stay_and_are_stopped():
     assert not any(psutil.pid_exists(int(pid)) for pid in first)
 
 
-@pytest.mark.process
 def test_a_worker_killed_while_idle_is_replaced():
     pool = GradingPool(rewards.process, workers=1, seconds=30)
     (first,) = pool.map(items("a"))
@@ -63,7 +61,6 @@ def test_a_worker_killed_while_idle_is_replaced():
     assert psutil.wait_procs([worker], timeout=10)[1] == []
 
 
-@pytest.mark.process
 def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
     file = tmp_path / "power.py"
     file.write_text("def power(exponent):\n    return (10 ** exponent) % 7\n")
@@ -74,7 +71,6 @@ def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
     pool.close()
 
 
-@pytest.mark.process
 def test_an_answer_cannot_fill_the_memory(tmp_path):
     file = tmp_path / "greedy.py"
     file.write_text("def greedy(size):\n    return len(bytes(size))\n")
@@ -83,7 +79,6 @@ def test_an_answer_cannot_fill_the_memory(tmp_path):
     pool.close()
 
 
-@pytest.mark.process
 def test_a_function_that_processes_cannot_load_is_reported(tmp_path):
     file = tmp_path / "gone.py"
     file.write_text("def f():\n    return 0\n")
@@ -93,7 +88,6 @@ def test_a_function_that_processes_cannot_load_is_reported(tmp_path):
         GradingPool(function, workers=1, seconds=5).map([{}])
 
 
-@pytest.mark.process
 def test_a_function_that_starts_processes_is_told_what_permits_it(tmp_path):
     file = tmp_path / "starts.py"
     file.write_text(
@@ -118,7 +112,6 @@ def test_slots_are_counted_in_each_process_anew():
     assert slots.acquire() and slots.__reduce__() == (Slots, (2,))
 
 
-@pytest.mark.process
 def test_an_item_that_cannot_be_pickled_is_a_failure_of_its_own():
     pool = GradingPool(ExternFunction(HERE, "score"), workers=1, seconds=5.0)
     odd = {**items("a")[0], "solution_str": lambda: None}
@@ -127,7 +120,6 @@ def test_an_item_that_cannot_be_pickled_is_a_failure_of_its_own():
     pool.close()
 
 
-@pytest.mark.process
 def test_no_worker_outlives_its_owner(tmp_path):
     """Also one whose call never ends, and an owner killed by SIGKILL, whose script is not run again by the workers."""
     file = tmp_path / "owner.py"

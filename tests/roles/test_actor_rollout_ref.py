@@ -1,11 +1,9 @@
 """What the role works out before any process group exists."""
 
 import pytest
-from omegaconf import OmegaConf
 
 from verl.roles.ranks import per_rank_sizes
 from verl.workers.config import FSDPActorConfig
-from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 
 def actor(**keys):
@@ -28,11 +26,3 @@ def test_old_global_micro_batch_is_shared_out():
 def test_mini_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ValueError, match="ppo_mini_batch_size=6 x rollout.n=1 gives 6 samples, which 4 ranks"):
         per_rank_sizes(actor(), "actor", n=1, ranks=4)
-
-
-def test_rollout_with_other_weights_than_the_actor_is_refused():
-    worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
-    worker.config = OmegaConf.create({"rollout": {"name": "hf"}})
-    worker.weights_version, worker.rollout_version, worker.rollout_is_awake = 3, None, True
-    with pytest.raises(RuntimeError, match="holds weights version None, the actor 3: it was not given the weights"):
-        worker.generate_sequences(None)

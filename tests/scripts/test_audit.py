@@ -2,9 +2,7 @@
 
 import functools
 import inspect
-import re
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from scripts.audit import changes, compat, departures, facts, keys, names, page,
 from scripts.audit.facts import Facts
 from scripts.audit.reasons import Reasons, file_of
 from scripts.audit.sources import flat, read_release
-from scripts.audit_upstream import audit, check_changes, known_keys, main
+from scripts.audit_upstream import audit, check_changes, main
 from verl.config import aliases
 from verl.report.metric_names import all_metrics
 
@@ -219,8 +217,8 @@ def test_a_stored_list_says_what_the_files_say(release, tmp_path):
 
 
 @pytest.mark.parametrize("version", facts.VERSIONS)
-def test_every_difference_from_a_release_has_its_reason(version, capsys, monkeypatch):
-    """Against the stored list, so that neither the release nor a network is needed."""
+def test_every_difference_from_a_release_has_its_reason_and_the_pages_are_fresh(version, capsys, monkeypatch):
+    """Also the departures, and what the pages name; against the stored list: without the release and a network."""
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network is used"))
     code = main(["--release", version])
     assert code == 0, capsys.readouterr().out
@@ -237,10 +235,6 @@ def test_of_0_7_all_but_twenty_names_are_there_or_out_of_scope():
 def test_another_name_of_a_key_is_no_lack():
     assert all(keys.renamed(alias.old, "ppo_trainer") == (alias.new or "accepted") for alias in aliases.RL)
     assert keys.renamed("nothing.like.it", "ppo_trainer") is None
-
-
-def test_what_the_page_names_is_in_the_tree():
-    assert changes.unfounded(ROOT / "docs" / "migrating.md", known_keys(), ROOT) == []
 
 
 def test_the_page_is_read_with_care(tmp_path):
@@ -278,38 +272,6 @@ def test_additions_name_an_existing_file_and_omissions_are_absent(tmp_path):
     ]  # fmt: skip
 
 
-def audit_of_the_page(version="0.7.0"):
-    """({part: counts by status}, [(reason, {module, tree or "metrics": count})]), read from docs/verl_names.md."""
-    page_text = (ROOT / "docs" / "verl_names.md").read_text()
-    counted, reasons, *_ = changes.tables(changes.section(page_text, changes.AUDITS[version]))
-    head = ("same", "renamed", "differs", "missing", "unexplained", "ours alone")
-    parts = {part: dict(zip(head, map(int, numbers), strict=True)) for part, *numbers in counted}
-    return parts, [(why, dict(re.findall(r"([\w.]+) \((\d+)\)", where))) for why, where in reasons]
-
-
-@pytest.mark.parametrize("tree", keys.TREES.values())
-def test_the_page_counts_our_keys(tree):
-    """What can be known without upstream's wheel; `make audit` compares the tables whole."""
-    part = audit_of_the_page()[0][f"keys of {tree}"]
-    assert part["same"] + part["differs"] + part["ours alone"] == len(keys.our_keys(tree))
-
-
-@pytest.mark.parametrize("version", facts.VERSIONS)
-def test_the_page_has_a_reason_for_every_difference(version):
-    parts, reasons = audit_of_the_page(version)
-    known = Reasons(file_of(version))
-    assert {why for why, _ in reasons} <= {reason.text for reason in known.reasons} | {known.others}
-    trees, diff = set(keys.TREES.values()), Counter()
-    for _, places in reasons:
-        for place, number in places.items():
-            diff["metrics" if place == "metrics" else f"keys of {place}" if place in trees else "names"] += int(number)
-    differences = {part: count["differs"] + count["missing"] for part, count in parts.items()}
-    relied = differences.pop("names importers rely on")
-    del differences["names of other modules"]  # what is missing there needs no reason
-    assert diff == Counter(differences, names=relied + parts["names of other modules"]["differs"])
-    assert all(count["unexplained"] == 0 for count in parts.values())
-
-
 def test_old_tables_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "unfounded", lambda *_: ["a"])
     monkeypatch.setattr(departures, "unfounded", lambda *_: ["b"])
@@ -323,8 +285,7 @@ def test_old_tables_are_reported(tmp_path, monkeypatch):
     assert old == "the tables of the audit are outdated; --update writes them"
 
 
-def test_the_page_lists_the_import_paths_and_each_is_one_of_verl(monkeypatch):
-    assert compat.table() in (ROOT / "docs" / "verl_names.md").read_text()
+def test_import_paths_are_those_of_verl(monkeypatch):
     assert "| verl.base_config | verl.config.base |" in compat.table().splitlines()
     theirs = dict.fromkeys(f"{path.replace('.', '/')}.py" for path in compat.rows())
     assert compat.misplaced(theirs) == []

@@ -30,6 +30,8 @@ from verl.single_controller.ray.base import (
 from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.utils.tensordict_utils import get_tensordict
 
+pytestmark = pytest.mark.process
+
 
 class Adder(Worker):
     def __init__(self, step: int = 0):
@@ -152,7 +154,6 @@ def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows)}, {"n": np.arange(rows)})
 
 
-@pytest.mark.process
 def test_every_dispatch_mode_and_what_a_rank_knows_of_its_world(pool):
     wg = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, step=10))
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS", "WG_BACKEND"]
@@ -197,7 +198,6 @@ def _double(worker, data):
     return DataProto.from_dict({"x": data.batch["x"] * 2})
 
 
-@pytest.mark.process
 def test_mesh_partners_share_a_part_and_one_of_them_answers(ray_cluster):
     pool = RayResourcePool([4], use_gpu=False)
     try:
@@ -208,7 +208,6 @@ def test_mesh_partners_share_a_part_and_one_of_them_answers(ray_cluster):
         pool.release()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("make", [create_colocated_worker_cls, create_colocated_worker_cls_fused])
 def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
     both = make({"adder": RayClassWithInitArgs(Adder, step=3), "adder_namer": RayClassWithInitArgs(Namer)})
@@ -223,7 +222,6 @@ def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
         wg.spawn({"critic"})
 
 
-@pytest.mark.process
 def test_a_users_class_over_colocated_roles_calls_them_by_name(pool):
     roles = {"adder": RayClassWithInitArgs(Adder, step=3), "namer": RayClassWithInitArgs(Namer)}
 
@@ -241,7 +239,6 @@ def test_a_users_class_over_colocated_roles_calls_them_by_name(pool):
         create_colocated_worker_raw_cls({"env_keys": RayClassWithInitArgs(Adder)})
 
 
-@pytest.mark.process
 def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_is_named(pool):
     wg = RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
     wg.add(0)
@@ -256,7 +253,6 @@ def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_i
         wg.die(1)
 
 
-@pytest.mark.process
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["rollout_mode", "of_a_user"])
 def test_a_rank_that_stops_in_a_weight_sync_or_in_a_users_method_is_named_within_the_limit(pool, method):
@@ -267,7 +263,6 @@ def test_a_rank_that_stops_in_a_weight_sync_or_in_a_users_method_is_named_within
         getattr(group, method)()
 
 
-@pytest.mark.process
 def test_an_error_in_a_constructor_is_named(ray_cluster):
     pool = RayResourcePool([1], use_gpu=False)
     try:
@@ -278,14 +273,12 @@ def test_an_error_in_a_constructor_is_named(ray_cluster):
         pool.release()
 
 
-@pytest.mark.process
 def test_a_pool_larger_than_the_cluster_is_refused_with_numbers(ray_cluster, monkeypatch):
     monkeypatch.setattr("verl.single_controller.ray.resource_pool.HOPELESS_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match=r"needs \{'CPU': 64\}.*has \{'CPU': 4"):
         RayResourcePool([64], use_gpu=False).get_placement_groups()
 
 
-@pytest.mark.process
 def test_pools_split_and_merge(ray_cluster):
     a, b = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=False)
     try:

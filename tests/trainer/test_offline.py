@@ -42,7 +42,6 @@ CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollou
 
 @pytest.fixture(autouse=True)
 def no_group():
-    leave_group()
     yield
     leave_group()
 
@@ -108,14 +107,6 @@ def test_answers_end_where_generation_config_or_the_key_says(tiny_llama, prompts
     leave_group()
     rows = generate(prompts, tmp_path / "model", tmp_path / "key.parquet", *settings, "rollout.stop_token_ids=[3]")
     assert [row["responses"][0].split() for row in rows] == texts
-
-
-def test_samples_of_a_prompt_differ_and_are_the_same_in_the_next_run(tiny_llama, prompts, tmp_path):
-    settings = ("data.n_samples=3", "rollout.top_p=1.0", "rollout.top_k=-1")
-    first = generate(prompts, tiny_llama, tmp_path / "1.parquet", *settings)
-    assert all(len(row["responses"]) == 3 and len(set(row["responses"])) > 1 for row in first)
-    again = generate(prompts, tiny_llama, tmp_path / "2.parquet", *settings, "data.batch_size=5")
-    assert [row["responses"] for row in again] == [row["responses"] for row in first]
 
 
 @pytest.mark.process
@@ -243,6 +234,7 @@ def test_a_stopped_command_keeps_its_answers_and_resumes_with_the_same_settings_
 ):
     settings = ("data.n_samples=2", "rollout.top_p=1.0", "rollout.top_k=-1")
     whole = generate(prompts, tiny_llama, tmp_path / "whole.parquet", *settings)
+    assert all(len(set(row["responses"])) == 2 for row in whole)
     out, folder = tmp_path / "out.parquet", tmp_path / "out.parquet.partial"
     real, asked = main_generation.answers, []
 
@@ -421,8 +413,6 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     wrong = (f"data.path={tmp_path}/none.jsonl", "custom_reward_function.path=nowhere.py")
     code, said = planned(capsys, main_eval.main, "evaluation", *wrong)
     assert code == 1 and "none.jsonl" in said and "nowhere.py" in said
-    code, said = planned(capsys, main_eval.main, "evaluation", f"data.path={answers}", "reward_model.item_timeout=9")
-    assert code == 1 and "reward_model.sandbox.seconds=10 must be below reward_model.item_timeout=9" in said
     code, said = planned(capsys, main_eval.main, "evaluation", "+data.pth=x")
     assert code == 1 and "data.pth" in said and "No plan" in said
     out = tmp_path / "out.parquet"
@@ -432,13 +422,8 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     for row in ("tokens of all prompts │ 40", "tokens of a prompt │ mean 8.0, median 8, longest 8 (row 0)",
                 "answers │ 25", "new tokens, at most │ 125"):  # fmt: skip
         assert row in said, row
-    code, said = planned(capsys, main_generation.main, "generation", *given, "rollout.prompt_length=4")
-    assert code == 1 and "row 4: the prompt has 8 tokens, rollout.prompt_length=4. Raise it, or set" in said
     short = ("rollout.prompt_length=4", "data.truncation=left")
     code, said = planned(capsys, main_generation.main, "generation", *given, *short)
     assert code == 0 and "prompts that are too long │ 5" in said
-    wrong = ("data.path=none.jsonl", "model.path=/no/one")
-    code, said = planned(capsys, main_generation.main, "generation", *given, *wrong)
-    assert code == 1 and "model.path=/no/one: the folder does not exist" in said
     code, said = planned(capsys, main_generation.main, "generation", *given, "data.n_samples=0", "trainer.nnodes=2")
     assert code == 1 and "data.n_samples" in said and "trainer.nnodes" in said

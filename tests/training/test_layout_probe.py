@@ -106,7 +106,6 @@ def test_the_comparison_leaves_the_engines_own_type(folders):
     assert torch.equal(*outputs)
 
 
-
 @pytest.mark.parametrize(("spread", "agrees"), [(5.0, True), (0.5, False)])
 def test_differences_are_compared_with_the_spread_of_the_values(spread, agrees):
     """Rounding changes the log-probs of Qwen2.5-0.5B by 0.0014 in float32; they spread by 4 to 6, and by 0.3 in small

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.watched_runs import becomes
 from verl.utils.children import (
     PROCESS_STARTS,
     ChildDied,
@@ -188,9 +189,7 @@ time.sleep(600)
 def test_no_child_outlives_an_owner_that_is_killed(kind):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     child = psutil.Process(int(owner.stdout.readline()))
-    until = time.monotonic() + 20
-    while kind not in KINDS and not child.children() and time.monotonic() < until:
-        time.sleep(0.05)
+    assert becomes(lambda: kind in KINDS or child.children())
     family = [child, *child.children(recursive=True)]
     time.sleep(0.2)
     assert child.is_running()
@@ -199,16 +198,16 @@ def test_no_child_outlives_an_owner_that_is_killed(kind):
     owner.communicate()
 
 
-def outcome(command, limits, seconds=60.0, stdin=b"", most=1 << 20):
-    """(report, standard output) of a supervised program, whose output is refused beyond `most` bytes."""
+def outcome(command, limits, stdin=b""):
+    """(report, standard output) of a supervised program; tests/agents/gateway/test_program.py has those that fail."""
     output = bytearray()
 
     def take(number, part):
         output.extend(part if number == 1 else b"")
-        return len(output) <= most
+        return True
 
     program = supervised(command, {"GIVEN": "7", "HOME": None}, limits, stdin=stdin, **PIPES)
-    report = program.outputs(seconds, take)
+    report = program.outputs(60.0, take)
     program.end(grace=10)
     return report.decode(), bytes(output)
 
@@ -237,24 +236,6 @@ def test_a_fork_of_this_process_does_not_hold_back_the_end_of_the_input():
 def test_a_program_does_not_inherit_ignored_signals():
     script = "import signal; print([signal.getsignal(n) is signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGHUP)])"
     assert outcome([sys.executable, "-c", script], LIMITS)[1] == b"[True, True]\n"
-
-
-@pytest.mark.parametrize(
-    ("script", "changed", "stopped"),
-    [
-        ("while True: pass", {"seconds": 0.5}, "time"),
-        ("x = b'x' * (300 << 20)\nimport time; time.sleep(60)", {"memory_bytes": 200 << 20}, "memory"),
-        ("import os, time\nwhile os.fork(): time.sleep(0.01)\ntime.sleep(60)", {"processes": 5}, "processes"),
-    ],
-)
-def test_a_program_is_ended_at_its_limits(script, changed, stopped):
-    report, _ = outcome([sys.executable, "-c", script], LIMITS | changed)
-    assert report == f'{{"exit": -9, "stopped": "{stopped}"}}'
-
-
-def test_a_program_whose_output_is_refused_is_stopped():
-    report, output = outcome(["sh", "-c", "while true; do echo 1234567; done"], LIMITS, most=100_000)
-    assert report == '{"exit": -9, "stopped": "owner"}' and 100_000 < len(output) <= 100_000 + (1 << 16)
 
 
 def test_a_program_that_does_not_report_in_time_is_killed():

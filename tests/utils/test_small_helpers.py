@@ -1,6 +1,5 @@
 """Imports by name, files, configs, metrics, groups: one small claim each."""
 
-import importlib
 import math
 import os
 import shutil
@@ -51,16 +50,6 @@ def test_floor_one_starts_without_ray_vllm_and_transformers():
         "print([m for m in ('ray', 'vllm', 'transformers', 'hydra') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
-def test_packages_offer_what_recipes_import_from_them():
-    from verl.utils import as_torch_index, config, dataset, groupwise, profiler, validate_config
-
-    assert as_torch_index is groupwise.as_torch_index
-    assert validate_config is config.validate_config
-    assert dataset.SFTDataset is importlib.import_module("verl.data.sft_dataset").SFTDataset
-    profile = importlib.import_module("verl.utils.profiler.profile")
-    assert profile.DistProfilerExtension is profiler.DistProfilerExtension
 
 
 def test_modules_load_from_path_url_and_package(tmp_path):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -44,11 +45,6 @@ def test_the_console_shows_the_headlines_and_the_validation_only(capsys):
     assert capsys.readouterr().out == "step 2  reward 0.5  loss -0.3333  seconds 4.25  val-core/x/acc/mean@1 0.75\n"
 
 
-def test_file_holds_one_json_a_step():
-    run((1, {"a": 1.5, "n": np.float32(0.5)}), (2, {"a": 2.5}))
-    assert lines() == [{"step": 1, "data": {"a": 1.5, "n": 0.5}}, {"step": 2, "data": {"a": 2.5}}]
-
-
 def test_file_path_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "root"))
     run((1, {"a": 1}))
@@ -68,8 +64,8 @@ def test_steps_done_again_replace_what_the_killed_run_left():
 
 def test_a_new_run_keeps_the_file_of_the_former_one():
     run((1, {"a": 1}), (2, {"a": 2}))
-    run((1, {"a": 3}))
-    assert [line["data"]["a"] for line in lines()] == [3]
+    run((1, {"a": 3, "n": np.float32(0.5)}))
+    assert lines() == [{"step": 1, "data": {"a": 3, "n": 0.5}}]
     assert [line["data"]["a"] for line in lines("p/e.1.jsonl")] == [1, 2]
 
 
@@ -126,20 +122,6 @@ def test_generations_go_where_text_fits_and_skip_wandb_where_it_is_not_installed
     assert [row["step"] for row in lines(tmp_path / "metrics.generations.jsonl")] == [3, 4]
 
 
-def test_clearml_gets_scalars_by_title_and_series(monkeypatch):
-    calls = []
-    task = SimpleNamespace(
-        connect_configuration=lambda config, name: calls.append(config), close=lambda: calls.append("close"),
-        get_logger=lambda: SimpleNamespace(report_scalar=lambda **kw: calls.append(tuple(kw.values()))),
-    )  # fmt: skip
-    init = lambda project_name, task_name, **kw: calls.append((project_name, task_name)) or task  # noqa: E731
-    monkeypatch.setitem(sys.modules, "clearml", SimpleNamespace(Task=SimpleNamespace(init=init)))
-    tracking = Tracking("p", "e", "clearml", config={"lr": 1})
-    tracking.log({"actor/pg/loss": 0.5, "step": 2}, step=3)
-    tracking.finish()
-    assert calls == [("p", "e"), {"lr": 1}, ("actor/pg", "loss", 0.5, 3), ("step", "step", 2, 3), "close"]
-
-
 def test_vemlp_wandb_signs_in_first(monkeypatch):
     calls = []
     service = SimpleNamespace(init=lambda **kw: calls.append(kw["name"]), log=None, finish=None)
@@ -154,34 +136,36 @@ def test_vemlp_wandb_signs_in_first(monkeypatch):
     assert calls == [keys, "e"]
 
 
-@pytest.mark.parametrize("name, key", [("wandb", "name"), ("trackio", "name"), ("swanlab", "experiment_name")])
-def test_services_get_project_run_and_metrics(monkeypatch, name, key):
-    calls = []
-    fake = SimpleNamespace(
-        init=lambda **kw: calls.append(kw), log=lambda data, step: calls.append((data, step)),
-        finish=lambda: calls.append("finish"),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, name, fake)
+RUN = {"project": "p", "config": {"lr": 1}}
+LOGGED = ({"a": 1}, [call.log({"a": 1}, step=2), call.finish()])
+TASK = call.Task.init()
+SCALAR = TASK.get_logger().report_scalar
+SERVICES = {  # name: (what is logged, calls of the package)
+    "wandb": (LOGGED[0], [call.init(name="e", **RUN), *LOGGED[1]]),
+    "trackio": (LOGGED[0], [call.init(name="e", **RUN), *LOGGED[1]]),
+    "swanlab": (LOGGED[0], [call.init(experiment_name="e", **RUN), *LOGGED[1]]),
+    "mlflow": ({"val-core/x/mean@4": 1.0}, [
+        call.set_experiment("p"), call.start_run(run_name="e"), call.log_dict({"lr": 1}, "config.json"),
+        call.log_metrics({"val-core/x/mean_at_4": 1.0}, step=2), call.end_run(),
+    ]),
+    "clearml": ({"actor/pg/loss": 0.5, "step": 2}, [
+        call.Task.init(project_name="p", task_name="e", continue_last_task=True, output_uri=False),
+        TASK.connect_configuration({"lr": 1}, name="config"), TASK.get_logger(),
+        SCALAR(title="actor/pg", series="loss", value=0.5, iteration=2),
+        SCALAR(title="step", series="step", value=2, iteration=2), TASK.close(),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_get_project_run_and_metrics(monkeypatch, name):
+    package, (data, calls) = MagicMock(), SERVICES[name]
+    monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     tracking = Tracking("p", "e", name, config={"lr": 1})
-    tracking.log({"a": 1}, step=2)
+    tracking.log(data, step=2)
     tracking.finish()
-    assert (calls[0]["project"], calls[0][key], calls[0]["config"]) == ("p", "e", {"lr": 1})
-    assert calls[1:] == [({"a": 1}, 2), "finish"]
-
-
-def test_mlflow_gets_names_it_takes(monkeypatch):
-    calls = []
-    fake = SimpleNamespace(
-        set_experiment=calls.append, start_run=lambda run_name: calls.append(run_name),
-        log_dict=lambda data, name: calls.append(data), log_metrics=lambda data, step: calls.append((data, step)),
-        end_run=lambda: calls.append("end"),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
-    tracking = Tracking("p", "e", "mlflow", config={"lr": 1})
-    tracking.log({"val-core/x/mean@4": 1.0}, step=2)
-    tracking.finish()
-    assert calls == ["p", "e", {"lr": 1}, ({"val-core/x/mean_at_4": 1.0}, 2), "end"]
+    assert package.mock_calls == calls
 
 
 def test_plain_numbers():

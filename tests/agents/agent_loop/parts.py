@@ -6,10 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+from tests.agents.tools.helpers import schema
 from verl.agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agents.interactions.base import BaseInteraction
 from verl.agents.tools.base_tool import BaseTool
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.schemas import ToolResponse
 
 EVENTS: list[tuple] = []
 
@@ -18,10 +19,7 @@ class AddTool(BaseTool):
     """a + b; the step reward is 0.25, the final reward the number of calls."""
 
     def get_openai_tool_schema(self):
-        number = {"type": "integer"}
-        function = {"name": "add", "description": "Adds.", "parameters": {
-            "type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}}  # fmt: skip
-        return OpenAIFunctionToolSchema(type="function", function=function)
+        return schema("add", {"a": {"type": "integer"}, "b": {"type": "integer"}}, ["a", "b"])
 
     async def create(self, instance_id=None, **kwargs):
         instance_id, response = await super().create(instance_id)
@@ -56,9 +54,7 @@ class SayTool(BaseTool):
     """Answers `texts[i]`."""
 
     def get_openai_tool_schema(self):
-        function = {"name": "say", "description": "Says.", "parameters": {
-            "type": "object", "properties": {"i": {"type": "integer"}}, "required": ["i"]}}  # fmt: skip
-        return OpenAIFunctionToolSchema(type="function", function=function)
+        return schema("say", {"i": {"type": "integer"}}, ["i"])
 
     async def execute(self, instance_id, parameters, texts=(), **kwargs):
         return ToolResponse(text=texts[parameters["i"] % len(texts)]), 0.0, {}

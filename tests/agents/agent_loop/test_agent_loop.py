@@ -184,13 +184,6 @@ def test_a_conversation_that_fills_the_model_is_lost_before_a_server_is_asked(ma
     assert asked == [1]
 
 
-def test_what_a_model_has_no_room_for_is_left_out(manager):
-    made = manager(lambda row, turn: [7, EOS], interaction=True, max_model_len=7)
-    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
-    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
-    assert output.batch["attention_mask"].sum() == 2 + 2  # the interaction's three tokens would fill it
-
-
 @pytest.mark.parametrize("agent", ["single_turn_agent", "tool_agent"])
 def test_an_answer_is_cut_where_the_engine_says_so_whatever_its_length(manager, agent):
     """A stop token at the limit; an answer that another limit cut; one that ended."""
@@ -201,13 +194,6 @@ def test_an_answer_is_cut_where_the_engine_says_so_whatever_its_length(manager, 
         more = {"tools_kwargs": [{}]} if agent == "tool_agent" else {}
         output = generated(made, 1, agent=agent, **more)
         assert output.non_tensor_batch["end_reason"].tolist() == ["length" if reason == "length" else "stop"]
-
-
-def test_an_interaction_is_not_asked_about_an_answer_that_fills_the_response(manager):
-    made = manager(lambda row, turn: TokenOutput(token_ids=[7] * (RESPONSE - 1) + [EOS], stop_reason="completed"),
-                   interaction=True)  # fmt: skip
-    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
-    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
 
 
 def test_a_row_that_a_loop_makes_longer_than_the_response_counts_as_cut():
@@ -472,11 +458,19 @@ def test_pictures_of_a_tool_are_refused(manager, tmp_path):
     assert given[:2] == ["tool", "Error:"] and "7" not in given and columns["tool_rewards"] == []
 
 
-def test_an_interactions_text_that_does_not_fit_is_left_out(manager):
-    made = manager(lambda row, turn: [7] * (RESPONSE - 4) + [EOS], interaction=True)
+@pytest.mark.parametrize(
+    ("ids", "settings", "tokens"),
+    [
+        ([7, EOS], {"max_model_len": 7}, 2),  # the interaction's three tokens would fill the model
+        ([7] * (RESPONSE - 4) + [EOS], {}, RESPONSE - 3),
+        ([7] * (RESPONSE - 1) + [EOS], {}, RESPONSE),  # the interaction is not asked
+    ],
+)
+def test_an_interactions_text_that_does_not_fit_is_left_out(manager, ids, settings, tokens):
+    made = manager(lambda row, turn: TokenOutput(token_ids=ids, stop_reason="completed"), interaction=True, **settings)
     output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
     assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
-    assert output.batch["response_mask"].sum() == output.batch["attention_mask"][:, PROMPT:].sum() == RESPONSE - 3
+    assert output.batch["response_mask"].sum() == output.batch["attention_mask"][:, PROMPT:].sum() == tokens
 
 
 def test_a_trace_has_the_turns_and_the_calls_of_a_conversation(manager, tmp_path):

@@ -20,6 +20,7 @@ import pytest
 from tests.agents.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
+from tests.helpers.watched_runs import becomes
 from verl.training.checkpoint.publish import TRACKER
 
 STEPS = 4
@@ -94,10 +95,7 @@ def kill_and_resume(
         time.sleep(0.01)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
-    deadline = time.monotonic() + 20
-    while running := programs_of(folder):
-        assert time.monotonic() < deadline, running
-        time.sleep(0.05)
+    assert becomes(lambda: not programs_of(folder))
     events = calls_of(folder)
     tracker = folder / "out" / TRACKER
     saved = int(tracker.read_text()) if tracker.is_file() else 0

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tests.agents.agent_loop.parts import EVENTS
 from tests.helpers.columns import object_columns
 from tests.helpers.configs import compose_ppo
-from tests.helpers.engines import leave_group, make_engine, serve_weights
+from tests.helpers.engines import make_engine, serve_weights
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
 from verl.agents.agent_loop.manager import AgentLoopManager
@@ -47,7 +47,6 @@ def served(model):
     rollout = serve_weights(engine, version=4, prompt_length=8, response_length=40)
     yield SimpleNamespace(rollout=rollout, engine=engine)
     rollout.close()
-    leave_group()
 
 
 @pytest.fixture

@@ -62,27 +62,23 @@ async def converse(pool, item, answers):
         return scores, prompts[-1]
 
 
-def test_conversations_fail_alone_and_are_scored_at_their_limits(files):
+async def test_conversations_fail_alone_and_are_scored_at_their_limits(files):
     item = environment_rows(settings(max_turns=3), files)["train"][0]["extra_info"]["environment"]
-
-    async def run():
-        pool = EnvironmentPool(settings(max_turns=3, num_workers=1, concurrency=4))
-        with contextlib.closing(pool):
-            given = (["no", "yes"], ["no", "no", "no"], ["no", None], ["crash"], ["nan", None], ["no", "yes"])
-            results = await asyncio.gather(*(converse(pool, item, some) for some in given), return_exceptions=True)
-            scores = [result[0]["score"] for result in results if not isinstance(result, Exception)]
-            assert scores == [1.0, 0.0, 0.0, 1.0]
-            assert results[0][1] == ["0 ?", "no", "again"] and results[1][0]["steps"] == 3
-            assert "raised ZeroDivisionError" in str(results[3]) and "gave the score nan" in str(results[4])
-            started = time.monotonic()
-            with pytest.raises(EnvironmentFailed, match="took longer than data.environment.timeout=3 s"):
-                await converse(pool, item, ["hang"])
-            assert time.monotonic() - started < 30
-            with pytest.raises(EnvironmentFailed, match="its process ended"):
-                await converse(pool, item, ["die"])
-            assert (await converse(pool, item, ["yes"]))[0]["score"] == 1.0  # by a new process
-
-    asyncio.run(run())
+    pool = EnvironmentPool(settings(max_turns=3, num_workers=1, concurrency=4))
+    with contextlib.closing(pool):
+        given = (["no", "yes"], ["no", "no", "no"], ["no", None], ["crash"], ["nan", None], ["no", "yes"])
+        results = await asyncio.gather(*(converse(pool, item, some) for some in given), return_exceptions=True)
+        scores = [result[0]["score"] for result in results if not isinstance(result, Exception)]
+        assert scores == [1.0, 0.0, 0.0, 1.0]
+        assert results[0][1] == ["0 ?", "no", "again"] and results[1][0]["steps"] == 3
+        assert "raised ZeroDivisionError" in str(results[3]) and "gave the score nan" in str(results[4])
+        started = time.monotonic()
+        with pytest.raises(EnvironmentFailed, match="took longer than data.environment.timeout=3 s"):
+            await converse(pool, item, ["hang"])
+        assert time.monotonic() - started < 30
+        with pytest.raises(EnvironmentFailed, match="its process ended"):
+            await converse(pool, item, ["die"])
+        assert (await converse(pool, item, ["yes"]))[0]["score"] == 1.0  # by a new process
 
 
 def test_the_reward_function_returns_what_the_conversation_gave():

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import WORDS, make_tokenizer
+from tests.helpers.watched_runs import becomes
 from verl.agents.agent_loop.manager import AgentLoopManager
 from verl.agents.agent_loop.worker import AgentLoopWorkerBase
 from verl.agents.environments.processes import environment_rows
@@ -86,7 +86,5 @@ def test_each_worker_has_its_environment_and_rows_keep_their_order(ray_cluster, 
     metrics = output.meta_info["metrics"]
     assert metrics["agent_loop/end/tool_failed"] == 1 / 8 and metrics["agent_loop/end/stop"] == 7 / 8
     assert len(processes) == 2 and all(processes.values())
-    started, until = [pid for pids in processes.values() for pid in pids], time.monotonic() + 20
-    while any(map(psutil.pid_exists, started)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [pid for pid in started if psutil.pid_exists(pid)]
+    started = [pid for pids in processes.values() for pid in pids]
+    assert becomes(lambda: not any(map(psutil.pid_exists, started)))

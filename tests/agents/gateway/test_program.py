@@ -13,6 +13,7 @@ import pytest
 
 from tests.agents.gateway.parts import USER, run_program, worker_of
 from tests.dllm_reasoning.models import captured_warnings
+from tests.helpers.watched_runs import becomes
 from verl.agents.agent_loop.rows import is_lost
 from verl.agents.gateway.program import Limits, Program
 from verl.trainer.run.prompt_stream import PromptLoader
@@ -185,21 +186,17 @@ def test_a_run_that_starts_again_does_not_repeat_conversations_that_ended(run, t
     assert len((tmp_path / "pids").read_text().split()) == 3
 
 
-def test_a_cancelled_conversation_ends_its_program(tmp_path, monkeypatch):
+async def test_a_cancelled_conversation_ends_its_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(ASK + "time.sleep(600)")
     worker = worker_of(tmp_path / "model", None, command="python agent.py")
-
-    async def cancel():
-        task = asyncio.create_task(run_program(worker))
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.05)
-        assert living(tmp_path)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(run_program(worker))
+    while not (tmp_path / "pids").exists():
+        await asyncio.sleep(0.05)
+    assert living(tmp_path)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert not living(tmp_path)
 
 
@@ -217,7 +214,4 @@ Program([{sys.executable!r}, "-c", {code!r}], {{}}, Limits(600.0, 1 << 30, 9)).r
     assert len(living(tmp_path)) >= 3
     process.kill()
     process.wait()
-    until = time.monotonic() + 20
-    while living(tmp_path) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not living(tmp_path)
+    assert becomes(lambda: not living(tmp_path))

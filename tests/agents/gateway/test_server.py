@@ -18,22 +18,13 @@ def scripted(*answers):
     return lambda prompt: left.pop(0) if left else "so<|im_end|>"
 
 
-def with_client(session, use, **settings):
-    async def run():
-        async with client_of(session, **settings) as client:
-            return await use(client)
-
-    return asyncio.run(run())
-
-
 async def ask(client, messages=(USER,), **more):
     return await client.chat.completions.create(model="m", messages=list(messages), **more)
 
 
-def test_a_conversation_with_a_tool_is_one_row_of_what_the_engine_saw():
+async def test_a_conversation_with_a_tool_is_one_row_of_what_the_engine_saw():
     session = session_of(scripted(f"<think>\nWell.\n</think>\n\n{CALL}", "It is 42.<|im_end|>"))
-
-    async def use(client):
+    async with client_of(session) as client:
         first = await ask(client, tools=[LOOKUP])
         message = first.choices[0].message
         assert first.choices[0].finish_reason == "tool_calls" and message.content is None
@@ -45,9 +36,6 @@ def test_a_conversation_with_a_tool_is_one_row_of_what_the_engine_saw():
         second = await ask(client, answered, tools=[LOOKUP])
         assert second.choices[0].message.content == "It is 42." and second.choices[0].finish_reason == "stop"
         assert second.usage.prompt_tokens == len(session.settings.server_manager.asked[1][0])
-        return second
-
-    second = with_client(session, use)
     (row,) = session.tree.rows()
     (prompt, wrote, log_probs, _), (later, last, last_log_probs, _) = session.settings.server_manager.asked
     assert row.prompt_ids == prompt and later[: len(prompt) + len(wrote)] == prompt + wrote
@@ -59,17 +47,14 @@ def test_a_conversation_with_a_tool_is_one_row_of_what_the_engine_saw():
     assert text == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_edited_history_and_a_sub_agent_are_branches():
+async def test_an_edited_history_and_a_sub_agent_are_branches():
     session = session_of(scripted("a<|im_end|>", "b<|im_end|>", "c<|im_end|>", "d<|im_end|>"))
     first = [USER, {"role": "assistant", "content": "a"}]
-
-    async def use(client):
+    async with client_of(session) as client:
         await ask(client)
         await ask(client, [*first, {"role": "user", "content": "x"}])
         await ask(client, [*first, {"role": "user", "content": "y"}])
         await ask(client, [{"role": "system", "content": "Plan."}, USER])
-
-    with_client(session, use)
     rows = session.tree.rows()
     assert len(rows) == 3 and session.tree.turns == 4
     assert sum(sum(row.response_mask) for row in rows) == 8  # a letter and the end of each turn
@@ -77,10 +62,9 @@ def test_an_edited_history_and_a_sub_agent_are_branches():
     assert "a<|im_end|>\n<|im_start|>user\ny" in decode(rows[1].prompt_ids) and "Plan." in decode(rows[2].prompt_ids)
 
 
-def test_several_choices_log_probs_limits_and_stops():
+async def test_several_choices_log_probs_limits_and_stops():
     session = session_of(scripted("one<|im_end|>", "two<|im_end|>", "a. b. c.<|im_end|>", "12345678"))
-
-    async def use(client):
+    async with client_of(session) as client:
         both = await ask(client, n=2, logprobs=True)
         assert [choice.message.content for choice in both.choices] == ["one", "two"]
         tokens = both.choices[1].logprobs.content
@@ -90,8 +74,6 @@ def test_several_choices_log_probs_limits_and_stops():
         assert stopped.choices[0].message.content == "a. " and stopped.choices[0].finish_reason == "stop"
         cut = await ask(client, max_tokens=4)
         assert cut.choices[0].message.content == "1234" and cut.choices[0].finish_reason == "length"
-
-    with_client(session, use)
     decode = session.settings.encoder.tokenizer.decode
     written = [decode(row.response_ids) for row in session.tree.rows()]
     assert written == ["one<|im_end|>", "two<|im_end|>", "a. b.", "1234"]
@@ -99,10 +81,9 @@ def test_several_choices_log_probs_limits_and_stops():
     assert len(set(seeds)) == 4
 
 
-def test_streams_have_the_same_reply():
+async def test_streams_have_the_same_reply():
     session = session_of(scripted("Hello.<|im_end|>", CALL, "Hi.<|im_end|>", CALL))
-
-    async def use(client):
+    async with client_of(session) as client:
         stream = await ask(client, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello."
@@ -122,17 +103,14 @@ def test_streams_have_the_same_reply():
                 pass
             final = await stream.get_final_response()
         assert final.output[0].type == "function_call" and json.loads(final.output[0].arguments) == {"key": "sky"}
-
-    with_client(session, use)
     assert session.tree.turns == 4
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-def test_the_responses_api_continues_a_conversation(by_id):
+async def test_the_responses_api_continues_a_conversation(by_id):
     session = session_of(scripted("<think>\nWell.\n</think>\n\nOne moment." + CALL, "It is 42.<|im_end|>"))
     function = {"type": "function", **LOOKUP["function"]}
-
-    async def use(client):
+    async with client_of(session) as client:
         first = await client.responses.create(model="m", instructions="Be short.", input="?", tools=[function])
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "42"}
@@ -141,36 +119,30 @@ def test_the_responses_api_continues_a_conversation(by_id):
             kept = {"input": [USER, *(item.to_dict() for item in first.output), result]}
         second = await client.responses.create(model="m", instructions="Be short.", tools=[function], **kept)
         assert second.output_text == "It is 42." and second.status == "completed"
-
-    with_client(session, use)
     (row,) = session.tree.rows()
     assert row.ids == sum(session.settings.server_manager.asked[1][:2], [])
 
 
-def test_a_session_sees_only_its_own_conversation():
+async def test_a_session_sees_only_its_own_conversation():
     one, other = session_of(scripted("secret<|im_end|>")), session_of(scripted())
     gateway = Gateway()
-
-    async def use():
-        async with client_of(one, gateway) as client, client_of(other, gateway) as stranger:
-            made = await client.responses.create(model="m", input="?")
-            with pytest.raises(openai.NotFoundError, match="not a response of this session"):
-                await stranger.responses.create(model="m", input="?", previous_response_id=made.id)
-            for path in (f"/responses/{made.id}", "/chat/completions", f"/responses/{made.id}/input_items"):
-                with pytest.raises(openai.APIStatusError):
-                    await stranger.get(path, cast_to=object)
-            for key in ("guess", client.api_key[:-1]):
-                with pytest.raises(openai.AuthenticationError):
-                    await stranger.with_options(api_key=key).models.list()
-            await stranger.post("/reward", body={"reward": 1.0}, cast_to=object)
-            await ask(stranger)
-            late = client.api_key
-            assert gateway.url.startswith("http://127.0.0.1:")
-        async with client_of(other, gateway) as client:
+    async with client_of(one, gateway) as client, client_of(other, gateway) as stranger:
+        made = await client.responses.create(model="m", input="?")
+        with pytest.raises(openai.NotFoundError, match="not a response of this session"):
+            await stranger.responses.create(model="m", input="?", previous_response_id=made.id)
+        for path in (f"/responses/{made.id}", "/chat/completions", f"/responses/{made.id}/input_items"):
+            with pytest.raises(openai.APIStatusError):
+                await stranger.get(path, cast_to=object)
+        for key in ("guess", client.api_key[:-1]):
             with pytest.raises(openai.AuthenticationError):
-                await ask(client.with_options(api_key=late))
-
-    asyncio.run(use())
+                await stranger.with_options(api_key=key).models.list()
+        await stranger.post("/reward", body={"reward": 1.0}, cast_to=object)
+        await ask(stranger)
+        late = client.api_key
+        assert gateway.url.startswith("http://127.0.0.1:")
+    async with client_of(other, gateway) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await ask(client.with_options(api_key=late))
     assert one.reward is None and other.reward == 1.0 and one.tree.turns == other.tree.turns == 1
 
 
@@ -192,23 +164,20 @@ def test_a_session_sees_only_its_own_conversation():
         ([], "JSON object"),
     ],
 )  # fmt: skip
-def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(body, said):
+async def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(body, said):
     session = session_of(scripted())
-
-    async def use(client):
+    async with client_of(session) as client:
         with pytest.raises(openai.BadRequestError, match=said):
             await client.post("/chat/completions", body=body, cast_to=object)
         with pytest.raises(openai.BadRequestError, match="reward='much' must be a finite number"):
             await client.post("/reward", body={"reward": "much"}, cast_to=object)
-
-    with_client(session, use)
     assert session.tree.turns == 0 and session.failure is None
 
 
-def test_the_responses_of_all_rows_have_response_length_tokens_at_most():
+async def test_the_responses_of_all_rows_have_response_length_tokens_at_most():
     session = session_of(lambda prompt: "x" * 1000, response_length=100, seconds=0.01)
+    async with client_of(session) as client:
 
-    async def use(client):
         async def one(i, **more):
             return await ask(client, [{"role": "user", "content": str(i)}], **more)
 
@@ -218,43 +187,35 @@ def test_the_responses_of_all_rows_have_response_length_tokens_at_most():
             replies = await asyncio.gather(*(one(i) for i in range(5, 8)), return_exceptions=True)
         assert sum(isinstance(reply, openai.BadRequestError) for reply in replies) == 2
         assert all(getattr(reply, "code", None) in (None, "context_length_exceeded") for reply in replies)
-
-    with_client(session, use)
     assert session.tree.response_length == 100 and session.is_full
 
 
-def test_a_client_that_gives_up_and_asks_again_gets_one_turn():
+async def test_a_client_that_gives_up_and_asks_again_gets_one_turn():
     session = session_of(scripted("late<|im_end|>"), seconds=0.3)
-
-    async def use(client):
+    async with client_of(session) as client:
         engine = session.settings.server_manager
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.1).chat.completions.create(model="m", messages=[USER])
         await asyncio.sleep(0.5)
         assert session.tree.turns == 0 and not engine.asked and not session._reserved
         assert (await ask(client)).choices[0].message.content == "late"
-
-    with_client(session, use)
     assert session.tree.turns == 1
 
 
-def test_failures_of_servers_are_errors_of_requests():
+async def test_failures_of_servers_are_errors_of_requests():
     def unreachable(prompt):
         raise ServerUnreachable("gone")
 
     stopped = TokenOutput(token_ids=[1], stop_reason="aborted")
     for answer, aborted in ((unreachable, False), (lambda prompt: stopped, True)):
         session = session_of(answer)
-
-        async def use(client):
+        async with client_of(session) as client:
             with pytest.raises(openai.InternalServerError):
                 await ask(client)
-
-        with_client(session, use)
         assert session.is_aborted == aborted and session.tree.turns == 0 and not session._reserved
 
 
-def test_64_agents_at_once_neither_lose_nor_double_a_turn():
+async def test_64_agents_at_once_neither_lose_nor_double_a_turn():
     async def agent(number, gateway, http):
         session = session_of(lambda prompt: f"{number}<|im_end|>", seconds=0.002)
         async with gateway.serve(session) as (url, token):
@@ -268,9 +229,6 @@ def test_64_agents_at_once_neither_lose_nor_double_a_turn():
         asked = session.settings.server_manager.asked
         assert len(asked) == session.tree.turns == len(row.versions) == 3 and row.ids == asked[-1][0] + asked[-1][1]
 
-    async def all_agents():
-        gateway = Gateway()
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
-            await asyncio.gather(*(agent(i, gateway, http) for i in range(64)))
-
-    asyncio.run(all_agents())
+    gateway = Gateway()
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        await asyncio.gather(*(agent(i, gateway, http) for i in range(64)))

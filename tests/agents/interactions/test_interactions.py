@@ -20,29 +20,25 @@ def said(*contents):
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def test_gsm8k_judges_the_last_assistant_message_strictly_and_forgets_the_instance():
+async def test_gsm8k_judges_the_last_assistant_message_strictly_and_forgets_the_instance():
     partner = Gsm8kInteraction({"name": "gsm8k"})
-
-    async def converse():
-        first = await partner.start_interaction(ground_truth="72", split="train")
-        other = await partner.start_interaction("fixed", ground_truth="5")
-        assert other == "fixed" and first != other
-        answers = [
-            await partner.generate_response(first, said("q", content))
-            for content in ("72", "#### 71", [{"type": "text", "text": "#### "}, {"type": "text", "text": "72"}], None)
-        ]
-        answers.append(await partner.generate_response(first, said("q", "#### 72", "are you sure?")))
-        score = await partner.calculate_score(first), await partner.calculate_score(other)
-        assert set(partner._instance_dict) == {first, other}
+    first = await partner.start_interaction(ground_truth="72", split="train")
+    other = await partner.start_interaction("fixed", ground_truth="5")
+    assert other == "fixed" and first != other
+    answers = [
+        await partner.generate_response(first, said("q", content))
+        for content in ("72", "#### 71", [{"type": "text", "text": "#### "}, {"type": "text", "text": "72"}], None)
+    ]
+    answers.append(await partner.generate_response(first, said("q", "#### 72", "are you sure?")))
+    score = await partner.calculate_score(first), await partner.calculate_score(other)
+    assert set(partner._instance_dict) == {first, other}
+    await partner.finalize_interaction(first)
+    with pytest.raises(KeyError):  # as in verl
         await partner.finalize_interaction(first)
-        with pytest.raises(KeyError):  # as in verl
-            await partner.finalize_interaction(first)
-        return answers, score
-
-    assert asyncio.run(converse()) == ([WRONG, WRONG, RIGHT, WRONG, RIGHT], (1.0, 0.0))
+    assert (answers, score) == ([WRONG, WRONG, RIGHT, WRONG, RIGHT], (1.0, 0.0))
     assert set(partner._instance_dict) == {"fixed"}
     with pytest.raises(ValueError, match="interaction_kwargs.ground_truth"):
-        asyncio.run(partner.start_interaction())
+        await partner.start_interaction()
 
 
 class EchoInteraction(BaseInteraction):

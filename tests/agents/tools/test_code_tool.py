@@ -3,9 +3,9 @@
 import asyncio
 import resource
 
+import psutil
 import pytest
 
-from tests.helpers.sandbox import refused
 from verl.agents.tools.code_tool import CodeTool
 from verl.agents.tools.runner import ToolRunner
 
@@ -32,9 +32,7 @@ def answers(*programs, **limits):
     return asyncio.run(converse())
 
 
-def test_programs_answer_what_they_print(request):
-    if refused(request):
-        return
+def test_programs_answer_what_they_print(confined):
     printed, fenced, silent, wrong, forks = answers(
         "print(6 * 7)", "```python\nprint('fenced')\n```", "x = 1", "print('before')\n1 / 0", FORKS
     )
@@ -44,14 +42,13 @@ def test_programs_answer_what_they_print(request):
     assert forks == "refused 1"
 
 
-def test_a_program_that_hangs_and_one_that_floods_are_stopped(request):
-    if refused(request):
-        return
+def test_a_program_that_hangs_and_one_that_floods_are_stopped(confined):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children = set(psutil.Process().children(recursive=True))
     endless = "print('a', flush=True)\nwhile True: pass"
     hang, flood = answers(endless, "print('x' * 100_000_000)", seconds=8, output_kb=64)
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert hang == "a\nThe program was stopped after 8 s."
     assert flood.startswith("x" * 1000 + "...(truncated)...x")
     assert flood.endswith("The program was stopped: it printed more than 64 KiB.")
-    assert grown_kb < 40_000
+    assert grown_kb < 40_000 and not set(psutil.Process().children(recursive=True)) - children

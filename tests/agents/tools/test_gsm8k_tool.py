@@ -13,17 +13,13 @@ def tool():
     return Gsm8kTool({}, schema("judge", {"answer": {"type": "string"}}, ["answer"]))
 
 
-def test_rewards_of_three_answers_and_nothing_is_left():
+async def test_rewards_of_three_answers_and_nothing_is_left():
     judge = tool()
-
-    async def converse():
-        runner = ToolRunner([judge])
-        async with runner.conversation({"judge": {"create_kwargs": {"ground_truth": "72"}}}) as tools:
-            steps = [await tools.call("judge", {"answer": a}) for a in ("71", "#### 72", "72")]
-            return [(step.reward, step.response.text) for step in steps], await tools.calc_rewards()
-
-    steps, rewards = asyncio.run(converse())
-    assert steps == [
+    runner = ToolRunner([judge])
+    async with runner.conversation({"judge": {"create_kwargs": {"ground_truth": "72"}}}) as tools:
+        steps = [await tools.call("judge", {"answer": a}) for a in ("71", "#### 72", "72")]
+        rewards = await tools.calc_rewards()
+    assert [(step.reward, step.response.text) for step in steps] == [
         (-0.05, "Current parsed answer='71' reward=0.0"), (0.0, "Current parsed answer='#### 72' reward=1.0"),
         (-0.05, "Current parsed answer='72' reward=1.0"),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ import tenacity
 
 from tests.agents.tools.helpers import schema
 from tests.helpers.http_server import serving
+from tests.helpers.watched_runs import becomes
 from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.sandbox_fusion_tools import (
     ExecutionWorker,
@@ -100,11 +101,9 @@ def test_a_service_that_hangs_is_a_timeout():
     with serving(lambda request: (release.wait(30), (200, {}))[1]) as (url, requests):
         by_tool = run(SearchTool({"retrieval_service_url": url, "timeout": 1}, None), '{"query_list": ["a"]}')[0]
         by_runner = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}', timeout=1)[0]
-        deadline = time.monotonic() + 20
-        while len(requests) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert becomes(lambda: len(requests) == 2)
         release.set()
-    assert by_tool.failure == by_runner.failure == "timeout" and len(requests) == 2
+    assert by_tool.failure == by_runner.failure == "timeout"
 
 
 def test_sandbox_fusion_sends_limits_and_shows_the_outputs():
@@ -158,40 +157,33 @@ async def most_at_once(pool, expected, number=6):
     return most
 
 
-def test_the_pool_bounds_calls_by_workers_and_by_the_rate():
-    async def all_pools():
-        return [await most_at_once(init_execution_pool(workers, limited, rate, name=f"pool-{workers}-{rate}"), most)
-                for workers, limited, rate, most in ((3, True, 2, 2), (3, False, 2, 3), (10, True, 4, 4))]  # fmt: skip
-
-    assert asyncio.run(all_pools()) == [2, 3, 4]
+async def test_the_pool_bounds_calls_by_workers_and_by_the_rate():
+    held = [await most_at_once(init_execution_pool(workers, limited, rate, name=f"pool-{workers}-{rate}"), most)
+            for workers, limited, rate, most in ((3, True, 2, 2), (3, False, 2, 3), (10, True, 4, 4))]  # fmt: skip
+    assert held == [2, 3, 4]
     with pytest.raises(ValueError, match="use PoolMode.ThreadMode"):
         init_execution_pool(1, mode=PoolMode.ProcessMode)
     with pytest.raises(ValueError, match="rate_limit=0 must be at least 1"):
         init_execution_pool(1, rate_limit=0)
 
 
-def test_a_pool_runs_functions_in_threads_and_frees_the_token_of_one_that_raises():
-    async def converse():
-        pool = ExecutionWorker(rate_limit=1)
-        with pytest.raises(ZeroDivisionError):
-            await pool.execute(lambda a: 1 / a, 0)
-        return pool.ping(), await pool.execute(lambda: threading.current_thread() is threading.main_thread())
-
-    assert asyncio.run(converse()) == (True, False)
+async def test_a_pool_runs_functions_in_threads_and_frees_the_token_of_one_that_raises():
+    pool = ExecutionWorker(rate_limit=1)
+    with pytest.raises(ZeroDivisionError):
+        await pool.execute(lambda a: 1 / a, 0)
+    assert pool.ping()
+    assert not await pool.execute(lambda: threading.current_thread() is threading.main_thread())
 
 
-def test_a_token_whose_holder_died_comes_back_after_its_lease():
-    async def converse():
-        bucket = TokenBucketWorker(1, lease=0.5)
-        first = await bucket.acquire()
-        second = await bucket.acquire()  # the first was never given back
-        counts = [bucket.get_current_count()]
-        await bucket.release(first)  # too late: it frees nothing of others
-        counts.append(bucket.get_current_count())
-        await bucket.release(second)
-        return counts + [bucket.get_current_count()]
-
-    assert asyncio.run(converse()) == [1, 1, 0]
+async def test_a_token_whose_holder_died_comes_back_after_its_lease():
+    bucket = TokenBucketWorker(1, lease=0.5)
+    first = await bucket.acquire()
+    second = await bucket.acquire()  # the first was never given back
+    assert bucket.get_current_count() == 1
+    await bucket.release(first)  # too late: it frees nothing of others
+    assert bucket.get_current_count() == 1
+    await bucket.release(second)
+    assert bucket.get_current_count() == 0
 
 
 @pytest.mark.process
@@ -212,9 +204,7 @@ def test_pools_of_a_ray_cluster_share_the_rate_and_it_outlives_its_creator(ray_c
     creator, other = Process.remote(), Process.remote()
     ray.get([creator.held.remote(), other.held.remote()])
     holding = creator.hold.remote(600)  # noqa: F841
-    deadline = time.monotonic() + 60
-    while not ray.get(other.held.remote()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert becomes(lambda: ray.get(other.held.remote()), 60)
     ray.get([other.hold.remote(0.1), other.hold.remote(0.1)])
     assert ray.get(other.held.remote()) == 1
     ray.kill(creator)

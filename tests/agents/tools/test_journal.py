@@ -2,12 +2,11 @@
 
 import asyncio
 
+from tests.agents.tools.helpers import schema
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.journal import ToolJournal
 from verl.agents.tools.runner import ToolRunner
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-
-PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+from verl.agents.tools.schemas import ToolResponse
 
 
 class Counting(BaseTool):
@@ -16,8 +15,7 @@ class Counting(BaseTool):
     calls: list[str]
 
     def get_openai_tool_schema(self):
-        function = {"name": "echo", "description": "Counts.", "parameters": PARAMETERS}
-        return OpenAIFunctionToolSchema(type="function", function=function)
+        return schema("echo", {"text": {"type": "string"}}, ["text"])
 
     async def execute(self, instance_id, parameters, **kwargs):
         self.calls.append(parameters["text"])
@@ -107,7 +105,6 @@ def test_journals_of_steps_that_a_checkpoint_made_final_are_removed(tmp_path):
     converse(started(tmp_path), "a", step=4)
     steps = sorted(file.name.split("-")[0] for file in (tmp_path / "tool_journal").iterdir())
     assert steps == ["step_3", "step_4"]
-
 
 
 def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):

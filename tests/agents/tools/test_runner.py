@@ -26,7 +26,7 @@ async def one_call(runner, name="counter", arguments="{}", kwargs=None):
         return await tools.call(name, arguments), await tools.calc_rewards()
 
 
-def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwargs_arrive():
+async def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwargs_arrive():
     tool = Counter()
     runner = runner_of(tool)
 
@@ -39,10 +39,8 @@ def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwargs_ar
             assert (result.reward, result.metrics, result.failure) == (0.5, {"by": 2}, None)
             return texts, await tools.calc_rewards()
 
-    async def both():
-        return await asyncio.gather(converse(KWARGS), converse(None))
-
-    assert asyncio.run(both()) == [
+    both = await asyncio.gather(converse(KWARGS), converse(None))
+    assert both == [
         (["total 11", "total 13"], {"counter": 13.0}), (["total 1", "total 3"], {"counter": 3.0})
     ]  # fmt: skip
     assert [call for call in tool.log if call[1] not in ({}, {"start": 0})] == [
@@ -79,15 +77,11 @@ def test_parallel_calls_create_once_and_wait_for_each_other():
     assert asyncio.run(run(parallel)) == ["create", *4 * ["execute"], "release"] and slow.most == 4
 
 
-def test_no_more_than_max_concurrent_calls_run_and_waiting_is_no_timeout():
+async def test_no_more_than_max_concurrent_calls_run_and_waiting_is_no_timeout():
     slow = Concurrency(0.6)
-
-    async def all_conversations():
-        runner = runner_of(Acts("execute", slow), max_concurrent=2, timeout=2)
-        results = await asyncio.gather(*(one_call(runner) for _ in range(8)))  # 2.4 s in all, each call 0.6 of 2 s
-        return [result.failure for result, _ in results]
-
-    assert asyncio.run(all_conversations()) == 8 * [None] and slow.most == 2
+    runner = runner_of(Acts("execute", slow), max_concurrent=2, timeout=2)
+    results = await asyncio.gather(*(one_call(runner) for _ in range(8)))  # 2.4 s in all, each call 0.6 of 2 s
+    assert [result.failure for result, _ in results] == 8 * [None] and slow.most == 2
 
 
 @pytest.mark.parametrize(
@@ -185,52 +179,38 @@ def test_a_create_that_fails_is_answered_and_its_instance_released(what, kind):
     assert runner.counts == {"calls": 1, kind: 1}
 
 
-def test_failures_of_calc_reward_and_release_are_counted_and_no_score_is_made_up():
+async def test_failures_of_calc_reward_and_release_are_counted_and_no_score_is_made_up():
     for at, counted, rewards in (("calc_reward", "reward_failed", None), ("release", "release_failed", 1.0)):
         for what in (fail, hang):
             runner = runner_of(Acts(at, what), Acts("never", fail, "other"), timeout=0.2 if what is hang else 30)
-
-            async def run(runner=runner):
-                async with runner.conversation() as tools:
-                    await tools.call("counter", "{}")
-                    await tools.call("other", "{}")
-                    return await tools.calc_rewards()
-
-            assert asyncio.run(run()) == {"counter": rewards, "other": 1.0}
+            async with runner.conversation() as tools:
+                await tools.call("counter", "{}")
+                await tools.call("other", "{}")
+                assert await tools.calc_rewards() == {"counter": rewards, "other": 1.0}
             assert runner.counts == {"calls": 2, counted: 1} and runner.tools["other"].totals == {}
 
 
-def test_release_when_the_conversation_raises_or_is_cancelled_twice():
-    async def raising(runner):
-        async with runner.conversation() as tools:
-            await tools.call("counter", "{}")
-            raise ZeroDivisionError
-
+async def test_release_when_the_conversation_raises_or_is_cancelled_twice():
     tool = Acts("never", fail)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(raising(runner_of(tool)))
+        async with runner_of(tool).conversation() as tools:
+            await tools.call("counter", "{}")
+            raise ZeroDivisionError
     assert tool.log[-1] == ("release", {})
 
-    async def cancelled(tool):
-        async def converse():
-            async with runner_of(tool).conversation() as tools:
-                await tools.call("counter", "{}")
-                await hang()
+    async def converse():
+        async with runner_of(tool).conversation() as tools:
+            await tools.call("counter", "{}")
+            await hang()
 
-        task = asyncio.create_task(converse())
-        await asyncio.sleep(0.05)
-        for _ in range(2):
-            task.cancel()
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        assert task.cancelled()
-
-    async def slow():
-        await asyncio.sleep(0.1)
-
-    tool = Acts("release", slow)
-    asyncio.run(cancelled(tool))
-    assert tool.log[-1] == ("release", {}) and tool.totals == {}
+    tool = Acts("release", lambda: asyncio.sleep(0.1))
+    task = asyncio.create_task(converse())
+    await asyncio.sleep(0.05)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    assert task.cancelled() and tool.log[-1] == ("release", {}) and tool.totals == {}
 
 
 def test_what_concerns_every_call_ends_the_run():
@@ -243,14 +223,11 @@ def test_what_concerns_every_call_ends_the_run():
     assert tool.log[-1] == ("release", {})
 
 
-def test_a_call_after_the_end_is_refused():
-    async def run():
-        async with runner_of(Counter()).conversation() as tools:
-            pass
-        await tools.call("counter", '{"by": 1}')
-
+async def test_a_call_after_the_end_is_refused():
+    async with runner_of(Counter()).conversation() as tools:
+        pass
     with pytest.raises(RuntimeError, match="call of 'counter' in a conversation whose tools are released"):
-        asyncio.run(run())
+        await tools.call("counter", '{"by": 1}')
 
 
 @pytest.mark.parametrize(

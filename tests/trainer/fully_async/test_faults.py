@@ -25,16 +25,15 @@ Modules without a folder are in tests/trainer/fully_async.
 import asyncio
 import json
 import operator
-import threading
 from collections import defaultdict
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.http_server import serving
 from tests.trainer.fully_async.test_rollouter import BATCH, N, Run, Worker
 from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.config.rollout import RolloutConfig
@@ -100,45 +99,18 @@ def test_an_update_refuses_a_batch_that_is_too_old(monkeypatch):
     assert updated == [4]
 
 
-class Health(BaseHTTPRequestHandler):
-    """Answers every GET with the status of the server."""
-
-    def do_GET(self):
-        self.send_response(self.server.status)
-        self.end_headers()
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def checked():
-    """A function that checks a server with that status of /health; None: it has ended."""
-    phase, server = object.__new__(SeparateRolloutPhase), HTTPServer(("127.0.0.1", 0), Health)
+def test_a_server_that_has_ended_or_whose_engine_has_failed_is_an_error():
+    phase, failed = object.__new__(SeparateRolloutPhase), "server_0 .*its engine has failed.*{}.*resumes the run"
     phase.rollout_config, phase.server_names = SimpleNamespace(server=SimpleNamespace(timeout=5.0)), ["server_0"]
-    phase.replicas = [SimpleNamespace(server_address=f"127.0.0.1:{server.server_port}")]
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-
-    def check(status):
-        server.status = status
-        if status is None:
-            server.shutdown()
-            server.server_close()
+    statuses = [200, 404, 503]
+    with serving(lambda request: (statuses.pop(0), {})) as (url, _):
+        phase.replicas = [SimpleNamespace(server_address=url.removeprefix("http://"))]
         phase.check_servers()
-
-    yield check
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_server_that_has_ended_or_whose_engine_has_failed_is_an_error(checked):
-    checked(200)
-    checked(404)
-    for status, why in ((503, "Service Unavailable"), (None, "refused")):
-        with pytest.raises(RuntimeError, match=f"server_0 .*its engine has failed.*{why}.*resumes the run"):
-            checked(status)
+        phase.check_servers()
+        with pytest.raises(RuntimeError, match=failed.format("Service Unavailable")):
+            phase.check_servers()
+    with pytest.raises(RuntimeError, match=failed.format("refused")):
+        phase.check_servers()
 
 
 class Parallel(Worker):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.rl_run import overrides
 from tests.helpers.spd_run import processes_of
+from tests.helpers.watched_runs import wait_until
 from tests.trainer.fully_async.test_modes import PROGRAM
 from tests.trainer.fully_async.test_runs import check_journal, rows
 from verl.training.checkpoint.publish import TRACKER
@@ -61,10 +62,7 @@ def started(folder, model, is_time, **more):
     with open(log, "w") as output:
         words = command(folder, model, **more)
         run = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        deadline = time.monotonic() + 400
-        while not is_time(run):
-            assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.01)
+        wait_until(lambda: is_time(run), run, log, 400)
         yield run
 
 

@@ -37,7 +37,7 @@ CORRECTED = {**VLLM, "algorithm__rollout_correction__rollout_is": "token",
              "algorithm__rollout_correction__rollout_rs_threshold": 1.5,
              "algorithm__rollout_correction__rollout_token_veto_threshold": 1e-4}  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(directory: Path, model: str, tree: str = "verl.trainer.config/ppo_trainer", **more) -> list[dict]:
@@ -72,12 +72,10 @@ def control(tiny_llama, tmp_path_factory) -> float:
     return gain(rows)
 
 
-@pytest.mark.process
 def test_a_control_without_learning_gains_nothing(control):
     assert abs(control) < 0.05
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -99,7 +97,6 @@ def test_it_learns_more_than_the_control(control, tiny_llama, tmp_path, name, se
         assert all(row["rollout_corr/rollout_rs_masked_fraction"] == 0 for row in rows)
 
 
-@pytest.mark.process
 def test_ppo_with_a_critic_learns_and_continues_after_a_resume(control, tiny_llama, tmp_path):
     first = run(tmp_path / "ppo", tiny_llama, **PPO, trainer__save_freq=STEPS)
     assert gain(first) > control + 0.15
@@ -113,7 +110,6 @@ def test_ppo_with_a_critic_learns_and_continues_after_a_resume(control, tiny_lla
     assert again[-1]["critic/vf_loss"] < losses[0]
 
 
-@pytest.mark.process
 def test_dapo_learns_from_groups_that_differ(control, tiny_llama, tmp_path):
     rows = run(tmp_path / "dapo", tiny_llama, "recipe.dapo.config/dapo_trainer", **DAPO)
     assert gain(rows) > control + 0.15
@@ -122,7 +118,6 @@ def test_dapo_learns_from_groups_that_differ(control, tiny_llama, tmp_path):
     assert all(row["train/num_gen_batches"] >= 1 for row in rows)
 
 
-@pytest.mark.process
 def test_on_policy_distillation_brings_the_student_to_its_teacher(tmp_path):
     student = save_tiny_llama(tmp_path / "student", vocab_size=len(make_tokenizer()))
     teacher = save_markov_llama(tmp_path / "teacher", WORDS, dict.fromkeys(WORDS, "7"), sharpness=7.0)

@@ -38,20 +38,6 @@ def test_response_mask_is_the_end_of_the_attention_mask():
     assert compute_response_mask(data).tolist() == [[1, 1, 0], [1, 0, 0]]
 
 
-def test_nothing_lost_leaves_the_batch_as_it_is():
-    data, counts = drop_lost(samples("aabb"), n=2, ranks=2, whole_groups=False)
-    assert numbers(data) == [0, 1, 2, 3]
-    assert counts == DropCounts(requested=4, scored=4)
-
-
-def test_lost_rows_go_and_a_group_with_one_sample_left_goes_whole():
-    data, counts = drop_lost(samples("aaabbbccc", "x..xx...."), n=3, ranks=1, whole_groups=False)
-    assert numbers(data) == [1, 2, 6, 7, 8]
-    assert counts == DropCounts(requested=9, scored=5, lost=3, small_group=1)
-    assert "__lost__" not in data.non_tensor_batch
-    assert counts.metrics()["training/dropped_samples"] == 4
-
-
 def test_prompts_without_a_greedy_answer_go_whole_and_count_by_themselves():
     data = samples("aaabbbccc", "x...x....")
     mark_without_baseline(data, {"a": 0.5, "c": 0.0})
@@ -62,23 +48,24 @@ def test_prompts_without_a_greedy_answer_go_whole_and_count_by_themselves():
     assert counts.after_rewards(3, DropCounts(scored=2)).metrics()["training/dropped_samples"] == 7
 
 
-def test_one_sample_a_prompt_is_no_small_group():
-    data, counts = drop_lost(samples("abc", "..x"), n=1, ranks=1, whole_groups=False)
-    assert numbers(data) == [0, 1]
-    assert counts.small_group == 0
-
-
-def test_prompts_are_cut_to_what_ranks_share_evenly():
-    # three full groups of two on two ranks: six samples can be shared, three whole groups cannot
-    data, counts = drop_lost(samples("aabbcc"), n=2, ranks=2, whole_groups=False)
-    assert len(data) == 6 and counts.uneven == 0
-    data, counts = drop_lost(samples("aabbcc"), n=2, ranks=2, whole_groups=True)
-    assert numbers(data) == [0, 1, 2, 3]
-    assert counts.uneven == 2
-    # a group that is no longer full has to stay whole too
-    data, counts = drop_lost(samples("aaabbbccc", "x........"), n=3, ranks=2, whole_groups=False)
-    assert numbers(data) == [1, 2, 3, 4, 5]
-    assert (counts.lost, counts.uneven, counts.scored) == (1, 3, 5)
+@pytest.mark.parametrize(
+    ("groups", "lost", "n", "ranks", "whole", "kept", "counts"),
+    [
+        ("aabb", "", 2, 2, False, [0, 1, 2, 3], {"scored": 4}),
+        ("aaabbbccc", "x..xx....", 3, 1, False, [1, 2, 6, 7, 8], {"scored": 5, "lost": 3, "small_group": 1}),
+        ("abc", "..x", 1, 1, False, [0, 1], {"scored": 2, "lost": 1}),  # one sample a prompt is no small group
+        ("aabb", "xxxx", 2, 2, False, [], {"lost": 4}),
+        # of three full groups of two, two ranks can share six samples, but not three whole groups
+        ("aabbcc", "", 2, 2, False, [0, 1, 2, 3, 4, 5], {"scored": 6}),
+        ("aabbcc", "", 2, 2, True, [0, 1, 2, 3], {"scored": 4, "uneven": 2}),
+        # a group that is no longer full has to stay whole too
+        ("aaabbbccc", "x........", 3, 2, False, [1, 2, 3, 4, 5], {"scored": 5, "lost": 1, "uneven": 3}),
+    ],
+)
+def test_what_is_lost_alone_or_not_shared_evenly_goes(groups, lost, n, ranks, whole, kept, counts):
+    data, counted = drop_lost(samples(groups, lost), n=n, ranks=ranks, whole_groups=whole)
+    assert numbers(data) == kept and "__lost__" not in data.non_tensor_batch
+    assert counted == DropCounts(requested=len(groups), **counts)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +81,6 @@ def test_prompts_are_cut_to_what_ranks_share_evenly():
 )
 def test_the_groups_that_ranks_share_evenly(sizes, n, ranks, whole, count):
     assert shareable(sizes, n, ranks, whole) == count
-
-
-def test_everything_lost_leaves_no_row():
-    data, counts = drop_lost(samples("aabb", "xxxx"), n=2, ranks=2, whole_groups=False)
-    assert len(data) == 0
-    assert counts == DropCounts(requested=4, lost=4)
 
 
 def test_counts_before_and_after_the_rewards_add_up():

@@ -14,8 +14,9 @@ from verl.trainer.run.failure import NonFiniteRun
 from verl.trainer.run.timing import StepFailed
 from verl.training.checkpoint.publish import published_steps
 
+pytestmark = pytest.mark.process
 
-@pytest.mark.process
+
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     trainer = fake_run(tmp_path)
     rows = metrics_rows(tmp_path)
@@ -37,7 +38,6 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)
 
 
-@pytest.mark.process
 def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
     trainer = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false")
     batch = trainer.actor_rollout_wg.updates[0].batch
@@ -57,7 +57,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("launched", ["false", "true"])
 def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     """Names of the batch's columns, lists of several lengths, and names that only some rows have."""
@@ -75,7 +74,8 @@ def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     assert not {"reward/steps/mean", "reward/pred/mean", "reward/uid/mean", "reward/step/mean"} & set(row)
     sent = trainer.actor_rollout_wg.updates[0]
     assert len(set(sent.batch["group_index"].tolist())) == 8  # groups by the run's uid
-    first, *_ = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    first, *others = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    assert len(others) == 31 and first["input"].startswith("q : ") and {"output", "gts", "score"} <= first.keys()
     assert first["input_extra"] == "x" and first["uid"] == "same" and first["step"] == 1
     assert first["steps"] == [1.0] * (1 + round(6 * first["score"]) % 3)
     first, *_ = [json.loads(line) for line in (tmp_path / "v" / "0.jsonl").read_text().splitlines()]
@@ -86,7 +86,6 @@ class Losing(FakeGroup):
     lost_rows = (0, 1, 2, 5)  # prompt 0 keeps one of four samples, prompt 1 three
 
 
-@pytest.mark.process
 def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
     trainer = fake_run(tmp_path, Losing, trainer__total_training_steps=1)
     row = metrics_rows(tmp_path)[0]
@@ -112,12 +111,6 @@ class LosingAll(FakeGroup):
     lost_rows = tuple(range(32))
 
 
-def test_a_step_without_a_sample_left_says_so(tmp_path):
-    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on"):
-        fake_run(tmp_path, LosingAll)
-
-
-@pytest.mark.process
 def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
     trainer = fake_run(tmp_path, actor_rollout_ref__actor__share_prompt_forward="true")
     for update in trainer.actor_rollout_wg.updates:
@@ -131,7 +124,6 @@ def breaking(tmp_path, rows, **more):
     return config
 
 
-@pytest.mark.process
 def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     config = breaking(tmp_path, [3], reward_model__error="drop", trainer__total_training_steps=3)  # one epoch
     trainer = fake_trainer(config)
@@ -148,7 +140,6 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [28, 32, 32]
 
 
-@pytest.mark.process
 def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
     settings = {"reward_model__error": "drop", "reward_model__item_timeout": 1.0, "trainer__total_training_steps": 3}
     config = compose_run(tmp_path, "unused", **settings)
@@ -158,13 +149,15 @@ def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
     assert sum(row["training/scored_samples"] for row in metrics_rows(tmp_path)) == 3 * 32 - 4
 
 
-@pytest.mark.process
-def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
-    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on: .*, 32 have no reward"):
-        fake_trainer(breaking(tmp_path, list(range(24)), reward_model__error="drop")).fit()
+@pytest.mark.parametrize(
+    ("group", "broken", "why"), [(FakeGroup, range(24), "32 have no reward"), (LosingAll, (), "32 generations failed")]
+)
+def test_a_step_without_a_sample_left_says_so(tmp_path, group, broken, why):
+    config = breaking(tmp_path, list(broken), reward_model__error="drop")
+    with pytest.raises(StepFailed, match=f"none of the 32 samples can be trained on: .*{why}"):
+        fake_trainer(config, group).fit()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("launched", ["false", "true"])
 def test_a_failing_step_is_named_with_its_cause_also_where_rewards_are_computed_meanwhile(tmp_path, launched):
     config = breaking(tmp_path, [3], reward_model__launch_reward_fn_async=launched)
@@ -188,7 +181,6 @@ class MoreColumns(FakeGroup):
 
 
 @pytest.mark.parametrize("broken", [[], [3]])
-@pytest.mark.process
 def test_rewards_computed_meanwhile_give_the_same_updates(tmp_path, broken):
     updates, rows = [], []
     for launched in ("false", "true"):
@@ -209,7 +201,6 @@ def test_rewards_computed_meanwhile_give_the_same_updates(tmp_path, broken):
         assert one == [pytest.approx(row) for row in other] if broken else one == other
 
 
-@pytest.mark.process
 def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(tmp_path):
     used = {"actor_rollout_ref__rollout__calculate_log_probs": "true", "trainer__total_training_steps": 1}
     for asked, value in (("false", -0.5), ("true", -0.25)):
@@ -222,7 +213,6 @@ def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(tmp_path):
         assert names and all(row[f"mismatch/{name}"] == row[f"rollout_corr/{name}"] for name in names)
 
 
-@pytest.mark.process
 def test_a_checkpoint_is_saved_before_a_rented_instance_expires(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEMAKER_EXPIRATION_TIMESTAMP", str(time.time() + 500))
     for spare, saved in ((0, [3]), (600, [1, 2, 3])):  # 60 s to save and a short step end before 500 s, not so 660 s
@@ -236,7 +226,6 @@ class NeverFinite(FakeGroup):
     nonfinite = True
 
 
-@pytest.mark.process
 def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3), NeverFinite)
     with pytest.raises(StepFailed, match="NaN or infinite in 3 steps in a row") as failure:
@@ -284,16 +273,18 @@ def whole_and_part(tmp_path, stop_at, **more):
     return fake_run(tmp_path / "whole", **more), fake_run(tmp_path / "parts", stop_at=stop_at, **more)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
-    whole, first = whole_and_part(tmp_path, stop_at)
+    """It validates before training no second time."""
+    validated = {"trainer__val_before_train": "true"}
+    whole, first = whole_and_part(tmp_path, stop_at, **validated)
     with open(tmp_path / "parts" / "out" / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "data": {}}\n{"step": 6, "da')  # written by a run that was killed later
-    second = fake_run(tmp_path / "parts", data__seed=77)
+    second = fake_run(tmp_path / "parts", data__seed=77, **validated)
     drawn = first.actor_rollout_wg.generated + second.actor_rollout_wg.generated
     assert drawn == whole.actor_rollout_wg.generated
-    assert metrics_rows(tmp_path / "parts") == metrics_rows(tmp_path / "whole")
+    rows = metrics_rows(tmp_path / "parts")
+    assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(7))
     ids = [u.batch["input_ids"] for t in (first, second) for u in t.actor_rollout_wg.updates]
     assert all(torch.equal(a, u.batch["input_ids"]) for a, u in zip(ids, whole.actor_rollout_wg.updates, strict=True))
     assert second.counters == whole.counters
@@ -320,7 +311,6 @@ class FullDisk(SlowDisk):
     failure = OSError("no space")
 
 
-@pytest.mark.process
 def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=2), SlowDisk)
     seen = {}
@@ -334,7 +324,6 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     assert again.resumed_step == 6 and again.actor_rollout_wg.generated[0][0] == "48"
 
 
-@pytest.mark.process
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_keeps_the_one_before(tmp_path):
     fake_run(tmp_path, trainer__save_freq=1, trainer__total_training_steps=1)
     with pytest.raises(StepFailed, match="step 'save_checkpoint' of global step 4 failed: OSError: no space"):
@@ -350,7 +339,6 @@ class FourRanks(FakeGroup):
     world_size = 4
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("group", [OneRank, FourRanks])
 def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tmp_path, group):
     whole, first = whole_and_part(tmp_path, 2)
@@ -360,18 +348,6 @@ def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tm
     of = [[{k: v for k, v in row.items() if not k.startswith(balance)} for row in metrics_rows(tmp_path / name)]
           for name in ("whole", "parts")]  # fmt: skip
     assert len(of[0]) == len(of[1]) and all(a == pytest.approx(b, abs=1e-6) for a, b in zip(*of, strict=True))
-
-
-@pytest.mark.process
-def test_old_checkpoints_go_before_and_after_a_resume_at_the_end_of_an_epoch(tmp_path):
-    settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 2}
-    fake_run(tmp_path, **settings, trainer__total_training_steps=3)
-    out = tmp_path / "out"
-    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-    again = fake_run(tmp_path, **settings, trainer__total_training_steps=5)
-    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_4", "global_step_5"]
-    assert [row["step"] for row in metrics_rows(tmp_path)] == [1, 2, 3, 4, 5]
-    assert [asked[0] for asked in again.actor_rollout_wg.generated] == ["24", "32"]  # the second epoch's prompts
 
 
 class WithReference(FakeGroup):
@@ -385,7 +361,6 @@ class WithReference(FakeGroup):
         return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -2.05)})
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("mini", "passes"), [(8, True), (12, False)])
 def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, passes):
     trainer = fake_run(
@@ -396,7 +371,6 @@ def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, pas
     assert all(("old_log_probs" in update.batch) == passes for update in trainer.actor_rollout_wg.updates)
 
 
-@pytest.mark.process
 def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
     fake_run(
         tmp_path, WithReference, trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_mini_batch_size=4,
@@ -406,7 +380,6 @@ def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
     assert metrics_rows(tmp_path)[0]["actor/entropy"] == pytest.approx(6 * 2.0 / 24)  # 6 tokens of 2.0
 
 
-@pytest.mark.process
 def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     settings = {
         "group_class": WithReference, "roles": {Role.RefPolicy: FakeGroup}, "algorithm__use_kl_in_reward": "true",
@@ -424,16 +397,6 @@ def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     assert rows[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * fall * rise)
 
 
-@pytest.mark.process
-def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
-    validated = {"trainer__val_before_train": "true"}
-    whole_and_part(tmp_path, 2, **validated)
-    fake_run(tmp_path / "parts", **validated)
-    rows = metrics_rows(tmp_path / "parts")
-    assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(len(rows)))
-
-
-@pytest.mark.process
 def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     fake_run(tmp_path, trainer__total_training_steps=1, trainer__save_freq=1)
     config = compose_run(tmp_path, "unused", trainer__total_training_steps=2)
@@ -448,7 +411,6 @@ def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     assert len(again.actor_rollout_wg.updates) == 1
 
 
-@pytest.mark.process
 def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     fake_run(tmp_path, trainer__total_training_steps=2, trainer__save_freq=1)
     (tmp_path / "out" / "global_step_2" / "actor" / "version").write_text("7")

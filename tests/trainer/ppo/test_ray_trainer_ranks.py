@@ -26,6 +26,7 @@ from verl.trainer.run.ray_session import SESSION_FILE
 from verl.trainer.run.stop_signals import SAME_STOP_S
 from verl.training.checkpoint.publish import published_steps
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
 SETTINGS = {
     "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
@@ -39,14 +40,12 @@ SETTINGS = {
 IN_BACKGROUND = {"actor_rollout_ref__actor__checkpoint__async_save": "true"}
 
 
-def train(directory: Path, model: str, stop_at: int | None = None, **more) -> None:
+def train(directory: Path, model: str, **more) -> None:
     from verl.trainer.main_ppo import TaskRunner
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     directory.mkdir(exist_ok=True)
     trainer = TaskRunner().build(RayPPOTrainer, compose_run(directory, model, **{**SETTINGS, **more}), None)
-    if stop_at is not None:
-        trainer.stop_requested = lambda: trainer.global_steps == stop_at
     try:
         trainer.init_workers()
         trainer.fit()
@@ -76,8 +75,6 @@ def one_rank(ray_cluster, tiny_llama, tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
     rows = metrics_rows(one_rank)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
@@ -94,15 +91,11 @@ def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
     assert state["counters"]["scored"] == 192
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__local="true", trainer__save_freq=1, **IN_BACKGROUND)
     assert_same_to_the_bit(tmp_path, one_rank)
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=1, **IN_BACKGROUND)
     assert published_steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
@@ -112,14 +105,6 @@ def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp
         assert one.keys() == two.keys()
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_rank, ray_cluster, tiny_llama, tmp_path):
-    train(tmp_path, tiny_llama, stop_at=3)
-    train(tmp_path, tiny_llama)
-    assert_same_to_the_bit(tmp_path, one_rank)
 
 
 def start(directory: Path, model: str, environment: dict | None = None, **more) -> subprocess.Popen:
@@ -145,7 +130,6 @@ def processes_of(folder: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(folder in a for a in p.info["cmdline"] or ())]
 
 
-@pytest.mark.process
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
 def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(one_rank, tiny_llama, tmp_path):
@@ -169,7 +153,6 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
     assert not (tmp_path / "out" / SESSION_FILE).exists()
 
 
-@pytest.mark.process
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
 def test_a_second_signal_ends_a_run_that_hangs_at_once(tiny_llama, tmp_path):
@@ -238,8 +221,6 @@ def copy_if_there(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_with_143(stopped):
     run, directory = stopped.run, stopped.directory
     assert run.returncode == 143, (directory / "stderr").read_text()
@@ -248,8 +229,6 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_143(stopped):
     assert not list(Path(tempfile.gettempdir()).glob(f"verl-ray-{run.pid}-*"))
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
     files = [f for f in stopped.directory.rglob("*") if f.is_file()]
     names = {f.name for f in files}
@@ -264,8 +243,6 @@ SERVICES = ("gcs_server", "raylet", "dashboard.py", "Agent", "agent")
 WIDE_SOCKETS = {"ray::": 2, "python": 2}
 
 
-@pytest.mark.process
-@pytest.mark.slow
 def test_a_run_listens_where_the_readme_says_and_nowhere_else(stopped):
     wide = Counter(
         (name, process) for name, process, address, _ in stopped.sockets

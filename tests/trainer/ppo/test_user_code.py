@@ -1,4 +1,4 @@
-"""A run that fails in a user's reward, loss, estimator or rollout names the function, its file and its line."""
+"""A run that fails in a user's reward, loss or rollout names the function, its file and its line."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.run.ray_session import run_here
 
 MODULE = '''
-from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
+from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.rollout.base import BaseRollout, register_rollout
 
 
@@ -21,11 +21,6 @@ def raises(old_log_prob, log_prob, advantages, response_mask, **kwargs):
 @register_policy_loss("no_metrics_{n}")
 def no_metrics(old_log_prob, log_prob, advantages, response_mask, **kwargs):
     return log_prob.mean()
-
-
-@register_adv_est("no_returns_{n}")
-def no_returns(token_level_rewards, response_mask):
-    return token_level_rewards, None
 
 
 @register_rollout("a_dict_{n}")
@@ -72,24 +67,20 @@ numbers = itertools.count()  # names can be registered once
             ["policy loss no_metrics ({file}:11) returned a tensor of shape (); expected (loss, metrics)"],
         ),
         (
-            {"algorithm__adv_estimator": "no_returns_{n}"},
-            ["advantage estimator no_returns ({file}:16) returned (a tensor of shape (32, 6), a NoneType)"],
-        ),
-        (
             {f"{ROLLOUT}name": "a_dict_{n}"},
-            ["Rollout.generate_sequences ({file}:32) returned a dict; expected a DataProto"],
+            ["Rollout.generate_sequences ({file}:27) returned a dict; expected a DataProto"],
         ),
         (
             {f"{ROLLOUT}name": "few_columns_{n}"},
-            ["FewColumns.generate_sequences ({file}:38) returned samples without position_ids, prompts, responses"],
+            ["FewColumns.generate_sequences ({file}:33) returned samples without position_ids, prompts, responses"],
         ),
         (
             {"custom_reward_function__path": "{file}"},
-            ["reward function compute_score ({file}:42) raised ZeroDivisionError: division by zero (at {file}:43"],
+            ["reward function compute_score ({file}:37) raised ZeroDivisionError: division by zero (at {file}:38"],
         ),
         (
             {"custom_reward_function__path": "{file}", "custom_reward_function__name": "no_score"},
-            ["reward function no_score ({file}:46) returned None as a score; return a number"],
+            ["reward function no_score ({file}:41) returned None as a score; return a number"],
         ),
     ],
 )

@@ -33,12 +33,9 @@ def test_a_folder_that_a_node_does_not_see_is_refused_before_the_first_save(tmp_
     with pytest.raises(ValueError, match="default_local_dir=.*run.* is not the same folder on every node: second can"):
         checkpoints(folder, shared=False)
     checkpoints(folder, shared=True)
+    checkpoints(folder, shared=False, save_freq=0)
+    checkpoints(folder, shared=False, nnodes=1)
     assert list(folder.iterdir()) == []
-
-
-def test_a_run_that_saves_nothing_needs_no_shared_folder(tmp_path):
-    checkpoints(tmp_path, shared=False, save_freq=0)
-    checkpoints(tmp_path, shared=False, nnodes=1)
 
 
 def test_a_published_checkpoint_is_copied_to_the_remote_folder(tmp_path):

@@ -1,13 +1,11 @@
-"""What a user sees of an error in their own code: its name, file and line, and a file with the full traceback."""
+"""What is said of an error in a user's code; tests/trainer/ppo/test_user_code.py has whole runs."""
 
 import functools
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from verl.algos.advantage import estimate_advantages, register_adv_est
-from verl.trainer.run.failure import failure_message
 from verl.utils.import_utils import load_extern_object
 from verl.utils.user_code import defined_at, full_traceback, user_frame
 
@@ -42,14 +40,6 @@ def test_the_innermost_frame_of_the_user_is_that_of_the_first_cause(broken):
 
     assert user_frame(full_traceback(raised_by(wrapped))) == "my_loss.py:5, in broken"
     assert user_frame('File "<string>", line 1, in f\n') is None
-
-
-def test_the_report_names_frame_and_traceback_file(broken, tmp_path):
-    config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path / "run")}})
-    lines = failure_message(raised_by(broken), config).splitlines()
-    assert lines[1].startswith("Training failed: TypeError: sum()")
-    assert lines[2:] == ["  at my_loss.py:5, in broken", f"Full traceback: {tmp_path}/run/traceback.txt"]
-    assert 'my_loss.py", line 5, in broken' in (tmp_path / "run" / "traceback.txt").read_text()
 
 
 @pytest.mark.parametrize(

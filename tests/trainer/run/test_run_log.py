@@ -1,9 +1,8 @@
-"""Files of a run: rows after the resumed step are removed, samples are picked, torn last lines are removed."""
+"""Files of a run: those of earlier runs are kept, samples are picked."""
 
 import json
 
 import numpy as np
-import pytest
 import torch
 from omegaconf import OmegaConf
 
@@ -15,24 +14,6 @@ from verl.trainer.run.samples import pick_samples, report_rows, write_jsonl
 
 def steps_in(path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_rows_after_the_resumed_step_and_an_incomplete_last_line_are_cut(tmp_path):
-    rows = JsonlLog(tmp_path / "m.jsonl")
-    rows.append([{"step": s} for s in (0, 1, 2, 3)])
-    with open(rows.path, "a") as f:
-        f.write('{"step": 1, "x')
-    rows.cut_after(2)
-    assert steps_in(rows.path) == [0, 1, 2]
-    rows.append([{"step": 3}])
-    assert steps_in(rows.path) == [0, 1, 2, 3]
-
-
-def test_broken_inner_line_is_named(tmp_path):
-    rows = JsonlLog(tmp_path / "m.jsonl")
-    rows.path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="m.jsonl, line 1: not JSON"):
-        rows.cut_after(1)
 
 
 def make_log(directory, total_steps):

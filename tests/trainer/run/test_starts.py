@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 from tests.helpers.logs import logged
 from tests.helpers.rl_run import compose_run, fake_trainer
 from verl.trainer.run.starts import changed_settings
-from verl.utils.jsonl import set_aside
 
 
 @pytest.fixture
@@ -87,19 +86,5 @@ def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("This run was finished before, at step 2 of 2: nothing was trained. Raise trainer.")
     assert (out / "metrics.jsonl").read_text() == metrics
-
-
-def test_without_checkpoints_a_second_run_keeps_the_metrics_of_the_first(tmp_path, capsys):
-    trainer_of(tmp_path, trainer__save_freq=0).fit()
+    trainer_of(tmp_path / "unsaved", trainer__save_freq=0).fit()
     assert capsys.readouterr().out.splitlines()[-1].endswith(", no checkpoint was saved")
-    first = (tmp_path / "out" / "metrics.jsonl").read_text()
-    trainer_of(tmp_path, trainer__save_freq=0).fit()
-    assert (tmp_path / "out" / "metrics.1.jsonl").read_text() == first
-
-
-def test_files_are_renamed_to_the_next_free_number(tmp_path):
-    path = tmp_path / "a.jsonl"
-    assert set_aside(path) is None
-    for expected in ("a.1.jsonl", "a.2.jsonl"):
-        path.write_text("x")
-        assert set_aside(path).name == expected and not path.exists()

@@ -27,15 +27,7 @@ def test_signals_close_together_are_one(number):
 
 
 def test_a_second_signal_later_on_ends_the_process_with_the_code_of_the_first(monkeypatch):
-    monkeypatch.setattr(stop_signals, "SAME_STOP_S", 0.0)
-    with pytest.raises(SystemExit) as ended, StopSignals():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.value.code == 130
-
-
-def test_the_code_is_the_same_where_a_library_changes_it(monkeypatch):
-    """As ray.get does with a SystemExit that is raised while it waits."""
+    """Also where a library changes the code, as ray.get does with a SystemExit that is raised while it waits."""
     monkeypatch.setattr(stop_signals, "SAME_STOP_S", 0.0)
     with pytest.raises(SystemExit) as ended, StopSignals():
         os.kill(os.getpid(), signal.SIGINT)

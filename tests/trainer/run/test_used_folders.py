@@ -9,8 +9,10 @@ from omegaconf import OmegaConf
 from tests.helpers.logs import logged
 from tests.helpers.rl_run import fake_run
 from tests.helpers.sft_run import make_trainer, write_pairs
+from verl.trainer.fsdp_sft_trainer import extract_step
 from verl.training.checkpoint.publish import TRACKER, find_valid_checkpoint, published_steps
 
+pytestmark = pytest.mark.process
 BACK = {"trainer__resume_mode": "resume_path"}
 ANEW = {"trainer__resume_mode": "disable"}
 
@@ -31,7 +33,6 @@ def run_rl(directory, steps, **more):
     return fake_run(directory, **{f"trainer__{key}": value for key, value in keys.items()} | more).resumed_step
 
 
-@pytest.mark.process
 def test_a_new_run_keeps_and_resumes_its_own_checkpoints_only(tmp_path, messages):
     out = tmp_path / "out"
     run_rl(tmp_path, 8)
@@ -48,7 +49,6 @@ def test_a_new_run_keeps_and_resumes_its_own_checkpoints_only(tmp_path, messages
     assert run_rl(tmp_path, 10) == 6 and published_steps(out) == [8, 10]
 
 
-@pytest.mark.process
 def test_a_new_run_that_saved_nothing_is_not_replaced_by_the_former_one(tmp_path):
     """Its rows are in metrics.jsonl, so that the former run cannot continue there."""
     run_rl(tmp_path, 4)
@@ -56,7 +56,6 @@ def test_a_new_run_that_saved_nothing_is_not_replaced_by_the_former_one(tmp_path
     assert not (tmp_path / "out" / TRACKER).exists() and run_rl(tmp_path, 2) == 0
 
 
-@pytest.mark.process
 def test_a_run_that_went_back_continues_from_there(tmp_path, messages):
     out = tmp_path / "out"
     dumps = {"trainer__rollout_data_dir": tmp_path / "dumps", "trainer__max_actor_ckpt_to_keep": 3}
@@ -73,7 +72,6 @@ def test_a_run_that_went_back_continues_from_there(tmp_path, messages):
     assert published_steps(out) == [3, 4, 5, 6] and run_rl(tmp_path, 5) == 5
 
 
-@pytest.mark.process
 def test_rows_of_the_folder_are_not_taken_for_those_before_a_checkpoint_of_another_run(tmp_path, messages):
     run_rl(tmp_path / "a", 4, trainer__total_epochs=8)
     run_rl(tmp_path / "b", 3, actor_rollout_ref__actor__optim__lr="1e-6")
@@ -93,7 +91,6 @@ def test_rows_of_the_folder_are_not_taken_for_those_before_a_checkpoint_of_anoth
     assert (out / "tool_journal.1").is_dir() and not (out / "tool_journal").exists()
 
 
-@pytest.mark.process
 def test_validation_alone_leaves_the_run_as_it_is(tmp_path):
     run_rl(tmp_path, 4)
     back = {**BACK, "trainer__resume_from_path": tmp_path / "out" / "global_step_2"}
@@ -101,7 +98,6 @@ def test_validation_alone_leaves_the_run_as_it_is(tmp_path):
     assert run_rl(tmp_path, 5) == 4 and steps_in(tmp_path / "out" / "metrics.jsonl")[:4] == [1, 2, 3, 4]
 
 
-@pytest.mark.process
 def test_supervised_runs_do_the_same(tmp_path, tiny_llama):
     write_pairs(tmp_path)
     out = tmp_path / "out"
@@ -116,6 +112,9 @@ def test_supervised_runs_do_the_same(tmp_path, tiny_llama):
     assert run(5) == ([4, 5, 6], [0, 0, 3])
     back = {**BACK, "trainer__resume_from_path": out / "global_step_4"}
     assert run(4, **back)[1] == [0, 0, 3, 4] and run(5)[1] == [0, 0, 3, 4, 4]
+    (out / "global_step_5" / "extra_state.json").write_text("{}")  # torn: the one before it is taken
+    assert run(6)[1][-1] == extract_step(str(out / "global_step_4")) == 4
+    assert steps_in(out / "metrics.1.jsonl") == [0, 1, 2, 3, 4, 5, 6]  # of the first run
 
 
 def starts(out: Path) -> list[dict]:
