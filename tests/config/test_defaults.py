@@ -11,6 +11,7 @@ from verl.config.compose import omega_conf_to_dataclass
 from verl.config.data import DataConfig
 from verl.config.defaults import resolved
 from verl.config.fields import known_names
+from verl.config.sft import SFTConfig
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, TrainerConfig
 from verl.utils.accelerator import default_dtype
