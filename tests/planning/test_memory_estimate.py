@@ -1,11 +1,16 @@
 """A rank's memory by part, worked out by hand for a text model."""
 
+import pytest
+import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from tests.helpers.rl_run import compose_run
+from verl.config.batch_sizes import plan_batches
 from verl.config.model import LOGITS_CHUNK
 from verl.planning.memory_estimate import estimate_memory, measure_model, training_memory
+from verl.protocol import DataProto
+from verl.training.actor.batch_cuts import micro_batches
 from verl.training.policy import get_policy
 
 
@@ -62,3 +67,27 @@ def test_ranks_that_split_layers_share_what_is_inside_them(tiny_llama):
     assert 2 * training_memory(size, split, 4, 100, 10, False)[name] == whole[name]
     # 2 layers: of both ranks together 2 hidden states and one layer at work, instead of twice as much
     assert training_memory(size, split, 4, 100, 10, True)[name] == 100 * size.hidden * (1 + 17) * 4
+
+
+@pytest.mark.parametrize("budget", [100, 170, 400, 1000, 5000])
+@pytest.mark.parametrize("shares", [True, False])
+def test_micro_batches_of_full_length_samples_are_as_large_as_the_plan_says(budget, shares, tiny_llama, tmp_path):
+    """6 prompts of 20 tokens with 4 answers of 30: 50 tokens a sample, or 140 a prompt whose forward is shared."""
+    samples, prompt, response = 4, 20, 30
+    ids = torch.ones(24, prompt + response, dtype=torch.int64)
+    ids[:, :prompt] += torch.arange(24)[:, None] // samples
+    rows = DataProto.from_dict(tensors={
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, prompt:],
+        "position_ids": torch.arange(prompt + response).expand_as(ids),
+        "group_index": torch.arange(24) // samples,
+    })  # fmt: skip
+    largest = max(len(part) for part, _ in micro_batches(rows, rows=None, tokens=budget, whole_groups=shares))
+    actor = "actor_rollout_ref__actor"
+    config = compose_run(tmp_path, tiny_llama, **{
+        "data__max_prompt_length": prompt, "data__max_response_length": response, "data__train_batch_size": 6,
+        "actor_rollout_ref__rollout__n": samples, f"{actor}__ppo_mini_batch_size": 6, f"{actor}__use_dynamic_bsz": True,
+        f"{actor}__ppo_micro_batch_size_per_gpu": None, f"{actor}__ppo_max_token_len_per_gpu": budget,
+        f"{actor}__share_prompt_forward": shares,
+    })  # fmt: skip
+    most = plan_batches(OmegaConf.to_container(config, resolve=True)).micro_batch_size
+    assert largest == (most if shares else -(-24 // -(-24 // most)))  # single rows are shared out evenly

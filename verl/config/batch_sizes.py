@@ -86,10 +86,14 @@ def plan_batches(config: Mapping[str, Any]) -> BatchPlan:
 
 
 def micro_batch_size(actor: Mapping[str, Any], config: Mapping[str, Any], ranks: int) -> int:
-    """Samples per forward on one rank; with dynamic batches, full-length samples that fit into the token limit."""
+    """Samples per forward on one rank; with dynamic batches, full-length samples that fit into the token limit.
+
+    Samples that share their prompt's forward stay together, and the prompt's tokens count once.
+    """
     if actor["use_dynamic_bsz"]:
-        longest = config["data"]["max_prompt_length"] + config["data"]["max_response_length"]
-        return max(1, actor["ppo_max_token_len_per_gpu"] // longest)
+        together = config["actor_rollout_ref"]["rollout"]["n"] if actor["share_prompt_forward"] else 1
+        tokens = config["data"]["max_prompt_length"] + together * config["data"]["max_response_length"]
+        return together * max(1, actor["ppo_max_token_len_per_gpu"] // tokens)
     return actor["ppo_micro_batch_size_per_gpu"] or max(1, actor["ppo_micro_batch_size"] // ranks)
 
 

@@ -122,7 +122,9 @@ def estimate_memory(
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
     if update is None:
-        tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
+        prompts = -(-micro // rollout["n"]) if size.group_forward or roles["actor"]["share_prompt_forward"] else micro
+        answers = prompts if size.group_forward else micro
+        tokens = prompts * data["max_prompt_length"] + answers * data["max_response_length"]
         tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
         chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
         logits = min(micro * data["max_response_length"], chunk)
