@@ -402,7 +402,8 @@ HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
 def test_mathematics_without_end_is_a_wrong_answer_and_no_fault(source, settings, right, monkeypatch):
     texts = ["\\boxed{2+2}", HOSTILE, "\\boxed{\\frac{8}{2}}", "\\boxed\\frac{8}{2}"]
     made = NaiveRewardManager(TOKENIZER, 0, **settings)
-    monkeypatch.setattr(made, "text", lambda row: texts[row.index])
+    given_arguments = made.arguments
+    monkeypatch.setattr(made, "arguments", lambda row: given_arguments(row) | {"solution_str": texts[row.index]})
     sources = np.array([source] * 4, dtype=object)
 
     def asked(truth):
