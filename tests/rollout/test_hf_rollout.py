@@ -78,6 +78,14 @@ def test_output_is_right_padded_and_positions_go_on(llama):
     assert out["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_samples_of_a_prompt_are_adjacent_and_differ(llama):
+    batch = prompts(n=3)
+    out = rollout(llama).generate_sequences(batch).batch
+    assert torch.equal(out["prompts"], batch.batch["input_ids"].repeat_interleave(3, 0))
+    rows = [tuple(row) for row in out["responses"].tolist()]
+    assert len(set(rows[:3])) == 3
+
+
 def test_a_sample_does_not_depend_on_the_other_rows(llama):
     made = rollout(llama, calculate_log_probs=True)
     batch = prompts(n=2)
