@@ -67,17 +67,21 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Turn omegaconf containers and arrays, at any depth, into plain dicts, lists and numbers."""
-    if isinstance(obj, ListConfig | list | tuple | np.ndarray):
+    """Turn omegaconf containers, at any depth, into plain dicts and lists."""
+    if isinstance(obj, ListConfig | list | tuple):
         return [convert_to_regular_types(item) for item in obj]
     if isinstance(obj, DictConfig | dict):
         return {key: convert_to_regular_types(value) for key, value in obj.items()}
-    return obj.item() if isinstance(obj, np.generic) else obj
+    return obj
 
 
 def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
     """Nested arrays, as parquet readers return them, to plain lists and dicts."""
-    return convert_to_regular_types(data_item)
+    if isinstance(data_item, dict):
+        return {key: convert_nested_value_to_list_recursive(value) for key, value in data_item.items()}
+    if isinstance(data_item, list | tuple | np.ndarray):
+        return [convert_nested_value_to_list_recursive(value) for value in data_item]
+    return data_item.item() if isinstance(data_item, np.generic) else data_item
 
 
 def get_visible_devices_keyword() -> str:

@@ -164,6 +164,7 @@ def begun(folder, seconds, worker=Worker, failures=None, saved=None, **options):
         yield run
     finally:
         run.rollouter.close()
+        run.journal.close()
 
 
 def wait_until(run, condition):

@@ -19,7 +19,8 @@ def rows(path):
 def book(tmp_path):
     opened = Journal()
     opened.open(tmp_path / "journal.jsonl")
-    return opened
+    yield opened
+    opened.close()
 
 
 def test_every_change_is_a_row_and_the_counts_add_up(book, tmp_path):
@@ -70,8 +71,8 @@ def test_a_resumed_journal_forgets_what_came_after_the_checkpoint(book, tmp_path
     saved = json.loads(json.dumps(book.state()))
     for state in PATH[2:]:
         book.record("1/0", state)
-    with open(book.file.path, "a") as file:
-        file.write('{"time": 1')  # the process is killed within a row
+    book.file._file.write('{"time": 1')  # the process is killed within a row
+    book.close()
 
     resumed = Journal()
     resumed.open(tmp_path / "journal.jsonl", saved, step=3)
@@ -83,6 +84,7 @@ def test_a_resumed_journal_forgets_what_came_after_the_checkpoint(book, tmp_path
         for state in states:
             resumed.record(sample, state)
     assert resumed.counts["trained"] == 3
+    resumed.close()
 
 
 def test_a_checkpoint_of_another_run_continues_in_a_file_of_its_own(book, tmp_path):
@@ -99,9 +101,11 @@ def test_a_checkpoint_of_another_run_continues_in_a_file_of_its_own(book, tmp_pa
 
 def test_a_new_run_keeps_the_file_of_an_earlier_one(book, tmp_path):
     book.record("0/0", "drawn")
+    book.close()
     fresh = Journal()
     fresh.open(tmp_path / "journal.jsonl")
     assert rows(tmp_path / "journal.jsonl") == [] and len(rows(tmp_path / "journal.1.jsonl")) == 1
+    fresh.close()
 
 
 def test_spans_of_the_timeline_follow_each_other(tmp_path, monkeypatch):

@@ -155,6 +155,7 @@ def start(tmp_path):
     yield make
     for run in runs:
         run.rollouter.close()
+        run.journal.close()
 
 
 def test_a_slow_trainer_holds_generation_back(start):

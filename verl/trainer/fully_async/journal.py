@@ -38,8 +38,7 @@ class RowsFile:
     """A jsonl file that counts its rows, so that it can be cut to the rows that a checkpoint knows."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self.path: Path | None = None  # rows are counted only, before `open`
+        self.rows, self.path, self._file = 0, None, None
 
     def open(self, path: Path, rows: int | None) -> int:
         """Continue the file after its first `rows` rows, or (None) begin a new one; how many rows were removed."""
@@ -56,15 +55,20 @@ class RowsFile:
             replace_text(path, "".join(lines[:rows]))
         else:  # the checkpoint is of another run
             self.rows = 0
-        path.touch()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return removed
 
     def append(self, row: dict[str, Any]) -> None:
         """Write a row at once."""
-        if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         self.rows += 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class Journal:
@@ -130,6 +134,9 @@ class Journal:
             if self.drawn != sum(self.counts.values()) or min(self.counts.values(), default=0) < 0:
                 raise JournalError(f"{self.drawn} samples were drawn, but the counts are {dict(self.counts)}")
 
+    def close(self) -> None:
+        self.file.close()
+
 
 class Timeline:
     """Spans {who, what, start, end, version} of async_timeline.jsonl, times in seconds since 1970.
@@ -168,7 +175,7 @@ class Timeline:
         return taken
 
     def close(self) -> None:
-        """End all spans."""
         with self._lock:
             for who in list(self._since):
                 self._end(who, time.time())
+            self.file.close()

@@ -101,6 +101,7 @@ class SeparateRolloutPhase(RolloutPhase):
         self.rollouter.close()
         asyncio.run(close_all(self.replicas))
         self.timeline.close()
+        self.journal.close()
 
     def check_servers(self) -> None:
         """RuntimeError if the rank of a server has ended, its engine has failed, or its server does not answer."""
