@@ -46,7 +46,7 @@ WRITERS = {
 TENSORS = {
     "input_ids": Column(
         "[B, T]", "int64", "data set, rollout, agent loop",
-        "Prompt, padded on the left, and response, padded on the right; before generation the prompt alone, [B, P].",
+        "Prompt, padded on the left, and response, padded on the right. Before generation, the prompt alone: [B, P].",
     ),
     "attention_mask": Column("[B, T]", "int64", "data set, rollout, agent loop", "1 on tokens, 0 on padding."),
     "position_ids": Column(
@@ -65,7 +65,8 @@ TENSORS = {
     ),
     "acc": Column("[B]", "float32", "reward", "Score of the row (manager `prime`); others return it in `__extras__`."),
     "token_level_scores": Column(
-        "[B, R]", "float32", "reward", "The reward, at the last token unless a function returns more."
+        "[B, R]", "float32", "reward",
+        "The score, at the last generated token. A reward manager of your own may give rewards to other tokens, too.",
     ),
     "reward_baselines": Column(
         "[B]", "float32", "greedy baselines", "Reward of the greedy response to the same prompt (ReMax)."
@@ -87,13 +88,14 @@ TENSORS = {
     "ref_log_prob": Column("[B, R]", "float32", "reference", "Log-probs of the reference policy."),
     "values": Column("[B, R]", "float32", "critic", "Values of the critic before the update."),
     "token_level_rewards": Column(
-        "[B, R]", "float32", "KL penalty", "The scores, minus the KL penalty with `use_kl_in_reward`."
+        "[B, R]", "float32", "KL penalty",
+        "`token_level_scores`, minus the KL penalty if `algorithm.use_kl_in_reward=true`.",
     ),
     "rollout_is_weights": Column(
         "[B, R]", "float32", "rollout correction", "Importance weights of the rollout correction."
     ),
     "advantages": Column(
-        "[B, R]", "float32", "estimator", "What the estimator returns; 0 where `response_mask` is 0."
+        "[B, R]", "float32", "estimator", "The estimator's advantages. They are 0 where `response_mask` is 0."
     ),
     "returns": Column("[B, R]", "float32", "estimator", "Targets of the critic."),
     "sampling_mask": Column(
@@ -107,7 +109,7 @@ TENSORS = {
 
 #: Columns of `DataProto.non_tensor_batch`, numpy arrays. Numbers become objects where a row has none (None).
 ARRAYS = {
-    "uid": Column("[B]", "object", "prompt stream", "Name of the row's prompt: rows with the same one form a group."),
+    "uid": Column("[B]", "object", "prompt stream", "Identifies the prompt: rows with the same `uid` form a group."),
     "data_source": Column("[B]", "object", "data file", "Data set of the row, which selects its reward rule."),
     "reward_model": Column("[B]", "object", "data file", "Dict with `ground_truth`."),
     "extra_info": Column("[B]", "object", "data file", "Dict of further values, for rewards and tools."),
