@@ -15,7 +15,7 @@ KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 METRIC = re.compile(rf"(?:{'|'.join([*FAMILIES, 'spd'])})/[\w/@*]+")
 WORD = re.compile(r"-{0,2}[A-Za-z_][\w\-]*")
 SOURCES = ("verl", "recipe", "dllm_reasoning", "scripts", "examples")
-ADDED, DEPARTURES = "## What the fork adds", "## Where it departs"
+ADDED, DEPARTURES = "## What this project adds", "## Where it departs"
 LEFT_OUT = "## Left out on purpose"
 #: headings of the tables of each release in docs/verl_names.md
 AUDITS = {version: f"## Audit of verl {version}" for version in ("0.7.0", "0.9.1")}

@@ -264,7 +264,7 @@ def test_additions_name_an_existing_file_and_omissions_are_absent(tmp_path):
     (tmp_path / "Makefile").write_text("demo: env\n")
     (tmp_path / "there.py").write_text("def here(): ...\n")
     (tmp_path / "CHANGES.md").write_text(
-        "## What the fork adds\n\n| what | where |\n|---|---|\n| a | `there.py` |\n| b | somewhere |\n\n"
+        "## What this project adds\n\n| what | where |\n|---|---|\n| a | `there.py` |\n| b | somewhere |\n\n"
         "## Left out on purpose\n\nMegatron, `here`, `gone`.\n"
     )
     assert changes.unfounded(tmp_path / "CHANGES.md", set(), tmp_path) == [
