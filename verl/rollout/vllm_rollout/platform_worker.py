@@ -40,6 +40,11 @@ class PlatformWorker(VllmWorker):
             repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
         super().__init__(vllm_config, *args, **kwargs)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's `load_model`; embeddings that are no output heads are not kept packed as well."""
+        super().load_model(*args, **kwargs)
+        self._unpack_embeddings(self.model_runner.get_model())
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's `reload_weights`; tied heads and experts compute with the new weights too."""
         super().reload_weights(*args, **kwargs)
@@ -72,12 +77,25 @@ class PlatformWorker(VllmWorker):
                 method.process_weights_after_loading(layer)
         if not current_platform.is_cpu():
             return
+        PlatformWorker._unpack_embeddings(model)
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
         for layer in model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if isinstance(kernel and kernel.fused_experts, CPUUnquantizedExperts):
                 kernel.fused_experts.process_weights_after_loading(layer)
+
+    @staticmethod
+    def _unpack_embeddings(model: nn.Module) -> None:
+        """Free the packed weights of embeddings: nothing multiplies by them where the model has an output head.
+
+        vLLM 0.32 packs every layer of this class on a CPU, a copy as large as the embedding.
+        """
+        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        if any(isinstance(layer, ParallelLMHead) for layer in layers):
+            for layer in layers:
+                if not isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                    layer.cpu_linear = nn.functional.linear
 
 
 def repair_expand_kernel() -> None:

@@ -96,6 +96,7 @@ def _accumulate(
         batch = to_device(micro.batch, engine.device)
         loss, additive, means = loss_of(batch, counts)
         engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
+        del loss  # nodes of the graph would keep the CPU's allocator from joining freed activations for the next ones
         counted = micro.batch["response_mask"].sum().item()  # on the host: no wait for the backward pass
         share = counted * counts.dp_size / counts.batch_num_tokens
         for name, value in additive.items():
