@@ -204,20 +204,20 @@ class Phases:
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Announce, run and time one phase."""
-        console.print(f"[bold]{name}[/bold]  (budget {self.budget[name]:.0f} s)")
+        console.print(f"[bold]{name}[/bold]  (at most about {self.budget[name]:.0f} s)")
         started = time.monotonic()
         work()
         self.took[name] = time.monotonic() - started
-        console.print(f"  took {self.took[name]:.0f} s of {self.budget[name]:.0f} s")
+        console.print(f"  took {self.took[name]:.0f} s")
 
     def table(self) -> Table:
         """Budget and time of each phase, and their sums."""
         table = Table(title="Time")
-        for column in ("phase", "budget s", "took s"):
+        for column in ("phase", "expected s", "took s"):
             table.add_column(column, justify="left" if column == "phase" else "right")
         for name, took in self.took.items():
-            over = " over" if took > self.budget[name] else ""
-            table.add_row(name, f"{self.budget[name]:.0f}", f"[red]{took:.0f}{over}[/red]" if over else f"{took:.0f}")
+            over = took > self.budget[name]
+            table.add_row(name, f"{self.budget[name]:.0f}", f"[red]{took:.0f}[/red]" if over else f"{took:.0f}")
         table.add_section()
         table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
         return table

@@ -25,7 +25,7 @@ STEPS = 90
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 HARMLESS_SHARES = {"target": ("0.8", "0.6", "0.4", "0.2"), "own": ("0.8", "0.6", "0.4")}  # accepted above a threshold
 MAX_VAL_DROP = "0.02"  # the upper end of an interval, which 600 questions leave a point wide
-MARGINS, TYPICALS = ("4", "8", "12"), ("0.045", "0.03")
+MARGINS, TYPICALS = ("4", "8", "12"), ("0.001", "0.0003")
 DTYPE = "float32"  # the documented results; the models are too small for bfloat16 to be faster
 # By LoRA, with a head that reads what the target's head does: docs/experiments.md has the results of others.
 OWN_TRAINING = ("spd.backbone=own", "actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32",

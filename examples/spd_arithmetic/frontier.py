@@ -28,7 +28,7 @@ from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, run_logged
 from examples.spd_arithmetic.demo import DTYPE, LIMIT, STEPS, saved_scorer, training_command
-from examples.spd_arithmetic.train_pair import DEFAULTS, DRIFT_MARGIN
+from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts.spd_evaluation.curves import best_mix, curves_of, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
@@ -60,7 +60,7 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
-    for name, value in {**DEFAULTS, "softness": softness, "drift_margin": DRIFT_MARGIN}.items():
+    for name, value in {**DEFAULTS, "softness": softness}.items():
         make += [f"--{name.replace('_', '-')}", str(value)]  # written out: commands are compared with those of before
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]

@@ -62,7 +62,6 @@ MODEL_SETTINGS = {
     "draft_steps": "steps of the draft's training",
 }
 SANITY_QUESTIONS = 200
-DRIFT_MARGIN = 4.0  # of --target and --draft
 DRIFTED_DROP = 0.05  # of accuracy after accepted mismatches
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
@@ -71,7 +70,7 @@ SPEED_SECONDS = 300.0  # over which the speed is measured that gives the time le
 
 @dataclass
 class Phases:
-    """Seconds of each phase, with a progress bar on the terminal while it runs."""
+    """Seconds of each phase, with a progress bar while it runs, or lines where the output is no terminal."""
 
     progress: Progress
     seconds: dict[str, float] = field(default_factory=dict)
@@ -91,15 +90,15 @@ class Phases:
             if done < bar.completed:  # another queue of rows begins
                 self.progress.reset(bar.id)
             self.progress.update(bar.id, completed=done, total=total)
-            # A bar is invisible in a log file, so a phase also logs its progress there at intervals.
-            if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
+            if self.progress.disable and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
                 self.spoke = time.perf_counter()
                 left = "?" if bar.time_remaining is None else f"{bar.time_remaining:.0f}"
-                logger.info("{}: {:.0f} of {}, about {} s left", title, done, total, left)
+                print(f"  {title}: {done:.0f} of {total}, about {left} s left", flush=True)
 
         yield report
         self.seconds[name] = round(time.perf_counter() - begin, 2)
-        logger.info("{}: {:.1f} s", name, self.seconds[name])
+        if self.progress.disable:
+            print(f"  {name}: {self.seconds[name]:.1f} s", flush=True)
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -124,7 +123,8 @@ def main(argv: list[str] | None = None) -> Path:
         started: Workers = RayWorkers(args.processes, args.tensor_parallel if args.device == "cuda" else 0)
     else:
         started = Workers(args.processes)
-    with started as workers, Progress(*columns, console=console, speed_estimate_period=SPEED_SECONDS) as progress:
+    bars = Progress(*columns, console=console, speed_estimate_period=SPEED_SECONDS, disable=not console.is_terminal)
+    with started as workers, bars as progress:
         figures = build(args, unfinished, workers, Phases(progress), key)
     shutil.rmtree(unfinished / KEPT, ignore_errors=True)
     mark.unlink()
@@ -151,8 +151,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "
         "mismatches within --drift-margin, as contexts contain them when a scorer serves")
-    add("--drift-margin", type=float, help="threshold of that rule: a mismatch passes if the target's logit of its own "
-        f"token is larger by at most this (default {DRIFT_MARGIN:g}; {train_pair.DRIFT_MARGIN:g} without --target)")
+    add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
+        "logit of its own token is larger by at most this (default %(default)g)")
     add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "
         "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
     add("--gamma", type=int, default=8, help="drafted tokens per round")
@@ -200,8 +200,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not real:
         for name in MODEL_SETTINGS:
             setattr(args, name, getattr(args, name) if name in given else DEFAULTS[name])
-    if args.drift_margin is None:
-        args.drift_margin = DRIFT_MARGIN if real else train_pair.DRIFT_MARGIN
     for name in ("drift_share", "softness", "draft_softness", "draft_house_share"):
         value = getattr(args, name)
         if value is not None and not 0.0 <= value <= 1.0:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from loguru import logger
 from rich.console import Console
 from rich.progress import Progress
 from transformers import LlamaConfig
@@ -212,15 +211,14 @@ def test_the_start_says_whether_a_pair_of_padded_embeddings_can_be_served(tmp_pa
     assert len(said) == (size == 80)
 
 
-def test_lines_of_the_log_name_the_time_that_is_left(monkeypatch):
+def test_lines_without_a_terminal_name_the_time_that_is_left(monkeypatch, capsys):
     monkeypatch.setattr(prepare_blocks, "SECONDS_BETWEEN_LINES", 0.0)
-    now, lines = [0.0], []
-    handler = logger.add(lines.append, format="{message}")
-    with Progress(console=Console(file=io.StringIO()), get_time=lambda: now[0]) as progress:
+    now = [0.0]
+    with Progress(console=Console(file=io.StringIO()), get_time=lambda: now[0], disable=True) as progress:
         with prepare_blocks.Phases(progress).phase("own answers") as report:
             for now[0], done, total in (0, 0, 40), (5, 8, 40), (15, 12.4, 40), (20, 0, 6), (21, 2, 6), (22, 4, 6):
                 report(done, total)
-    logger.remove(handler)
+    lines = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in lines[:-1]] == [
         f"own answers: {line} s left" for line in (
             "0 of 40, about ?", "8 of 40, about ?", "12 of 40, about 63",
