@@ -188,6 +188,12 @@ def test_prompts_are_compared_by_the_shares_of_their_answers(gsm8k, tmp_path, ti
     assert shares == {"right": 0.25, "right_by_last_number": 0.5, "with_marker": 0.25, "cut": 0.5, "answer_tokens": 4,
                       "marker": "####"}  # fmt: skip
     assert record["prompts"]["boxed"]["right"] == 0
+    del record["prompts"]["hashes"]
+    record["prompts"]["boxed"]["right"] = 0.75
+    out.write_text(json.dumps(record))  # as if the command had been stopped
+    select.main(["--gsm8k", str(gsm8k), "--model", tiny_llama, "--questions", "4", "--out", str(out)])
+    prompts = json.loads(out.read_text())["prompts"]
+    assert (prompts["boxed"]["right"], prompts["hashes"]["right"]) == (0.75, 0.25)
 
 
 @pytest.mark.process

@@ -53,7 +53,7 @@ def pass_rate(llm: Any, prompt: Prompt, rows: Sequence[dict[str, Any]], temperat
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure each prompt, and write the file after each."""
+    """Measure each prompt that the file does not have yet, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     fetch.add_gsm8k(parser)
@@ -68,11 +68,15 @@ def main(argv: list[str] | None = None) -> None:
     llm = engine(str(fetch.model_folder(args.model, name=MODEL)), seed=0)
     record: dict[str, Any] = {"model": str(args.model or f"{fetch.SOURCES[MODEL].title}, {fetch.NOTE}"),
                               "questions": len(rows), "temperature": args.temperature, "prompts": {}}  # fmt: skip
+    if args.out.exists() and (before := json.loads(args.out.read_text())) | {"prompts": {}} == record:
+        record = before  # prompts that it has, as they are now, are not measured again
     table = Table("", "right %", "by the last number %", "with the marker %", "cut %", "tokens", "s",
                   title=f"{len(rows)} training questions")  # fmt: skip
     for name, prompt in CANDIDATES.items():
-        result = record["prompts"][name] = pass_rate(llm, prompt, rows, args.temperature)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        result = record["prompts"].get(name, {})
+        if asdict(prompt).items() - result.items():
+            result = record["prompts"][name] = pass_rate(llm, prompt, rows, args.temperature)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
         table.add_row(name, *(f"{100 * result[share]:.1f}" for share in SHARES), f"{result['answer_tokens']:.0f}",
                       f"{result['seconds']:.0f}")  # fmt: skip
     console.print(table)
