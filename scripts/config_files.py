@@ -288,6 +288,7 @@ def files() -> dict[str, File]:
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}", **profiled,
                 "dtype": "${oc.select:machine.dtype,bfloat16}",
+                "agent.num_workers": "${oc.select:machine.agent_loop_workers,8}",
             },
         ),
         "sandbox/local": File("The local sandbox; limits of one program on one test case.", sandbox),

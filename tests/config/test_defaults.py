@@ -1,5 +1,6 @@
 """Yaml and dataclasses say the same."""
 
+import os
 import re
 
 import pytest
@@ -69,6 +70,8 @@ def test_a_cpu_has_defaults_of_its_own():
     assert shown == [(True, None), (False, True)]
     dtypes = [[r[role].fsdp_config.dtype for role in ("actor", "ref")] + [r.rollout.dtype] for r in (roles, on_gpu)]
     assert dtypes == [[default_dtype("cpu")] * 3, ["bfloat16"] * 3]
+    cores = len(os.sched_getaffinity(0))
+    assert [r.rollout.agent.num_workers for r in (roles, on_gpu)] == [min(8, cores), 8]
     sft = resolved(compose_ppo("trainer.device=cpu", config_name="sft_trainer"))
     assert (sft["use_remove_padding"], sft["model"]["fsdp_config"]["dtype"]) == (True, default_dtype("cpu"))
     assert not resolved(compose_ppo(config_name="sft_trainer"))["use_remove_padding"]

@@ -4,6 +4,7 @@ No tree has a section `machine`: who reads the files without this module gets VA
 """
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,11 @@ def dtype(value_of: ValueOf) -> str:
     from verl.utils.accelerator import default_dtype
 
     return default_dtype("cpu")
+
+
+def agent_loop_workers(value_of: ValueOf) -> int:
+    """8; on a CPU at most the cores of this machine, which the workers would share while they start."""
+    return min(8, len(os.sched_getaffinity(0))) if on_cpu(value_of) else 8
 
 
 def gradient_checkpointing(value_of: ValueOf) -> bool | None:
@@ -63,7 +69,7 @@ def share_prompt_forward(value_of: ValueOf) -> bool:
 
 DEFAULTS = {
     "dtype": dtype, "gradient_checkpointing": gradient_checkpointing, "remove_padding": on_cpu,
-    "share_prompt_forward": share_prompt_forward,
+    "share_prompt_forward": share_prompt_forward, "agent_loop_workers": agent_loop_workers,
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from verl.planning.config_check import tree_problems
 from verl.planning.memory_estimate import ModelSize
-from verl.utils.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
+from verl.utils.problems import ABSENT, TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
 
 
@@ -80,7 +80,10 @@ class Entry:
                 console.print(f"  - {escape(redact_text(problem.message))}", highlight=False)
         if any(p.kind == WRONG for p in problems):
             return 1
-        console.print("Nothing is wrong with this config. Leave out trainer.dry_run=true to start it.")
+        if any(p.kind == ABSENT for p in problems):
+            console.print("Nothing is wrong with this config, but it cannot start here: see what is absent.")
+        else:
+            console.print("Nothing is wrong with this config. Leave out trainer.dry_run=true to start it.")
         return 0
 
 

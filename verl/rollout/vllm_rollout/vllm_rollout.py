@@ -71,8 +71,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
-        if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
-            logger.info("rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
         if getattr(model_config.hf_config, "tie_word_embeddings", False):
             _silence(*TIED_HEAD)
         random_states = get_rng_state()  # vLLM seeds all generators with its own seed, on every rank alike
