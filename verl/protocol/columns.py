@@ -147,6 +147,7 @@ ARRAYS = {
     "turn_scores": Column("[B]", "object", "agent loop", "Scores of an interaction, one for each turn."),
     "tool_rewards": Column("[B]", "object", "agent loop", "Rewards that tools returned for their calls."),
     "tool_call_counts": Column("[B]", "int64", "agent loop", "Number of tool calls of the conversation."),
+    "failed_tool_calls": Column("[B]", "int64", "agent loop", "Number of those calls that failed."),
     "reward_scores": Column("[B]", "object", "agent loop", "Dict of what `calc_reward` of each tool returned."),
     "reward_score": Column(
         "[B]", "float64", "agent loop", "Score that an agent loop gave to its conversation; becomes `rm_scores`."

@@ -35,6 +35,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("response/aborted_ratio", "of the answers are empty"),
     LeftOut("health/truncated", "of the answers were cut at a limit of tokens"),
     LeftOut("health/without_tool_call", "of the conversations called no tool, although tools are given"),
+    LeftOut("health/failed_tool_calls", "of the tool calls failed; the log has the first failure of each kind"),
     LeftOut("health/groups_without_variance", "of the prompts have samples of equal reward, which give no gradient"),
     LeftOut("rollout_corr/rollout_rs_masked_fraction", "of the tokens were rejected by the rollout correction"),
     LeftOut("actor/nonfinite_steps", "of the steps skipped updates of the policy, not finite"),
@@ -135,6 +136,7 @@ METRICS: dict[str, str] = {
     "health/length_without_reward": "Mean length of the last 10 steps' answers over that of the first 10 of the "
     "run; 1 if the score rose by more than its noise.",
     "health/truncated": "Share of answers that a limit of tokens ended, whichever, and no stop token.",
+    "health/failed_tool_calls": "Share of tool calls that failed: unknown tool, wrong arguments, time, exception.",
     "health/without_tool_call": "Share of conversations without a tool call, although tools are given.",
     "health/repeated_answers_reward": "Share of samples with a score above the mean whose answer, of at least 8 "
     "tokens, another prompt has too.",

@@ -118,7 +118,8 @@ def test_a_call_is_answered_and_the_conversation_continues(converse, model):
     assert words == marked((1, [*CALL, "<eos>"]), (0, ["tool", "7"]), (1, ["so", "<eos>"]))
     assert columns["__num_turns__"].tolist() == [4] and columns["end_reason"].tolist() == ["stop"]
     assert columns["tool_rewards"].tolist() == [[0.25]] and columns["reward_scores"].tolist() == [{"add": 1.0}]
-    assert columns["tool_call_counts"].tolist() == [1] and columns["weights_version"].tolist() == [4]
+    assert columns["tool_call_counts"].tolist() == [1] and columns["failed_tool_calls"].tolist() == [0]
+    assert columns["weights_version"].tolist() == [4]
     assert [event[0] for event in EVENTS] == ["create", "execute", "release"]
 
 

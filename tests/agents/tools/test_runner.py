@@ -261,6 +261,16 @@ def test_a_failure_is_logged_once_and_counted_each_time():
     assert "KeyError: 'left'" in messages[0] and "test_runner.py" in messages[0]
 
 
+def test_wrong_arguments_and_unknown_tools_are_logged_once_each():
+    runner = runner_of(Counter(None, schema("counter", {"by": {"type": "integer"}})))
+    with logged() as messages:
+        for name, arguments in (("counter", '{"by": "x"}'), ("counter", '{"by": "y"}'), ("a", "{}"), ("b", "{}")):
+            asyncio.run(one_call(runner, name, arguments))
+    assert runner.counts == {"calls": 4, "invalid_arguments": 2, "unknown_tool": 2}
+    assert len(messages) == 2
+    assert "'x' is not of type 'integer'" in messages[0] and "there is no tool 'a'" in messages[1]
+
+
 def test_the_log_says_where_a_tool_that_returns_a_wrong_type_is_defined():
     class Wrong(Acts):
         async def execute(self, instance_id, parameters, **kwargs):

@@ -116,7 +116,7 @@ def test_answers_without_any_reward_are_described_once():
          "attention_mask": torch.cat([torch.ones(4, 1, dtype=torch.long), (ids > 0).long()], 1),
          "token_level_scores": torch.zeros(4, 6)},
         {"uid": np.array(["a", "a", "b", "b"]), "data_source": np.array(["openai/gsm8k"] * 4),
-         "tool_call_counts": np.array([0, 1, 0, 2]),
+         "tool_call_counts": np.array([0, 1, 0, 2]), "failed_tool_calls": np.array([0, 1, 0, 1]),
          "end_reason": np.array(["length", "stop", "length", "length"], dtype=object)},
     )  # fmt: skip
     decode = lambda rows, skip_special_tokens: ["".join(map(chr, row.tolist())) for row in rows]  # noqa: E731
@@ -126,6 +126,8 @@ def test_answers_without_any_reward_are_described_once():
     tools = "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py"
     known = {"response_length/clip_ratio": cut_answers(batch).float().mean().item(), "response_length/mean": 4.0,
              "critic/score/mean": 0.0}  # fmt: skip
+
+    assert new_health(tools).measure(batch, 1, known)["health/failed_tool_calls"] == pytest.approx(2 / 3)
 
     def said(health, batch):
         with logged() as lines:

@@ -73,7 +73,7 @@ class AgentData:
         self.tools: ToolConversation | None = None
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
-        self.user_turns = self.assistant_turns = self.tool_call_count = 0
+        self.user_turns = self.assistant_turns = self.tool_call_count = self.failed_tool_calls = 0
         self.seed: int | None = None
         self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
@@ -177,6 +177,7 @@ class ToolAgentLoop(AgentLoopBase):
         fields = {
             **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
             "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
+            "failed_tool_calls": data.failed_tool_calls,
         }  # fmt: skip
         number = data.user_turns + data.assistant_turns + 1
         return output_of(conversation, number, AgentLoopMetrics(**data.metrics), fields)
@@ -307,6 +308,7 @@ class ToolAgentLoop(AgentLoopBase):
             if result.response.image or result.response.video:
                 text = f"{tool_call.name!r} answered with images or videos; conversations are text only."
                 result = self.runner.record_failure("exception", tool_call.name, text, ValueError(text))
+        agent_data.failed_tool_calls += result.failure is not None
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:

@@ -120,11 +120,13 @@ class ToolRunner:
         return decoded
 
     def record_failure(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
-        """Count a failure; returns what the model reads. An exception's traceback is logged once per tool."""
+        """Count a failure; returns what the model reads. The first of each kind and tool is logged."""
         self.counts[kind] += 1
-        if error is not None and (kind, name) not in self._logged:
-            self._logged.add((kind, name))
-            logger.warning(f"tool {name!r}: {text} Later ones of this kind are only counted.\n{full_traceback(error)}")
+        known = name if name in self.tools or error is not None else None  # models invent names without end
+        if (kind, known) not in self._logged:
+            self._logged.add((kind, known))
+            trace = "" if error is None else f"\n{full_traceback(error)}"
+            logger.warning(f"tool {name[:_SHOWN]!r}: {text} Further ones are not logged.{trace}")
         return ToolResult(ToolResponse(text=self.cut(f"Error: {text}")), failure=kind)
 
     def cut(self, text: str) -> str:

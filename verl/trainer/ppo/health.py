@@ -67,6 +67,8 @@ class RunHealth:
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
             if self.has_tools and (calls := batch.non_tensor_batch.get("tool_call_counts")) is not None:
                 values["without_tool_call"] = np.mean([not count for count in calls])
+                if (failed := batch.non_tensor_batch.get("failed_tool_calls")) is not None and calls.sum() > 0:
+                    values["failed_tool_calls"] = failed.sum() / calls.sum()
         named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
