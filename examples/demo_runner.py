@@ -204,7 +204,7 @@ class Phases:
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Announce, run and time one phase."""
-        console.print(f"[bold]{name}[/bold]  (at most about {self.budget[name]:.0f} s)")
+        console.print(f"[bold]{name}[/bold]  (up to about {self.budget[name]:.0f} s on this machine)")
         started = time.monotonic()
         work()
         self.took[name] = time.monotonic() - started
