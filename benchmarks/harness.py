@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from verl.training.host_memory import return_freed_memory
+
 RESULTS = Path(__file__).parent / "results"
 REPETITIONS = 7
 Bound = tuple[str, float]
@@ -86,7 +88,7 @@ def exact_peaks() -> Iterator[None]:
 
 def restart_peak() -> None:
     """Give freed memory back to the system and let the process's peak start again from what it holds now (Linux)."""
-    ctypes.CDLL(None).malloc_trim(0)  # else the next work would reuse freed pages unseen
+    return_freed_memory()  # else the next work would reuse freed pages unseen
     Path("/proc/self/clear_refs").write_text("5")
 
 

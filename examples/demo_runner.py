@@ -216,8 +216,8 @@ class Phases:
         for column in ("phase", "expected s", "took s"):
             table.add_column(column, justify="left" if column == "phase" else "right")
         for name, took in self.took.items():
-            over = took > self.budget[name]
-            table.add_row(name, f"{self.budget[name]:.0f}", f"[red]{took:.0f}[/red]" if over else f"{took:.0f}")
+            shown = f"[red]{took:.0f}[/red]" if took > self.budget[name] else f"{took:.0f}"
+            table.add_row(name, f"{self.budget[name]:.0f}", shown)
         table.add_section()
         table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
         return table

@@ -81,7 +81,7 @@ class Entry:
         if any(p.kind == WRONG for p in problems):
             return 1
         if any(p.kind == ABSENT for p in problems):
-            console.print("Nothing is wrong with this config, but it cannot start here: see what is absent.")
+            console.print("Nothing is wrong with this config, but it cannot start on this machine: see what is absent.")
         else:
             console.print("Nothing is wrong with this config. Leave out trainer.dry_run=true to start it.")
         return 0

@@ -68,13 +68,14 @@ def main(argv: list[str] | None = None) -> None:
     llm = engine(str(fetch.model_folder(args.model, name=MODEL)), seed=0)
     record: dict[str, Any] = {"model": str(args.model or f"{fetch.SOURCES[MODEL].title}, {fetch.NOTE}"),
                               "questions": len(rows), "temperature": args.temperature, "prompts": {}}  # fmt: skip
-    if args.out.exists() and (before := json.loads(args.out.read_text())) | {"prompts": {}} == record:
-        record = before  # prompts that it has, as they are now, are not measured again
+    before = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if {**before, "prompts": {}} == record:  # a stopped command with the same settings
+        record = before
     table = Table("", "right %", "by the last number %", "with the marker %", "cut %", "tokens", "s",
                   title=f"{len(rows)} training questions")  # fmt: skip
     for name, prompt in CANDIDATES.items():
         result = record["prompts"].get(name, {})
-        if asdict(prompt).items() - result.items():
+        if not asdict(prompt).items() <= result.items():  # not measured yet, or the prompt has changed since
             result = record["prompts"][name] = pass_rate(llm, prompt, rows, args.temperature)
             args.out.write_text(json.dumps(record, indent=1) + "\n")
         table.add_row(name, *(f"{100 * result[share]:.1f}" for share in SHARES), f"{result['answer_tokens']:.0f}",

@@ -128,6 +128,10 @@ def test_answers_without_any_reward_are_described_once():
              "critic/score/mean": 0.0}  # fmt: skip
 
     assert new_health(tools).measure(batch, 1, known)["health/failed_tool_calls"] == pytest.approx(2 / 3)
+    mixed = batch.select()
+    mixed.non_tensor_batch |= {"tool_call_counts": np.array([None, 1, 0, 2], dtype=object),
+                               "failed_tool_calls": np.array([None, 1, 0, 0], dtype=object)}  # fmt: skip
+    assert new_health(tools).measure(mixed, 1, known)["health/failed_tool_calls"] == pytest.approx(1 / 3)
 
     def said(health, batch):
         with logged() as lines:

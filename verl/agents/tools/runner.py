@@ -126,7 +126,7 @@ class ToolRunner:
         if (kind, known) not in self._logged:
             self._logged.add((kind, known))
             trace = "" if error is None else f"\n{full_traceback(error)}"
-            logger.warning(f"tool {name[:_SHOWN]!r}: {text} Further ones are not logged.{trace}")
+            logger.warning(f"tool {name[:_SHOWN]!r}: {text} Further failures of this kind are not logged.{trace}")
         return ToolResult(ToolResponse(text=self.cut(f"Error: {text}")), failure=kind)
 
     def cut(self, text: str) -> str:

@@ -67,8 +67,9 @@ class RunHealth:
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
             if self.has_tools and (calls := batch.non_tensor_batch.get("tool_call_counts")) is not None:
                 values["without_tool_call"] = np.mean([not count for count in calls])
-                if (failed := batch.non_tensor_batch.get("failed_tool_calls")) is not None and calls.sum() > 0:
-                    values["failed_tool_calls"] = failed.sum() / calls.sum()
+                made = sum(count or 0 for count in calls)  # None: a row of a loop without tools
+                if made and (failed := batch.non_tensor_batch.get("failed_tool_calls")) is not None:
+                    values["failed_tool_calls"] = sum(count or 0 for count in failed) / made
         named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named

@@ -18,6 +18,7 @@ from verl.profiling.profile import finished_update
 from verl.protocol import DataProto
 from verl.training.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.training.engine import FSDPEngine
+from verl.training.host_memory import return_freed_memory
 from verl.training.policy.packing import to_device
 
 #: (micro-batch, counts) -> (loss to differentiate, parts that add up over micro-batches, means over its counted tokens)
@@ -81,6 +82,8 @@ def update_by_mini_batches(
                 metrics[metric].append(value)
             if engine.rank == 0:
                 logger.debug("{} update on {} rows with {}: {}", name, len(mini), asdict(counts), values)
+    if engine.device.type == "cpu":
+        return_freed_memory()  # for generation and checkpoints, which follow
     metrics |= {f"{name}/nonfinite_steps": [skipped], f"{name}/empty_steps": [empty]}
     return dict(metrics)
 

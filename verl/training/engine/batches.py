@@ -58,7 +58,7 @@ def forward_backward_batch(
                 metrics[name].append(value.item() if isinstance(value, torch.Tensor) else value)
         for name, value in output.items():
             outputs[name].append(value.detach().cpu())
-        output = loss = None  # the graph ends before the next forward, for the reason in optimizer_step.py
+        output = loss = None  # its graph's nodes would keep a CPU's allocator from joining freed activations
     order = torch.tensor([row for rows in parts for row in rows]).argsort()
     joined = TensorDict({name: cat_rows(pieces) for name, pieces in outputs.items()}, batch_size=[len(data)])
     ordered = index_select_tensor_dict(joined, order)

@@ -29,7 +29,7 @@ from verl.protocol import DataProto
 from verl.training.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.training.engine import batches, build
 from verl.training.engine.base import BaseEngine, EngineRegistry, StepResult
-from verl.training.host_memory import available_memory, return_freed_memory
+from verl.training.host_memory import available_memory
 from verl.training.parallel import sharding
 from verl.training.parallel.sequence_parallel import (
     get_ulysses_sequence_parallel_group,
@@ -237,8 +237,6 @@ class FSDPEngine(BaseEngine):
                 self.to("cpu", model=False, optimizer=True)
             if outermost and self.is_param_offload_enabled:
                 self.to("cpu", model=True, optimizer=False)
-            if outermost and self.device.type == "cpu":
-                return_freed_memory()
 
     train_mode, eval_mode = partialmethod(_mode, "train"), partialmethod(_mode, "eval")
 
