@@ -5,22 +5,27 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.agents.agent_loop.parts import AddTool
 from tests.agents.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.helpers.chat_templates import FORMATS, byte_tokenizer
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
+from verl.planning.checks import Findings
 from verl.planning.rollouts import check_agent_loops
+from verl.utils.problems import wrong
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVED = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent")
 FUNCTION = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b + missing\n'
 
 
-def problems(*overrides, template=TEMPLATE, rows=()):
-    tokenizer = make_tokenizer(WORDS)
+def problems(*overrides, template=TEMPLATE, rows=(), tokenizer=None):
+    tokenizer = tokenizer or make_tokenizer(WORDS)
     tokenizer.chat_template = template
-    findings = SimpleNamespace(datasets={"data.train_files": SimpleNamespace(rows=list(rows))}, tokenizer=tokenizer)
+    dataset = SimpleNamespace(rows=list(rows), error=lambda i, what: f"row {i}: {what}")
+    findings = SimpleNamespace(datasets={"data.train_files": dataset}, tokenizer=tokenizer, tools={}, problems=[])
     reported = list(check_agent_loops(to_settings(compose_ppo(*SOUND, *overrides), PPOConfig), findings))
     return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in reported]
 
@@ -52,6 +57,47 @@ def test_a_tool_answers_its_example_with_the_kwargs_of_the_example(tools):
     assert "the arguments of 'add' do not fit its schema: arguments: 'b' is a required property." in message
 
 
+class UngradedTool(AddTool):
+    """AddTool without a reward."""
+
+    async def calc_reward(self, instance_id, **kwargs):
+        raise LookupError("no reward")
+
+
+def test_the_reward_of_a_tool_is_computed_after_its_example(tools, tmp_path):
+    findings = SimpleNamespace(datasets={}, tokenizer=None, tools={}, problems=[])
+    config = to_settings(compose_ppo(*SOUND, *SERVED, tools(**SUM)), PPOConfig)
+    assert list(check_agent_loops(config, findings)) == []
+    assert findings.tools == {"add": "answers '3' to its example_arguments"}
+    ungraded = {"class_name": f"{__name__}.UngradedTool", "config": SUM}
+    (tmp_path / "ungraded.yaml").write_text(json.dumps({"tools": [ungraded]}))
+    ((key, message),) = problems(*SERVED, f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/ungraded.yaml")
+    assert key == "multi_turn.tool_config_path" and "calc_reward failed after the call of example_arguments" in message
+
+
+@pytest.mark.parametrize(("kwargs", "what"), [
+    ({"subtract": {}}, "names the tool 'subtract'; loaded are: add"),
+    ({"add": {"kwargs": {}}}, "add has 'kwargs'; known are: create_kwargs, "),
+])  # fmt: skip
+def test_rows_name_tools_that_exist(tools, kwargs, what):
+    rows = [{"extra_info": {"tools_kwargs": given}} for given in ({"add": {"create_kwargs": {}}}, None, kwargs)]
+    (key, message), = (found for found in problems(*SERVED, tools(), rows=rows) if "tools_kwargs" in found[1])
+    assert key == "data.train_files" and "row 2: extra_info.tools_kwargs" in message and what in message
+    assert not any("tools_kwargs" in message for _, message in problems(*SERVED, tools(), rows=rows[:2]))
+
+
+@pytest.mark.parametrize(("model", "parser", "other"), [
+    ("qwen2.5", "hermes", "llama3_json"), ("qwen3", "hermes", "qwen3_coder"), ("llama3.1", "llama3_json", "hermes"),
+    ("mistral v7", "mistral", "hermes"),
+])  # fmt: skip
+def test_the_parser_reads_calls_as_the_chat_template_writes_them(tools, model, parser, other):
+    overrides = (*SERVED, tools(), f"{ROLLOUT}.multi_turn.format=")
+    given = {"template": "{{ tools }}" + FORMATS[model].template, "tokenizer": byte_tokenizer(FORMATS[model])}
+    assert problems(*overrides[:-1], overrides[-1] + parser, **given) == []
+    ((key, message),) = problems(*overrides[:-1], overrides[-1] + other, **given)
+    assert key == "multi_turn.format" and f"{other} finds no call in what the chat template writes for one" in message
+
+
 def test_an_example_has_the_limits_of_the_training(tools):
     hanging = tools(**SUM, example_kwargs={"execute_kwargs": {"hangs": True}})
     ((_, message),) = problems(*SERVED, hanging, f"{ROLLOUT}.multi_turn.tool_timeout=0.2")
@@ -59,6 +105,17 @@ def test_an_example_has_the_limits_of_the_training(tools):
     ((_, message),) = problems(*SERVED, hanging, f"{ROLLOUT}.multi_turn.tool_timeout=0.2",
                                f"{ROLLOUT}.multi_turn.max_tool_response_length=20")  # fmt: skip
     assert "...(truncated)..." in message
+
+
+def test_an_error_of_a_tool_file_is_reported_once(tmp_path):
+    path = f"{ROLLOUT}.multi_turn.tool_config_path"
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": "absent.Tool", "config": {}}]}))
+    error = f"{tmp_path}/tools.yaml, tools[0] (absent.Tool): tool class 'absent.Tool': module 'absent' cannot be "
+    error += "imported: No module named 'absent'"
+    findings = Findings(problems=[wrong("data.train_files", f"data.train_files: {error}")])
+    config = to_settings(compose_ppo(*SOUND, *SERVED, f"{path}={tmp_path}/tools.yaml"), PPOConfig)
+    ((key, message),) = [(p.key, p.message) for p in check_agent_loops(config, findings)]
+    assert key == path and error in message and not findings.problems
 
 
 def test_a_function_has_its_example_in_an_attribute(tmp_path):

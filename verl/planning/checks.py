@@ -41,6 +41,7 @@ class Findings:
     processor: Any = None
     hf_config: Any = None
     datasets: dict[str, Any] = field(default_factory=dict)  # data.train_files, data.val_files -> its data set
+    tools: dict[str, str] = field(default_factory=dict)  # name -> the answer to its example call
     train_prompts: int | None = None
     val_prompts: int | None = None
     problems: list[Problem] = field(default_factory=list)

@@ -233,7 +233,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
             "ranks that generate": str(config.rollout.nnodes * config.rollout.n_gpus_per_node),
             "oldest token of a trained sample": f"{oldest} update{'s' * (oldest != 1)} behind the trained weights",
         }
-    print_rows(console, rows)
+    print_rows(console, rows | {f"tool {name}": answer for name, answer in findings.tools.items()})
     if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
         from verl.planning.ppo_memory import print_memory  # imports what a run's driver does not need
 

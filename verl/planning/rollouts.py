@@ -2,7 +2,8 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.gateway.program import missing_file
 from verl.agents.interactions.interaction_registry import initialize_interactions_from_config
-from verl.agents.message_encoder import USER, MessageEncoder
+from verl.agents.message_encoder import ARGUMENTS, CALL_ID, CALLING, USER, MessageEncoder
+from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import MultiTurnConfig
+from verl.data.chat_template import ChatTemplateError
 from verl.planning.checks import ModelError, load_model_part
 from verl.rollout.replica import RolloutReplicaRegistry
 from verl.utils.problems import UNUSED, Problem, absent, one_line, wrong
@@ -57,8 +60,10 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
         try:
             return function(*args, **kwargs)
         except Exception as error:  # the user's own classes may raise anything
-            value = one_line(select(config, key))
-            problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
+            text = one_line(error)
+            problems.append(wrong(key, f"{key}={one_line(select(config, key))}: {text}"))
+            # The data sets read the tools, too: the same error under data.train_files says less.
+            findings.problems[:] = [problem for problem in findings.problems if not problem.message.endswith(text)]
 
     try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
     names = set(_agent_loop_registry)
@@ -74,7 +79,9 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
         yield wrong(key, f"{key}={rollout.agent.command}: {missing} does not exist. Give a program in PATH, or a path.")
     tools = []
     for name in ("tool_config_path", "function_tool_path"):
-        tools += try_call(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
+        called = try_call(f"{MULTI_TURN}.{name}", _call_examples, settings, **{name: settings[name]}) or {}
+        tools += called
+        findings.tools |= {tool.name: answer for tool, answer in called.items()}
     key = f"{MULTI_TURN}.interaction_config_path"
     path = settings.interaction_config_path
     interactions = try_call(key, initialize_interactions_from_config, path) if path else None
@@ -91,21 +98,55 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
             what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
             how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
             yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
+        elif tools and not problems and parser and (text := _call_not_read(encoder, parser, schemas)):
+            key = f"{MULTI_TURN}.format"
+            what = f"{key}={settings.format} finds no call in what the chat template writes for one, {one_line(text)!r}"
+            yield Problem(UNUSED, key, f"{what}. Unless the model calls tools in another format, set its parser.")
     unnamed = rows and not any(row.get("agent_name") for row in rows)
     if (tools or interactions) and unnamed and rollout.agent.default_agent_loop == "single_turn_agent":
         key = f"{ROLLOUT}.agent.default_agent_loop"
         what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in column "
         what += "agent_name"
         yield wrong(key, f"{what}. Set {key}=tool_agent.")
+    elif tools and not problems:
+        yield from _rows_that_the_tools_refuse(tools, findings.datasets)
     yield from problems
 
 
-def _tools(
-    settings: MultiTurnConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
-) -> list[Any]:
-    """The tools of a file, each of which answers the call of its config.example_arguments, if it has them.
+def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[dict[str, Any]]) -> str:
+    """A call of the first tool as the chat template writes it; empty if the parser reads it, or nothing is written."""
+    name = schemas[0]["function"]["name"]
+    calls = [{"id": CALL_ID % 0, "type": "function", "function": {"name": name, "arguments": ARGUMENTS[0]}}]
+    begun = encoder.prompt([USER], schemas)
+    try:
+        ids = encoder.prompt([USER, {**CALLING, "tool_calls": calls}], schemas, add_generation_prompt=False)
+    except ChatTemplateError:
+        return ""
+    written = ids[len(os.path.commonprefix([begun, ids])) :]
+    text = encoder.tokenizer.decode(written)
+    _, read = asyncio.run(parser.extract_tool_calls(written))
+    return text if name in text and name not in [call.name for call in read] else ""
 
-    config.example_kwargs are the call's extra_info.tools_kwargs; `settings` (multi_turn) has the limits.
+
+def _rows_that_the_tools_refuse(tools: list[BaseTool], datasets: Mapping[str, Any]) -> Iterator[Problem]:
+    """The first row of each data set whose extra_info.tools_kwargs name a tool or a method that does not exist."""
+    runner = ToolRunner(tools)
+    for key, dataset in datasets.items():
+        for i, row in enumerate(getattr(dataset, "rows", ())):
+            try:
+                runner.conversation((row.get("extra_info") or {}).get("tools_kwargs"))
+            except ValueError as error:
+                yield wrong(key, f"{key}: {dataset.error(i, str(error))}.")
+                break
+
+
+def _call_examples(
+    settings: MultiTurnConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
+) -> dict[BaseTool, str]:
+    """The tools of a file, with the answer of each to config.example_arguments, or that it has none.
+
+    config.example_kwargs are the call's extra_info.tools_kwargs; `settings` (multi_turn) has the limits. After the call
+    `calc_reward` and `release` are called, too. Raises ValueError for a call or a method that fails.
     """
     tools = initialize_tools_from_config(tool_config_path, function_tool_path)
     runner = ToolRunner(
@@ -114,6 +155,7 @@ def _tools(
     )  # fmt: skip
     configs = {tool.name: dict(tool.config or {}) for tool in tools}
     kwargs = {name: config.get("example_kwargs") for name, config in configs.items()}
+    answers = dict.fromkeys(tools, "not called, it has no example_arguments")
 
     async def call_examples() -> None:
         async with runner.conversation(kwargs) as conversation:
@@ -122,9 +164,14 @@ def _tools(
                     result = await conversation.call(tool.name, dict(example))
                     if result.failure is not None:
                         raise ValueError(f"the call of example_arguments failed: {result.response.text}")
+                    answers[tool] = f"answers {one_line(result.response.text)!r} to its example_arguments"
+            await conversation.calc_rewards()
+        if failed := [kind for kind in ("reward_failed", "release_failed") if runner.counts[kind]]:
+            method = {"reward_failed": "calc_reward", "release_failed": "release"}[failed[0]]
+            raise ValueError(f"{method} failed after the call of example_arguments: see the log")
 
     asyncio.run(call_examples())
-    return tools
+    return answers
 
 
 def check_cpu_heads(config: PPOConfig, findings: Any) -> Iterator[Problem]:
