@@ -87,7 +87,11 @@ API = {
     "Advantage estimators": ["verl.algos.advantage"],
     "Policy losses": ["verl.algos.policy_loss"],
     "KL penalties": ["verl.algos.kl"],
+    "Reward managers": ["verl.reward.managers.base", "verl.reward.managers.naive.NaiveRewardManager"],
     "Rollout": ["verl.rollout.base"],
+    "Agents": ["verl.agents.agent_loop.base", "verl.agents.message_encoder.MessageEncoder",
+               "verl.agents.agent_loop.tool_parser.ToolParser", "verl.agents.tools.base_tool.BaseTool",
+               "verl.agents.interactions.base.BaseInteraction"],
     "Engine": ["verl.training.engine.base"],
     "Settings": ["verl.config.fields.setting"],
 }
@@ -225,8 +229,9 @@ def api_page() -> str:
                 body = [owner, *(owner.body if isinstance(owner, ast.ClassDef) else ())]
             lines += [f"`{file}`:", "", "| name | meaning |", "|---|---|"]
             for node in body:
-                if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                    sentence = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+                described = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                if described and not node.name.startswith("_") and (docstring := ast.get_docstring(node)):
+                    sentence = " ".join(docstring.partition("\n\n")[0].split())
                     lines.append(f"| `{node.name}` | {sentence.replace('|', '/').replace('<', '&lt;')} |")
             lines += ["", f"::: {name}", ""]
     return "\n".join(lines)
