@@ -3,7 +3,8 @@
     python -m examples.dllm_arithmetic.corpus --out DIR [--train 20000] [--test 1000] [--seed 0]
 
 Problems are those of the SPD demo (2 to 5 steps); answers are in its house style, each step with its calculation
-spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer); no question occurs twice.
+spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer, and the columns of the RL
+data format); no question occurs twice.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from verl.utils.fs import output_folder
 PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
 SPECIAL = (PAD, EOS, UNK, MASK)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
+DATA_SOURCE = "worked_arithmetic"
 COUNTS = {"train": 20000, "val": 200, "test": 1000}
 
 
@@ -74,9 +76,12 @@ def draw(counts: dict[str, int], seed: int) -> dict[str, pd.DataFrame]:
 
 
 def write(tables: Mapping[str, pd.DataFrame], directory: Path) -> None:
-    """One parquet file per split."""
+    """One parquet file per split, with the columns of the RL data format."""
     for split, table in tables.items():
-        table.to_parquet(directory / f"{split}.parquet")
+        table.assign(
+            data_source=DATA_SOURCE, prompt=[[{"role": "user", "content": text}] for text in table["instruction"]],
+            reward_model=[{"style": "rule", "ground_truth": answer} for answer in table["answer"]],
+        ).to_parquet(directory / f"{split}.parquet")  # fmt: skip
 
 
 def final_answer(text: str) -> str | None:

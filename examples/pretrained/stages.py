@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -135,12 +134,6 @@ def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.Argument
     for name, value in vars(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")
     return parser
-
-
-def begin(title: str) -> None:
-    """Show the title, and make SIGTERM end the running command too."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console.rule(title)
 
 
 def run_and_report(
