@@ -9,12 +9,12 @@ slower on most CPUs, and takes matrices alone.
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
-from examples.spd_arithmetic.muon import orthogonalise
-
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 OUTSIDE = ("embed", "lm_head", "score")  # parts of the names of matrices outside the layers
 
 
@@ -57,7 +57,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(_like(u, p), alpha=scale)
 
-    def _direction(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+    def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
         """The full gradient with Nesterov momentum, [rows, columns]."""
         state = self.state[p]
         if not state:
@@ -77,7 +77,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
               eps=1e-8, maximize=False)  # fmt: skip
 
 
-def _like(full: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def orthogonalise(x: Tensor) -> Tensor:
+    """Nearest semi-orthogonal matrix of each, roughly, by Newton-Schulz. [N, R, C] -> [N, R, C]."""
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT.contiguous()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _like(full: Tensor, p: Tensor) -> Tensor:
     """A full matrix, sharded over the ranks like `p`."""
     if not isinstance(p, DTensor):
         return full

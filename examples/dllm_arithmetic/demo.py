@@ -10,10 +10,9 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from rich.table import Table
 
 from examples.demo_runner import (
     ROOT,
-    PhaseFailed,
-    Phases,
     TrainingWatch,
     console,
     make_progress,
     run_logged,
+    run_phases,
     run_shown,
     run_side_by_side,
 )
@@ -84,10 +82,10 @@ def twin_command(model: Path, data: Path, run: Path, steps: int, seed: int) -> l
     return command("verl.trainer.fsdp_sft_trainer", common(model, data, run, steps, seed))
 
 
-def trained_model(run: Path, role: str = "") -> Path:
-    """The Hugging Face directory of a run's last checkpoint, of a role in RL."""
+def trained_model(run: Path) -> Path:
+    """The Hugging Face directory of a run's last checkpoint."""
     step = (run / "latest_checkpointed_iteration.txt").read_text().strip()
-    return run / f"global_step_{step}" / role / "huggingface"
+    return run / f"global_step_{step}" / "huggingface"
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
@@ -189,30 +187,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_base(args: argparse.Namespace) -> Callable[[], None]:
-    """The phase that trains the base, with its own progress bar."""
-    made = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(args.out / "base"), "--seed",
-            str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
-    return lambda: run_shown(made)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the phases; returns the exit code."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
-    out, run, phases, results, cpu = args.out, args.out / "refinement", Phases(BUDGET_S), {}, {}
-    console.rule("Iterative refinement against plain SFT")
-    try:
-        phases.run("base", make_base(args))
-        phases.run(
-            "training", lambda: cpu.update(refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings))
-        )
+    out, run, results, cpu = args.out, args.out / "refinement", {}, {}
+    make = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(out / "base"), "--seed",
+            str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
+
+    def training() -> None:
+        cpu.update(refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings))
         shutil.rmtree(out / "refined", ignore_errors=True)
         shutil.copytree(trained_model(run), out / "refined")
+
+    def evaluation() -> None:
         models = {"refined": out / "refined", "twin": trained_model(out / "twin")}
-        phases.run("evaluation", lambda: results.update(evaluate(out, models, args.questions)))
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        results.update(evaluate(out, models, args.questions))
+
+    works = {"base": lambda: run_shown(make), "training": training, "evaluation": evaluation}
+    phases = run_phases("Iterative refinement against plain SFT", BUDGET_S, works)
+    if phases is None:
         return 1
     results["cpu_seconds"] = cpu
     results["criteria"] = criteria_of(results)

@@ -17,6 +17,7 @@ import dllm_reasoning.config
 from benchmarks import dllm_demo, seeds
 from benchmarks.run import WANTED
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
+from examples import demo_runner
 from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate, make_base
 from tests.dllm_reasoning.models import tiny
 from tests.helpers import configs
@@ -122,9 +123,9 @@ def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monk
         trained(out / "twin", 3)
         return {"refined": 300.0, "twin": 240.0}
 
-    monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(demo_runner.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(demo, "draw_curves", lambda results, runs, file: file.touch())
-    monkeypatch.setattr(demo, "make_base", lambda args: lambda: None)
+    monkeypatch.setattr(demo, "run_shown", lambda command: None)
     monkeypatch.setattr(demo, "refine_and_twin", train)
     monkeypatch.setattr(demo, "evaluate", lambda out, models, questions: results)
     assert demo.main(["--out", str(tmp_path)]) == 0

@@ -15,20 +15,18 @@ best number of draft tokens. A stopped command continues with the servers that i
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 from rich.table import Table
 
 from examples.demo_runner import console
 from examples.pretrained.spd.gains import DROP, best, curves
-from examples.spd_arithmetic.demo_serve import CONCURRENT, Client, server, tokens_per_draft
-from examples.spd_arithmetic.serving import Question, accuracy, read_questions
+from examples.spd_arithmetic.questions import Question
+from examples.spd_arithmetic.serving import CONCURRENT, Row, measure, read_questions, server
 from recipe.spd.vllm_plugin import engine_options
 from scripts.serve_spd import flags_of
 from scripts.spd_evaluation.plot import CURVES
@@ -44,31 +42,6 @@ LOOKUPS = {
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
 FIGURES = ("tokens_per_second", "tokens_per_draft", "accuracy", "cpu_seconds")
-Row = dict[str, Any]
-
-
-def cpu_seconds(root: int) -> float:
-    """CPU seconds of a process and its children so far."""
-    process = psutil.Process(root)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
-
-
-def measure(
-    client: Client, pid: int, questions: Sequence[Question], concurrent: int = 1, always_drafts: bool = True,
-    **xargs: float,
-) -> Row:  # fmt: skip
-    """What one way of decoding gives on the questions; `always_drafts`: in every step, unlike lookup."""
-    before, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
-    tokens, _ = client.answers(questions, concurrent, **xargs)
-    seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
-    count = sum(map(len, tokens))
-    per_draft = tokens_per_draft(tokens, client.drafts() - before) if always_drafts else None
-    return {
-        "accuracy": accuracy(client.target, questions, tokens), "tokens_per_draft": per_draft,
-        "tokens_per_second": count / seconds, "cpu_seconds": used, "tokens_per_cpu_second": count / used,
-        "tokens": tokens,
-    }  # fmt: skip
 
 
 def chosen_scorer(evaluation: Path) -> tuple[str, float]:
