@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.spd_arithmetic import corpus as problems
+from examples.spd_arithmetic.tokenizer import EOS, PAD, UNK, word_tokenizer
 from verl.utils.fs import output_folder
 
-PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
+MASK = "<mask>"
 SPECIAL = (PAD, EOS, UNK, MASK)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
 DATA_SOURCE = "worked_arithmetic"
@@ -51,12 +51,7 @@ def vocabulary() -> dict[str, int]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Splits at spaces."""
-    inner = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNK))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK, mask_token=MASK, padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    tokenizer = word_tokenizer(vocabulary(), mask_token=MASK)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

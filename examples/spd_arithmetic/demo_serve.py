@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from examples.demo_runner import ROOT, console
-from examples.spd_arithmetic import deepen
+from examples.spd_arithmetic.deepen import write_deepened
 from examples.spd_arithmetic.demo import STEPS, saved_scorer
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.serving import CONCURRENT, Client, accuracy, measure, read_questions, server
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serve and measure; the content of served.json."""
     testbed = args.demo / "testbed"
     target = args.demo / "deepened"
-    deepen.main(["--model", str(testbed / "target"), "--out", str(target)])
+    write_deepened(testbed / "target", target)
     test = read_questions(testbed / "questions_test.jsonl", args.questions)
     validation = read_questions(testbed / "questions_val.jsonl", VALIDATION)
     options = engine_options(

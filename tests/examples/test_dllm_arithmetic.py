@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
-from examples.dllm_arithmetic import acceptance, corpus, curves, demo, evaluate
+from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate
 
 
 def test_every_worked_step_is_right_and_leads_to_the_answer():
@@ -69,22 +69,18 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     out = tmp_path / "rows.json"
     threads = torch.get_num_threads()
     evaluate.main(["--model", f"tiny={small / 'model'}", "--questions", str(small / "test.parquet"), "--block", "4",
-                   "--batch", "4", "--timed", "1", "--out", str(out)])  # fmt: skip
+                   "--batch", "4", "--out", str(out)])  # fmt: skip
     torch.set_num_threads(threads)
     results = json.loads(out.read_text())
     assert results["questions"] == 6 == len(results["correct"])
     assert [row["mode"] for row in results["rows"]] == [*evaluate.MODES]
     rows = {row["mode"]: row for row in results["rows"]}
     assert set(rows["slide"]) == {"model", "mode", "block", "accuracy", "accuracy_se", "tokens_per_forward",
-                                  "tokens_per_second", "same_as_greedy"}  # fmt: skip
+                                  "same_as_greedy"}  # fmt: skip
     assert rows["greedy"]["tokens_per_forward"] == 1.0 and rows["greedy"]["block"] == 1 and rows["slide"]["block"] == 4
     for mode in acceptance.LOSSLESS:
         assert rows[mode]["same_as_greedy"] == 1.0 and rows[mode]["accuracy"] == rows["greedy"]["accuracy"]
-    steps = [{"step": s, "data": {"train/loss_s0": 2.0 / s, "train/loss_s1": 1.0 / s}} for s in (1, 2, 3)]
-    curves.draw_curves(results, [("stage 0", steps)], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert demo.result_table(results).row_count == len(evaluate.MODES)
-    assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
 
 
 def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):

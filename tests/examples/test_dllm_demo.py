@@ -124,7 +124,6 @@ def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monk
         return {"refined": 300.0, "twin": 240.0}
 
     monkeypatch.setattr(demo_runner.signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(demo, "draw_curves", lambda results, runs, file: file.touch())
     monkeypatch.setattr(demo, "run_shown", lambda command: None)
     monkeypatch.setattr(demo, "refine_and_twin", train)
     monkeypatch.setattr(demo, "evaluate", lambda out, models, questions: results)

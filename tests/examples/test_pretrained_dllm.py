@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
-from examples.dllm_arithmetic.curves import accuracy_under_parallelism
+from examples.dllm_arithmetic.evaluate import accuracy_under_parallelism
 from examples.pretrained.dllm import demo, serve, target, tasks
 from examples.pretrained.stages import Stage
 from recipe.spd.rollout.answers import final_answer, is_correct
@@ -173,7 +173,6 @@ def test_what_exists_is_reported(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "means over 1 seeds: dllm_tokens_per_forward 1.00 (wanted: 2.2)" in text
     assert "longest refinement 100 s" in text
-    assert (tmp_path / "seed0" / "curves.png").stat().st_size > 1000
     assert json.loads((tmp_path / "result.json").read_text())["means"]["gap"] == 0
 
 

@@ -5,9 +5,8 @@
 Fine-tunes SmolLM2-135M-Instruct (examples.pretrained.fetch) on answers that come with reasoning-gym's questions, then
 trains on the resulting model's own answers: refinement, and a twin by plain SFT with as many steps of the same samples.
 Ends with accuracy over tokens per forward for every mode of generation (three of the twin) and the area under it (AUP),
-greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, OUT/result.json and a
-picture for each seed. Every stage runs once for its settings and those of the stages before it, and resumes if it was
-stopped.
+greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, and OUT/result.json. Every
+stage runs once for its settings and those of the stages before it, and resumes if it was stopped.
 """
 
 import json
@@ -26,10 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from dllm_reasoning.inference.commit_rules import MOST_BRANCHED
 from examples.demo_runner import ROOT, begin, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
-from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
-from examples.dllm_arithmetic.demo import command, metrics_of, result_table
+from examples.dllm_arithmetic.demo import command, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
-from examples.dllm_arithmetic.evaluate import MODES, paired
+from examples.dllm_arithmetic.evaluate import MODES, accuracy_under_parallelism, paired
 from examples.pretrained import fetch
 from examples.pretrained.dllm import tasks
 from examples.pretrained.dllm.target import (
@@ -173,7 +171,7 @@ def figures(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def report(out: Path, seeds: Sequence[int]) -> None:
-    """Print what exists of each seed and the means; write result.json and a picture for each seed."""
+    """Print what exists of each seed and the means; write result.json."""
     results = {}
     for seed in seeds:
         folder = out / f"seed{seed}"
@@ -184,14 +182,12 @@ def report(out: Path, seeds: Sequence[int]) -> None:
         results[seed] = figures(read)
         everything = {"questions": read["refined"]["questions"], "rows": [r for p in read.values() for r in p["rows"]]}
         console.print(result_table(everything))
-        runs = [(name, metrics_of(folder / name)) for name in ("refinement", "twin")]
-        draw_curves(everything, runs, folder / "curves.png")
         result = results[seed]
         gap, aup = result["gap"], result["aup"]
         console.print(
             f"seed {seed}: {result['dllm_tokens_per_forward']:.2f} tokens per forward by {result['mode']}, lossless; "
             f"greedy accuracy, refined less twin: {gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to "
-            f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}; {folder / 'curves.png'}",
+            f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
         if result["differing"]:
