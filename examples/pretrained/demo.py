@@ -4,8 +4,8 @@
 
 The model is SmolLM2-135M-Instruct (examples.pretrained.fetch) or any Hugging Face folder with a chat template. Task and
 prompt were chosen before any training (selection.json). Ends with the accuracies on held-out questions, the acceptance
-criteria and OUT/result.json; each run has a report page. Runs that have ended are kept, and one that was stopped
-resumes from its last checkpoint: delete OUT to start again.
+criteria, OUT/result.json and OUT/curves.png; each run has a report page. Runs that have ended are kept, and one that
+was stopped resumes from its last checkpoint: delete OUT to start again.
 
 The control has learning rate 0: its weights never change, so that a few steps show that its accuracy does not move.
 """
@@ -130,11 +130,26 @@ def gained(accuracies: Mapping[str, Mapping[int, float]]) -> tuple[list[float], 
     return gains, moved
 
 
-def show_reports(runs: Mapping[str, Stage], note: bool) -> None:
-    """Print where the report pages are, and the note on fetched weights."""
-    console.print(*(f"report {run.result / 'report.html'}" for run in runs.values()), sep="\n", soft_wrap=True)
-    if note:
-        console.print(f"The model: {fetch.NOTE}.")
+def show_pages(runs: Mapping[str, Stage], accuracy: str, file: Path) -> None:
+    """Draw held-out accuracy, mean reward and answer length over steps, a line per run, as a PNG, and print where it
+    and the report pages are."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    shown = {"held-out accuracy": accuracy, "mean reward of a step": "critic/score/mean",
+             "answer length, tokens": "response_length/mean"}  # fmt: skip
+    for axis, (label, metric) in zip(axes, shown.items(), strict=True):
+        for name, run in runs.items():
+            values = by_step(run.result, metric)
+            axis.plot(values.keys(), values.values(), ".-", label=name)
+        axis.set(xlabel="step", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set(ylim=(0, None))
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
+    pages = [f"report {run.result / 'report.html'}" for run in runs.values()]
+    console.print(*pages, f"curves {file}", sep="\n", soft_wrap=True)
 
 
 def options(doc: str, steps: int, lr: float | None, out: Path) -> argparse.ArgumentParser:
@@ -178,7 +193,9 @@ def main(argv: list[str] | None = None) -> int:
     result = {"model": str(args.model or fetch.NOTE), "accuracy": accuracies, "gains": gains,
               "control": moved, "seconds": seconds}  # fmt: skip
     report(args.out, result, criteria, f"GRPO on {DATA_SOURCE}", shares)
-    show_reports(runs, not args.model)
+    show_pages(runs, ACCURACY, args.out / "curves.png")
+    if not args.model:
+        console.print(f"The model: {fetch.NOTE}.")
     return 0
 
 

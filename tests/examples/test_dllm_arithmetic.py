@@ -55,7 +55,7 @@ def small(tmp_path_factory):
         num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )).save_pretrained(folder / "model")  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
-    corpus.main(["--out", str(folder), "--train", "2", "--val", "2", "--test", "6"])
+    corpus.write(corpus.draw({"train": 2, "val": 2, "test": 6}, 0), folder)
     return folder
 
 

@@ -10,8 +10,8 @@ settings of main_ppo for all runs, such as trainer.device=cuda.
 Validation has two accuracies: by the reward, which reads the number after a marker, and by the last number of the
 answer, whatever its format. Their difference tells how much of a gain is format. The control has learning rate 0. The
 model of the first seed is merged into a Hugging Face folder and served, with --lora as an adapter too. OUT has
-result.json and the runs, each with a report page. What has ended is kept, and a stopped run resumes from its last
-checkpoint: delete OUT to start again.
+result.json, curves.png and the runs, each with a report page. What has ended is kept, and a stopped run resumes from
+its last checkpoint: delete OUT to start again.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from examples.pretrained.demo import (
     percentages,
     runs_of,
     shares_of,
-    show_reports,
+    show_pages,
     training_command,
 )
 from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, VALIDATION_SIZE, Prompt, write
@@ -154,10 +154,12 @@ def main(argv: list[str] | None = None) -> int:
               "control": {name: moved for name, (_, moved) in gains.items()}, "seconds": seconds,
               "step_seconds": steps, "served": served}  # fmt: skip
     report(args.out, result, criteria, f"GRPO on GSM8K, {VALIDATION_SIZE} test questions", shares)
+    show_pages(runs, ACCURACY, args.out / "curves.png")
     console.print(served_table(served))
     shown = ", ".join(f"{name}: {value:.1f}" for name, value in steps.items())
     console.print(f"seconds of a step, median: {shown}", highlight=False)
-    show_reports(runs, not args.model)
+    if not args.model:
+        console.print(f"The model: {fetch.NOTE}.")
     return 0
 
 
