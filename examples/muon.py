@@ -7,6 +7,7 @@ slower on most CPUs, and takes matrices alone.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised and scaled by sqrt(max(1, rows / columns)), for matrices; AdamW at `adamw_lr`
     for embeddings, output head and vectors. A schedule scales both rates alike.
 
-    Sharded matrices (DTensor) are gathered for the step, each by all ranks.
+    Sharded matrices (DTensor) are gathered for the step, each by all ranks. `each` maps a function over the shapes,
+    like the built-in: a thread pool's map takes them side by side.
     """
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], lr: float = 0.02, weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95), adamw_lr: float = 2e-3, momentum: float = 0.95,
+        each: Callable[..., Iterable] = map,
     ) -> None:  # fmt: skip
         pairs = list(named_parameters)
         inside = [p for name, p in pairs if p.ndim == 2 and not any(part in name for part in OUTSIDE)]
@@ -36,6 +39,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         groups = [{"params": inside, "lr": lr, "muon": True, "momentum": momentum},
                   {"params": others, "lr": adamw_lr, "muon": False, "betas": tuple(betas)}]  # fmt: skip
         super().__init__([g for g in groups if g["params"]], {"lr": lr, "weight_decay": weight_decay})
+        self.each = each
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -50,12 +54,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is not None:
                 by_shape.setdefault(tuple(p.shape), []).append(p)
-        for (rows, columns), matrices in by_shape.items():  # stacked: one call of each product per shape
-            update = orthogonalise(torch.stack([self._direction(p, group["momentum"]) for p in matrices]))
-            scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-            for p, u in zip(matrices, update, strict=True):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(_like(u, p), alpha=scale)
+        list(self.each(partial(self._step_alike, group), by_shape.values()))
+
+    @torch.no_grad()  # in each thread
+    def _step_alike(self, group: dict, matrices: list[nn.Parameter]) -> None:
+        """Step matrices of one shape, stacked: one call of each product for all."""
+        update = orthogonalise(torch.stack([self._direction(p, group["momentum"]) for p in matrices]))
+        rows, columns = matrices[0].shape
+        scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+        for p, u in zip(matrices, update, strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(_like(u, p), alpha=scale)
 
     def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
         """The full gradient with Nesterov momentum, [rows, columns]."""

@@ -110,7 +110,8 @@ def train(config: TrainConfig, draw: Callable[[random.Random], Row], seed: int,
     begin, begin_cpu = time.perf_counter(), time.process_time()
     data = batches(lambda: draw(rng), config.steps, config.batch_size, rng)
     with ThreadPoolExecutor(SHARDS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        optimizer = MuonWithAdamW(model.named_parameters(), config.muon_lr, adamw_lr=config.adamw_lr)
+        named = model.named_parameters()
+        optimizer = MuonWithAdamW(named, config.muon_lr, adamw_lr=config.adamw_lr, each=pool.map)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, config.steps)
         )
