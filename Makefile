@@ -13,7 +13,6 @@
 #                                 adapters, PROMPT=NAME asks in another way (docs/gsm8k.md); OUT=DIR and SEEDS="0 1 2" too
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
-#   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
 #   make frontier                 scorers and rules swept, five seeds (about 10 minutes per seed on 2 cores; resumes)
 #   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (about 15 minutes)
 #   make test-quick               the tests that start no process (about 6 minutes)
@@ -31,7 +30,7 @@
 #   make bench BENCH=pretrained_spd   make demo-pretrained-spd on three seeds of the scorer (hours; resumes), only by name
 #   make bench BENCH=pretrained_dllm  make demo-pretrained-dllm on three seeds (hours; resumes), only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
-#   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
+#   make bench BENCH=speculative  rollouts with drafts, of the refined model of make demo-dllm, only by name
 #   make bench BENCH=trust        ratios before the first update and log-probs that depend on the batch, by name only
 #   make bench BENCH=environments  agents: requests through the gateway, and trees in the update of the pretrained model, by name only
 #   make bench BENCH=trust_demo   GRPO with top_p, with and without the sampling mask, three seeds, by name only
@@ -60,7 +59,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-pretrained-dllm demo-gsm8k demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-pretrained-spd demo-pretrained-dllm demo-gsm8k demo-dllm demo-tools frontier test test-quick test-all test-models \
   test-v2 test-sglang test-environments test-gateway \
   bench chaos gpu-check audit docs lint clean
 
@@ -103,9 +102,6 @@ demo-dllm: env
 
 demo-tools: env
 	@$(PY) -m examples.tools_arithmetic.demo
-
-demo-refine-rl: env
-	@$(PY) -m examples.refine_rl_arithmetic.demo
 
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier --results benchmarks/results/spd_seeds.json

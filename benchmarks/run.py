@@ -4,11 +4,11 @@ import importlib
 import sys
 
 from benchmarks.harness import Bound, save
+from benchmarks.speculative import WALL
 from examples.dllm_arithmetic.acceptance import MINIMUM
 from examples.pretrained import demo as pretrained_demo
 from examples.pretrained.dllm import demo as dllm_demo
 from examples.pretrained.gsm8k import demo as gsm8k_demo
-from examples.refine_rl_arithmetic.results import GAIN_POINTS, RATIO_END, RATIO_START, WALL
 
 NAMES = ("spd", "rl", "rewards", "sft", "dllm", "agents", "scale")
 # Take long: by name only.
@@ -61,15 +61,12 @@ WANTED: dict[str, Bound] = {
     "sequence_parallel_gradient_difference": ("at most", 1e-5),
     "tensor_parallel_gradient_difference": ("at most", 1e-5),
     "planner_error_max": ("at most", 0.10),
-    "refine_forwards_ratio_start": ("at least", RATIO_START),
-    "refine_forwards_ratio_end": ("at least", RATIO_END),
     **{f"refine_wall_{batch}": ("at least", least) for batch, least in WALL.items()},
     "refine_same_samples": ("at least", 1),
     **{
         f"p_value_{name}": ("at least", 0.001) for name in ("refine_slide", "refine_verify", "vllm_draft", "vllm_ngram")
     },
     "p_value_lenient": ("under", 0.001),
-    "opd_gain_points": ("at least", GAIN_POINTS),
     "first_ratio_error_top_p": ("at most", 1e-5),
     "first_ratio_error_top_p_vllm": ("at most", 1e-4),
     "microbatch_logprob_diff": ("at most", 1e-5),

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,33 +42,25 @@ def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None =
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], watch: Callable[[], None] | None = None, env: dict | None = None, at_once: int | None = None,
-    ended: Callable[[Job], None] | None = None,
-) -> list[float]:  # fmt: skip
-    """Run commands in parallel, each as run_logged does; returns their CPU seconds. If one fails, all are stopped.
-
-    No more than `at_once` run at a time (None: all). `ended` is called with each job that has succeeded.
-    """
-    children: dict[int, subprocess.Popen] = {}  # by the job's number, those that run
-    waiting, seconds = list(range(len(jobs))), [0.0] * len(jobs)
+    jobs: Sequence[Job], watch: Callable[[], None] | None = None, env: dict | None = None
+) -> list[float]:
+    """Run commands in parallel, each as run_logged does; returns their CPU seconds. If one fails, all are stopped."""
+    children: list[tuple[subprocess.Popen, list[str]]] = []
+    seconds = [0.0] * len(jobs)
     try:
-        while waiting or children:
-            while waiting and len(children) < (at_once or len(jobs)):
-                children[waiting[0]] = _start(*jobs[waiting[0]], env)
-                del waiting[0]
-            for i, child in list(children.items()):
-                seconds[i] = _poll(child)
-                if child.returncode:
-                    raise _failed(*jobs[i], child.returncode)
-                if child.returncode == 0:
-                    del children[i]
-                    if ended is not None:
-                        ended(jobs[i])
+        for command, log in jobs:
+            children.append((_start(command, log, env), command))
+        while any(child.returncode is None for child, _ in children):
+            for i, (child, _) in enumerate(children):
+                if child.returncode is None:
+                    seconds[i] = _poll(child)
+                    if child.returncode:
+                        raise _failed(*jobs[i], child.returncode)
             if watch is not None:
                 watch()
             time.sleep(0.5)
     except BaseException:
-        _stop([(child, jobs[i][0]) for i, child in children.items()])
+        _stop(children)
         raise
     return seconds
 
@@ -153,6 +147,14 @@ def last_rows(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith('{"step"') and line.endswith("\n")]
 
 
+def train(name: str, command: list[str], run: Path, steps: int, describe: Callable[[Mapping[str, float]], str]) -> None:
+    """Train from scratch (an older run is removed) under a progress bar; its log is RUN/train.log."""
+    shutil.rmtree(run, ignore_errors=True)
+    with make_progress() as progress:
+        watch = TrainingWatch(progress, {name: (run, steps)}, describe)
+        run_logged(command, run / "train.log", watch, {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())})
+
+
 def by_step(run: Path, metric: str) -> dict[int, float]:
     """A metric of a finished run, by the number of the step; a validation before the first step has number 0."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -166,6 +168,12 @@ def make_progress(counted: bool = False) -> Progress:
         TextColumn("  {task.description}"), BarColumn(), *numbers, TimeElapsedColumn(), TimeRemainingColumn(),
         console=console,
     )  # fmt: skip
+
+
+def begin(title: str) -> None:
+    """Show the title, and make SIGTERM end the running command too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    console.rule(title)
 
 
 def slowdown(seconds: float = 1.0) -> float:
@@ -221,6 +229,19 @@ class Phases:
         table.add_section()
         table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
         return table
+
+
+def run_phases(title: str, budget: dict[str, float], phases: Mapping[str, Callable[[], None]]) -> Phases | None:
+    """Run the phases of a demo; None, with the reason printed, if one fails."""
+    begin(title)
+    timed = Phases(budget)
+    try:
+        for name, work in phases.items():
+            timed.run(name, work)
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return None
+    return timed
 
 
 def run_shown(command: list[str]) -> None:

@@ -72,7 +72,7 @@ def make_spd(folder: Path) -> list[list[str]]:
         "n-val-blocks": 60, "n-harm-blocks": 20, "target-steps": 120, "draft-steps": 60, "max-new-tokens": 96,
     }  # fmt: skip
     words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    make = "examples.spd_arithmetic.make_testbed"
+    make = "examples.spd_arithmetic.prepare_blocks"
     return [[sys.executable, "-m", make, "--out", str(folder / "testbed"), *words]]
 
 

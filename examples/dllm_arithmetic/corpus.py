@@ -1,27 +1,24 @@
 """Multi-step word problems with worked steps; numbers are written digit by digit, so that steps must be calculated.
 
-    python -m examples.dllm_arithmetic.corpus --out DIR [--train 20000] [--test 1000] [--seed 0]
-
 Problems are those of the SPD demo (2 to 5 steps); answers are in its house style, each step with its calculation
-spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer); no question occurs twice.
+spelled out. No question occurs twice.
 """
 
-import argparse
 import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.spd_arithmetic import corpus as problems
-from verl.utils.fs import output_folder
+from examples.spd_arithmetic.tokenizer import EOS, PAD, UNK, word_tokenizer
 
-PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
+MASK = "<mask>"
 SPECIAL = (PAD, EOS, UNK, MASK)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
+DATA_SOURCE = "worked_arithmetic"
 COUNTS = {"train": 20000, "val": 200, "test": 1000}
 
 
@@ -49,12 +46,7 @@ def vocabulary() -> dict[str, int]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Splits at spaces."""
-    inner = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNK))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK, mask_token=MASK, padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    tokenizer = word_tokenizer(vocabulary(), mask_token=MASK)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -74,9 +66,12 @@ def draw(counts: dict[str, int], seed: int) -> dict[str, pd.DataFrame]:
 
 
 def write(tables: Mapping[str, pd.DataFrame], directory: Path) -> None:
-    """One parquet file per split."""
+    """One parquet file per split: instruction, output, answer, and the columns of the RL data format."""
     for split, table in tables.items():
-        table.to_parquet(directory / f"{split}.parquet")
+        table.assign(
+            data_source=DATA_SOURCE, prompt=[[{"role": "user", "content": text}] for text in table["instruction"]],
+            reward_model=[{"style": "rule", "ground_truth": answer} for answer in table["answer"]],
+        ).to_parquet(directory / f"{split}.parquet")  # fmt: skip
 
 
 def final_answer(text: str) -> str | None:
@@ -88,19 +83,3 @@ def final_answer(text: str) -> str | None:
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """1 if the final answer is correct, else 0."""
     return float(final_answer(solution_str) == ground_truth)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=output_folder, required=True)
-    for split, count in COUNTS.items():
-        parser.add_argument(f"--{split}", type=int, default=count)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    write(draw({split: vars(args)[split] for split in COUNTS}, args.seed), args.out)
-
-
-if __name__ == "__main__":
-    main()

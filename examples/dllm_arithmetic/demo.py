@@ -3,17 +3,16 @@
     python -m examples.dllm_arithmetic.demo [--seed 0] [--out DIR]
 
 Trains a base, then refinement and its SFT twin in parallel, one thread each. Ends with accuracy against tokens per
-forward and per second for every mode, acceptance criteria (acceptance.py), OUT/evaluation.json and OUT/curves.png.
+forward and per second for every mode, acceptance criteria (acceptance.py), OUT/evaluation.json and a report page.
 """
 
 import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,24 @@ from rich.table import Table
 
 from examples.demo_runner import (
     ROOT,
-    PhaseFailed,
-    Phases,
     TrainingWatch,
     console,
     make_progress,
     run_logged,
+    run_phases,
     run_shown,
     run_side_by_side,
 )
 from examples.dllm_arithmetic.acceptance import LOSSLESS, criteria_of, criteria_table
-from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
 from verl.report.page import write_report
 from verl.utils.fs import output_folder
-from verl.utils.jsonl import read_objects
 
 BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 280.0}
 BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5
 STEPS, ROUNDS, AR_WEIGHT = 1800, 2, 2.0
 SINGLE_ROUND_STEPS = 600
+TIMED = 40  # questions by which tokens per second are measured
 TWIN_MODES = (*LOSSLESS, "refine 1")  # the others take as long, and none of its answers by them is correct
 TWIN_STEPS = 3950  # a step of plain SFT takes at most half as long; a criterion compares CPU times
 
@@ -84,15 +81,10 @@ def twin_command(model: Path, data: Path, run: Path, steps: int, seed: int) -> l
     return command("verl.trainer.fsdp_sft_trainer", common(model, data, run, steps, seed))
 
 
-def trained_model(run: Path, role: str = "") -> Path:
-    """The Hugging Face directory of a run's last checkpoint, of a role in RL."""
+def trained_model(run: Path) -> Path:
+    """The Hugging Face directory of a run's last checkpoint."""
     step = (run / "latest_checkpointed_iteration.txt").read_text().strip()
-    return run / f"global_step_{step}" / role / "huggingface"
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Complete rows of a run's metrics."""
-    return [row for _, row in read_objects(run / "metrics.jsonl", growing=True)]
+    return run / f"global_step_{step}" / "huggingface"
 
 
 def describe(data: Mapping[str, float]) -> str:
@@ -128,10 +120,10 @@ def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str,
             command += ["--modes", *TWIN_MODES]
         return command, out / f"{kind}_{name}.log"
 
-    run_side_by_side([job(name, "evaluation", "--timed", "0") for name in models], env=environment)
+    run_side_by_side([job(name, "evaluation") for name in models], env=environment)
     results = {name: json.loads((out / f"evaluation_{name}.json").read_text()) for name in models}
     for name, part in results.items():
-        run_logged(*job(name, "speed", "--speed-only"), env=environment)
+        run_logged(*job(name, "speed", "--timed", str(TIMED)), env=environment)
         speed = json.loads((out / f"speed_{name}.json").read_text())
         for row in part["rows"]:
             row["tokens_per_second"] = speed[row["mode"]]
@@ -189,37 +181,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def make_base(args: argparse.Namespace) -> Callable[[], None]:
-    """The phase that trains the base, with its own progress bar."""
-    made = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(args.out / "base"), "--seed",
-            str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
-    return lambda: run_shown(made)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the phases; returns the exit code."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
-    out, run, phases, results, cpu = args.out, args.out / "refinement", Phases(BUDGET_S), {}, {}
-    console.rule("Iterative refinement against plain SFT")
-    try:
-        phases.run("base", make_base(args))
-        phases.run(
-            "training", lambda: cpu.update(refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings))
-        )
+    out, run, results, cpu = args.out, args.out / "refinement", {}, {}
+    make = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(out / "base"), "--seed",
+            str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
+
+    def training() -> None:
+        cpu.update(refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings))
         shutil.rmtree(out / "refined", ignore_errors=True)
         shutil.copytree(trained_model(run), out / "refined")
+
+    def evaluation() -> None:
         models = {"refined": out / "refined", "twin": trained_model(out / "twin")}
-        phases.run("evaluation", lambda: results.update(evaluate(out, models, args.questions)))
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        results.update(evaluate(out, models, args.questions))
+
+    works = {"base": lambda: run_shown(make), "training": training, "evaluation": evaluation}
+    phases = run_phases("Iterative refinement against plain SFT", BUDGET_S, works)
+    if phases is None:
         return 1
     results["cpu_seconds"] = cpu
     results["criteria"] = criteria_of(results)
     (out / "evaluation.json").write_text(json.dumps(results, indent=1))
-    runs = [("refinement", metrics_of(run)), ("twin", metrics_of(out / "twin"))]
-    draw_curves(results, runs, out / "curves.png")
-    shutil.copy(out / "curves.png", run / "curves.png")
     console.print(result_table(results))
     console.print(criteria_table(results["criteria"]))
     console.print("\n".join(summary(results)))

@@ -1,10 +1,10 @@
-"""Accuracy, tokens per forward and tokens per second of both models in every mode of generation.
+"""Accuracy and tokens per forward, or tokens per second, of a model in every mode of generation.
 
     python -m examples.dllm_arithmetic.evaluate --model NAME=DIR --questions FILE --block W --out FILE
 
-Accuracy and tokens per forward are of all questions, in batches; tokens per second are of --timed questions, one at a
-time (none of them: the rows have no tokens_per_second). Every forward counts. OUT is {"questions", "rows", "correct"};
-`correct` has each question's verdict under greedy. With --speed-only OUT is {mode: tokens per second}.
+Accuracy and tokens per forward are of all questions, in batches. Every forward counts. OUT is {"questions", "rows",
+"correct"}; `correct` has each question's verdict under greedy. With --timed N OUT is {mode: tokens per second} of N
+questions, one at a time on one thread.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from verl.utils.accelerator import get_device_name
 from verl.utils.fs import output_file
 from verl.utils.tokenizer import stop_ids
 
-LIMIT, TIMED = 128, 40
+LIMIT = 128
+AUP_ALPHA, AUP_WORST = 3.0, 5.0  # weight of lost accuracy; points below the slowest mode at which a mode is left out
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"refine_iter": 0, "add_eos_length": 0},
     "refine 0": {"refine_iter": 0}, "refine 1": {"refine_iter": 1}, "refine 2": {"refine_iter": 2},
@@ -46,14 +47,14 @@ class Subject:
     """A model on the questions."""
 
     def __init__(
-        self, directory: Path, questions: pd.DataFrame, block: int, batch: int, timed: int, limit: int = LIMIT,
+        self, directory: Path, questions: pd.DataFrame, block: int, batch: int, limit: int = LIMIT,
         text_answers: bool = False,
     ) -> None:  # fmt: skip
         """`limit`: tokens of an answer; `text_answers`: the end of an answer is a word or a number, not a result."""
         self.model = AutoModelForCausalLM.from_pretrained(directory).to(get_device_name()).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.ends = stop_ids(self.tokenizer, str(directory))
-        self.truths, self.block, self.batch, self.timed = list(questions["answer"]), block, batch, timed
+        self.truths, self.block, self.batch = list(questions["answer"]), block, batch
         self.limit, self.text_answers = limit, text_answers
         encode = self.tokenizer
         self.prompts = [encode(q, add_special_tokens=False)["input_ids"] for q in questions["instruction"]]
@@ -91,8 +92,6 @@ class Subject:
             "accuracy_se": math.sqrt(share * (1 - share) / len(right)),
             "tokens_per_forward": result.stats.tokens_per_forward,
         }  # fmt: skip
-        if self.timed:
-            results["tokens_per_second"] = self.speed(mode)
         return results, right
 
     def is_right(self, ids: list[int], text: str, truth: str) -> bool:
@@ -101,11 +100,11 @@ class Subject:
             return final_answer(text) == truth
         return bool(ids) and ids[-1] in self.ends and is_correct(text, truth)
 
-    def speed(self, mode: str) -> float:
-        """Tokens per second, one question at a time."""
+    def speed(self, mode: str, count: int) -> float:
+        """Tokens per second of the first `count` questions, one at a time."""
         self.generate(self.prompts[:1], mode)
         begun, tokens = time.perf_counter(), 0
-        for prompt in self.prompts[: self.timed]:
+        for prompt in self.prompts[:count]:
             tokens += self.generate([prompt], mode).stats.tokens[0]
         return tokens / (time.perf_counter() - begun)
 
@@ -130,6 +129,23 @@ def paired(a: list[bool], b: list[bool]) -> dict[str, float]:
     return {"difference": mean, "low": mean - 1.96 * spread, "high": mean + 1.96 * spread}
 
 
+def accuracy_under_parallelism(rows: Sequence[Mapping[str, Any]], best: float) -> float:
+    """AUP of a model's modes, in % times tokens per forward (d3LLM, arXiv 2601.07568, section on AUP).
+
+    `rows` have `accuracy` y (0 to 1) and `tokens_per_forward` r; `best` is the highest accuracy of any model, y_max.
+    With the modes in order of r, those of at least y_1 - 5 points: r_1 y_1 + sum of (r_i - r_(i-1)) times the mean of
+    y W(y) at both, where W(y) = min(exp(-3 (1 - y / y_max)), 1) and y is in %.
+    """
+    points = sorted((row["tokens_per_forward"], 100 * row["accuracy"]) for row in rows)
+    first = points[0][1]
+    points = [(r, y, y * min(math.exp(-AUP_ALPHA * (1 - y / (100 * best))), 1.0))
+              for r, y in points if y >= first - AUP_WORST]  # fmt: skip
+    area = points[0][0] * first
+    for (r, _, weighted), (next_r, _, next_weighted) in zip(points, points[1:], strict=False):
+        area += (next_r - r) * (weighted + next_weighted) / 2
+    return area
+
+
 def main(argv: list[str] | None = None) -> None:
     """Evaluate one model and write its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,18 +157,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=LIMIT)
     parser.add_argument("--text-answers", action="store_true", help="answers are graded as recipe.spd does")
     parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--timed", type=int, default=TIMED, help="questions that are timed, on one thread; 0: none, "
-                        "on all threads")
-    parser.add_argument("--speed-only", action="store_true", help="nothing but tokens per second")
+    parser.add_argument("--timed", type=int, default=0, help="nothing but tokens per second, of so many questions")
     parser.add_argument("--out", type=output_file, required=True)
     args = parser.parse_args(argv)
-    torch.set_num_threads(1 if args.timed or args.speed_only else len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1 if args.timed else len(os.sched_getaffinity(0)))
     name, _, directory = args.model.partition("=")
     questions = pd.read_parquet(args.questions)[: args.limit]
-    subject = Subject(Path(directory), questions, args.block, args.batch, args.timed, args.max_new_tokens,
-                      args.text_answers)  # fmt: skip
-    if args.speed_only:
-        args.out.write_text(json.dumps({mode: subject.speed(mode) for mode in args.modes}, indent=1))
+    subject = Subject(Path(directory), questions, args.block, args.batch, args.max_new_tokens, args.text_answers)
+    if args.timed:
+        args.out.write_text(json.dumps({mode: subject.speed(mode, args.timed) for mode in args.modes}, indent=1))
         return
     rows, correct = evaluate(name, subject, args.modes)
     args.out.write_text(json.dumps({"questions": len(questions), "rows": rows, "correct": correct}, indent=1))

@@ -1,6 +1,6 @@
 """Makes the start of both trainings: a small Llama that answers most questions, and the questions.
 
-    python -m examples.dllm_arithmetic.make_base --out DIR [--seed 0] [--steps N] [--layers 4] [--bare 0.0]
+    python -m examples.dllm_arithmetic.make_base --out DIR [--seed 0] [--steps N]
 
 Trained by plain next-token loss on worked answers, in plain torch with Muon (as the SPD demo's target): the trainers
 fine-tune, this is a model from scratch. OUT/model is the model, OUT/*.parquet are the questions (corpus.py); those of
@@ -25,17 +25,13 @@ from verl.utils.fs import output_folder
 STEPS = 350
 
 
-def draw_row(rng: random.Random, ids: dict[str, int], held_out: Set[str], bare: float = 0.0) -> train_models.Row:
-    """Instruction, none of `held_out`, and worked answer, or with probability `bare` its last sentence alone; the
-    answer and its EOS count."""
+def draw_row(rng: random.Random, ids: dict[str, int], held_out: Set[str]) -> train_models.Row:
+    """Instruction, none of `held_out`, and worked answer; the answer and its EOS count."""
     problem = corpus.problems.sample_problem(rng)
     while corpus.instruction_of(problem) in held_out:
         problem = corpus.problems.sample_problem(rng)
     question = [ids[word] for word in corpus.instruction_of(problem).split()]
-    words = corpus.worked_answer(problem)
-    if bare and rng.random() < bare:
-        words = words[words.index("the answer is") :]
-    answer = [ids[word] for word in [*words.split(), corpus.EOS]]
+    answer = [ids[word] for word in [*corpus.worked_answer(problem).split(), corpus.EOS]]
     return question + answer, [train_models.IGNORED] * len(question) + answer
 
 
@@ -45,13 +41,12 @@ def questions_of(tables: Mapping[str, pd.DataFrame], *splits: str) -> frozenset[
 
 
 def write_base(
-    directory: Path, seed: int, steps: int, held_out: Set[str], on_step: Callable[[int, float], None], layers: int,
-    bare: float,
+    directory: Path, seed: int, steps: int, held_out: Set[str], on_step: Callable[[int, float], None]
 ) -> None:
     """0.9 M parameters with 4 layers, of width 128."""
     ids = corpus.vocabulary()
-    config = train_models.TrainConfig(Shape(len(ids), dim=128, layers=layers, heads=4, ff=384), steps)
-    trained = train_models.train(config, lambda rng: draw_row(rng, ids, held_out, bare), seed, on_step)
+    config = train_models.TrainConfig(Shape(len(ids), dim=128, layers=4, heads=4, ff=384), steps)
+    trained = train_models.train(config, lambda rng: draw_row(rng, ids, held_out), seed, on_step)
     shutil.rmtree(directory, ignore_errors=True)  # of an earlier run
     publish(trained, directory)
     corpus.build_tokenizer().save_pretrained(directory)
@@ -63,8 +58,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=output_folder, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--bare", type=float, default=0.0, help="share of training answers without their work")
     args = parser.parse_args(argv)
     tables = corpus.draw(corpus.COUNTS, args.seed)
     held_out = questions_of(tables, "val", "test")
@@ -72,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         task = progress.add_task("SFT of the base", total=args.steps)
         write_base(args.out / "model", args.seed, args.steps, held_out, lambda step, loss: progress.update(
             task, completed=step, description=f"SFT of the base, loss {loss:.3f}"
-        ), args.layers, args.bare)  # fmt: skip
+        ))  # fmt: skip
     corpus.write(tables, args.out)
 
 

@@ -1,7 +1,14 @@
 """Acceptance criteria of a demo run: it learns, more than its control, within its time."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from examples.demo_runner import console
 
 GAIN, ENOUGH = 1.5, 0.90  # times the start's accuracy, or an accuracy that leaves no room for it
 TIME_S = 720.0  # after the set-up
@@ -39,7 +46,19 @@ def criteria_of(trained: Mapping[int, float], control: Mapping[int, float], seco
     }  # fmt: skip
 
 
-def lines(criteria: Mapping[str, Criterion]) -> list[str]:
-    """One line per criterion, in rich's markup."""
+def report(
+    out: Path, result: Mapping[str, Any], criteria: Mapping[str, Criterion], title: str,
+    columns: Mapping[str, Mapping[str, Mapping[int, float]]],
+) -> None:  # fmt: skip
+    """Write OUT/result.json with the criteria; print them after a table of shares: by heading, run and step."""
+    result = {**result, "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    table = Table("", "step", *columns, title=title)
+    for name, steps in next(iter(columns.values())).items():
+        for step in steps:
+            table.add_row(name, str(step), *(f"{100 * values[name][step]:.1f}" for values in columns.values()))
+        table.add_section()
+    console.print(table)
     status = {True: "met", False: "[red]MISSED[/red]"}
-    return [f"{c.what}: {c.value}; required: {c.wanted}: {status[c.met]}" for c in criteria.values()]
+    lines = (f"{c.what}: {c.value}; required: {c.wanted}: {status[c.met]}" for c in criteria.values())
+    console.print("Acceptance criteria", *lines, sep="\n  ", highlight=False, soft_wrap=True)

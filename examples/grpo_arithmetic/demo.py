@@ -4,37 +4,20 @@
 
 Trains a start by SFT that mostly guesses, improves it by GRPO, which learns to show its work, then runs the same
 command with learning rate 0 as a control. Ends with the accuracies on validation questions, the acceptance criteria
-(acceptance.py), OUT/result.json and OUT/curves.png.
+(acceptance.py), OUT/result.json and the report page OUT/run/report.html.
 
 The control is short: its weights never change and validation is greedy, so that any number of steps gives the accuracy
 of the start. It shows that the gain comes from the updates, not from the rollout, the weight sync or the validation.
 """
 
 import argparse
-import json
-import os
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-
-from examples.demo_runner import (
-    ROOT,
-    PhaseFailed,
-    Phases,
-    TrainingWatch,
-    by_step,
-    console,
-    make_progress,
-    run_logged,
-    run_shown,
-)
-from examples.grpo_arithmetic.acceptance import criteria_of, lines
+from examples.demo_runner import ROOT, by_step, console, run_phases, run_shown, train
+from examples.grpo_arithmetic.acceptance import criteria_of, report
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
 from verl.utils.fs import output_folder
 
@@ -69,63 +52,34 @@ def training_command(start: Path, run: Path, steps: int, seed: int, *more: str) 
     return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
 
 
-def draw_curves(run: Path, control: Path, file: Path) -> None:
-    """Write a PNG: validation accuracy of both runs, mean reward and response length of the trained one, over steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    accuracy, reward, length = figure.subplots(1, 3)
-    for name, folder, style in (("GRPO", run, "o-"), ("control, learning rate 0", control, "s--")):
-        values = by_step(folder, ACCURACY)
-        accuracy.plot(values.keys(), [100 * value for value in values.values()], style, label=name)
-    accuracy.set(ylabel="validation accuracy, %", ylim=(0, 103))
-    accuracy.legend()
-    for axis, key, label in ((reward, "critic/score/mean", "mean reward of a step"),
-                             (length, "response_length/mean", "response length, tokens")):  # fmt: skip
-        values = by_step(run, key)
-        axis.plot(values.keys(), values.values())
-        axis.set(ylabel=label)
-    for axis in (accuracy, reward, length):
-        axis.set(xlabel="step")
-        axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=110)
-
-
-def train(command: list[str], run: Path, steps: int) -> None:
-    """Train from scratch (an older run is removed) under a progress bar."""
-    shutil.rmtree(run, ignore_errors=True)
-    with make_progress() as progress:
-        watch = TrainingWatch(progress, {"GRPO": (run, steps)}, describe)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
-        run_logged(command, run / "train.log", watch, environment)
-
-
 def describe(data: Mapping[str, float]) -> str:
     """The part of a step's metrics that is shown next to the bar."""
     if "critic/score/mean" not in data:  # a validation
         return ""
     reward, length = data["critic/score/mean"], data["response_length/mean"]
-    return f"reward {reward:+.3f}  answer {length:.0f} tokens  {data['timing_s/step']:.1f} s a step"
+    return f"reward {reward:.3f}  answer {length:.1f} tokens  {data['timing_s/step']:.1f} s a step"
 
 
-def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:
-    """Accuracies as a table."""
-    table = Table("", "step", "validation accuracy %", title="GRPO on word problems")
-    for name, accuracies in (("GRPO", trained), ("control, learning rate 0", control)):
-        for step, accuracy in accuracies.items():
-            table.add_row(name, str(step), f"{100 * accuracy:.1f}")
-        table.add_section()
-    return table
+def parser_of(doc: str, steps: int, sft_steps: int, name: str) -> argparse.ArgumentParser:
+    """The options of a demo of GRPO from a start that is made here; `name`: of its folder in outputs."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--sft-steps", type=int, default=sft_steps)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / name))
+    return parser
+
+
+def start_command(module: str, args: argparse.Namespace) -> list[str]:
+    """The command that makes the start of the options in OUT/start."""
+    command = [sys.executable, "-m", module, "--out", str(args.out / "start")]
+    return [*command, "--seed", str(args.seed), "--sft-steps", str(args.sft_steps)]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = parser_of(__doc__, STEPS, SFT_STEPS, "grpo_arithmetic")
     parser.add_argument("--control-steps", type=int, default=CONTROL_STEPS)
-    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "grpo_arithmetic"))
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     return args
@@ -134,10 +88,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase."""
     start, out = args.out / "start", args.out
-    make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start)]
     zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=0")
     return {
-        "start": [*make, "--seed", str(args.seed), "--sft-steps", str(args.sft_steps)],
+        "start": start_command("examples.grpo_arithmetic.make_start", args),
         "GRPO": training_command(start, out / "run", args.steps, args.seed),
         "control": training_command(start, out / "control", args.control_steps, args.seed, *zero),
     }
@@ -146,27 +99,21 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Run the phases; returns the exit code, 0 even if a criterion is missed."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
-    out, run, control = args.out, args.out / "run", args.out / "control"
-    phases, command = Phases(BUDGET_S), commands(args)
-    console.rule("GRPO with a vLLM hybrid engine")
-    try:
-        phases.run("start", lambda: run_shown(command["start"]))
-        phases.run("GRPO", lambda: train(command["GRPO"], run, args.steps))
-        phases.run("control", lambda: train(command["control"], control, args.control_steps))
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+    run, control, command = args.out / "run", args.out / "control", commands(args)
+    phases = run_phases("GRPO with a vLLM hybrid engine", BUDGET_S, {
+        "start": lambda: run_shown(command["start"]),
+        "GRPO": lambda: train("GRPO", command["GRPO"], run, args.steps, describe),
+        "control": lambda: train("control", command["control"], control, args.control_steps, describe),
+    })  # fmt: skip
+    if phases is None:
         return 1
     trained, same = by_step(run, ACCURACY), by_step(control, ACCURACY)
     criteria = criteria_of(trained, same, time.monotonic() - begun)
-    result = {"seed": args.seed, "grpo": trained, "control": same,
-             "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
-    (out / "result.json").write_text(json.dumps(result, indent=1))
-    draw_curves(run, control, out / "curves.png")
-    console.print(result_table(trained, same))
+    shares = {"GRPO": trained, "control, learning rate 0": same}
+    report(args.out, {"seed": args.seed, "grpo": trained, "control": same}, criteria, "GRPO on word problems",
+           {"validation accuracy %": shares})  # fmt: skip
     console.print(phases.table())
-    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
-    console.print(f"report {run / 'report.html'}\ncurves {out / 'curves.png'}\nall in {time.monotonic() - begun:.0f} s")
+    console.print(f"report {run / 'report.html'}\nall in {time.monotonic() - begun:.0f} s")
     return 0
 
 

@@ -11,19 +11,17 @@ The control has learning rate 0: its weights never change, so that a few steps s
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from examples.demo_runner import PhaseFailed, by_step, console
-from examples.grpo_arithmetic.acceptance import Criterion, lines
+from examples.demo_runner import begin, by_step, console
+from examples.grpo_arithmetic.acceptance import Criterion, report
+from examples.grpo_arithmetic.demo import describe
 from examples.pretrained import fetch
 from examples.pretrained.questions import (
     ANSWER,
@@ -36,7 +34,7 @@ from examples.pretrained.questions import (
     VALIDATION,
     VALIDATION_SIZE,
 )
-from examples.pretrained.stages import Stage, begin, record_of, refuse_other_settings, run_stages
+from examples.pretrained.stages import Stage, record_of, refuse_other_settings, run_stages
 from verl.utils.fs import output_folder
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
@@ -85,14 +83,6 @@ def training_command(
     return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
 
 
-def describe(data: Mapping[str, float]) -> str:
-    """The part of a step's metrics that is shown next to the bar."""
-    if "critic/score/mean" not in data:  # a validation
-        return ""
-    reward, length = data["critic/score/mean"], data["response_length/mean"]
-    return f"reward {reward:.3f}  answer {length:.1f} tokens  {data['timing_s/step']:.1f} s a step"
-
-
 def criteria_of(gains: Sequence[float], moved: float, answered: float, seconds: float) -> dict[str, Criterion]:
     """Criteria by name: accuracy gained by each seed and moved by the control, in points; the least share of answers in
     the asked format before training, in %; seconds of the longest run."""
@@ -111,44 +101,27 @@ def criteria_of(gains: Sequence[float], moved: float, answered: float, seconds: 
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training: its stage, and the number of its steps."""
-
-    stage: Stage
-    steps: int
-
-
 def runs_of(
     args: argparse.Namespace, control_steps: int, stage_of: Callable[[Path, int, int, float], Stage]
-) -> dict[str, Run]:
+) -> dict[str, Stage]:
     """The training of each seed, then the control, by the names that are shown; `stage_of` gets the run's folder, its
     steps, seed and learning rate. Raises SystemExit if --out has runs with other settings."""
     wanted = {f"seed {seed}": (f"seed{seed}", args.steps, seed, args.lr) for seed in args.seeds}
     wanted["control, learning rate 0"] = ("control", control_steps, args.seeds[0], 0.0)
-    runs = {name: Run(stage_of(args.out / folder, steps, *more), steps)
-            for name, (folder, steps, *more) in wanted.items()}  # fmt: skip
+    runs = {name: stage_of(args.out / folder, *more) for name, (folder, *more) in wanted.items()}
     for run in runs.values():
-        refuse_other_settings(run.stage, args.out)
+        refuse_other_settings(run, args.out)
     return runs
 
 
-def train(runs: Mapping[str, Run], out: Path, further: Sequence[Stage] = ()) -> bool:
-    """Run the trainings and further stages; False, with the end of its log printed, if one fails."""
-    steps = {run.stage.name: run.steps for run in runs.values()}
-    try:
-        run_stages([*(run.stage for run in runs.values()), *further], out,
-                   lambda stage: (stage.result, steps[stage.name]) if stage.name in steps else None, describe)
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
-        return False
-    return True
+def shares_of(runs: Mapping[str, Stage], metric: str) -> dict[str, dict[int, float]]:
+    """A share that is measured at validations, by run and step."""
+    return {name: by_step(run.result, metric) for name, run in runs.items()}
 
 
-def percentages(runs: Mapping[str, Run], metric: str) -> dict[str, dict[int, float]]:
-    """A share that is measured at validations, in %, by run and step."""
-    return {name: {step: 100 * value for step, value in by_step(run.stage.result, metric).items()}
-            for name, run in runs.items()}  # fmt: skip
+def percentages(shares: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    """The same in %."""
+    return {name: {step: 100 * value for step, value in values.items()} for name, values in shares.items()}
 
 
 def gained(accuracies: Mapping[str, Mapping[int, float]]) -> tuple[list[float], float]:
@@ -157,42 +130,26 @@ def gained(accuracies: Mapping[str, Mapping[int, float]]) -> tuple[list[float], 
     return gains, moved
 
 
-def report(
-    runs: Mapping[str, Run], columns: Mapping[str, str], title: str, criteria: Mapping[str, Criterion], out: Path
-) -> None:
-    """Print the validation metrics of `columns` (heading: name of a share), the criteria, and where reports and curves
-    are. The first column is the accuracy of OUT/curves.png."""
-    draw_curves({name: run.stage.result for name, run in runs.items()}, out / "curves.png", [*columns.values()][0])
-    shares = {heading: percentages(runs, metric) for heading, metric in columns.items()}
-    table = Table("", "step", *shares, title=title)
-    for name in runs:
-        for step in next(iter(shares.values()))[name]:
-            table.add_row(name, str(step), *(f"{values[name][step]:.1f}" for values in shares.values()))
-        table.add_section()
-    console.print(table)
-    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
-    reports = "\n".join(f"report {run.stage.result / 'report.html'}" for run in runs.values())
-    console.print(f"{reports}\ncurves {out / 'curves.png'}", soft_wrap=True)
-
-
-def draw_curves(runs: Mapping[str, Path], file: Path, accuracy: str = ACCURACY) -> None:
-    """Write a PNG: held-out accuracy, mean reward and answer length over steps, a line per run."""
+def show_pages(runs: Mapping[str, Stage], accuracy: str, file: Path) -> None:
+    """Draw held-out accuracy, mean reward and answer length over steps, a line per run, as a PNG, and print where it
+    and the report pages are."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(1, 3)
-    for axis, key, factor, label in zip(
-        axes, (accuracy, "critic/score/mean", "response_length/mean"), (100, 1, 1),
-        ("held-out accuracy, %", "mean reward of a step", "answer length, tokens"), strict=True,
-    ):  # fmt: skip
+    shown = {"held-out accuracy": accuracy, "mean reward of a step": "critic/score/mean",
+             "answer length, tokens": "response_length/mean"}  # fmt: skip
+    for axis, (label, metric) in zip(axes, shown.items(), strict=True):
         for name, run in runs.items():
-            values = by_step(run, key)
-            axis.plot(values.keys(), [factor * value for value in values.values()], ".-", label=name)
+            values = by_step(run.result, metric)
+            axis.plot(values.keys(), values.values(), ".-", label=name)
         axis.set(xlabel="step", ylabel=label)
         axis.grid(alpha=0.3)
     axes[0].set(ylim=(0, None))
     axes[0].legend()
     figure.savefig(file, dpi=110)
+    pages = [f"report {run.result / 'report.html'}" for run in runs.values()]
+    console.print(*pages, f"curves {file}", sep="\n", soft_wrap=True)
 
 
 def options(doc: str, steps: int, lr: float | None, out: Path) -> argparse.ArgumentParser:
@@ -223,22 +180,20 @@ def main(argv: list[str] | None = None) -> int:
 
     def stage_of(run: Path, steps: int, seed: int, lr: float) -> Stage:
         command = training_command(model, from_environment(seed), run, steps, seed, *args.more, lr=lr)
-        return Stage(run.name, command, run)
+        return Stage(run.name, command, run, training=(run, steps))
 
     runs = runs_of(args, CONTROL_STEPS, stage_of)
-    if not train(runs, args.out):
+    if not run_stages(list(runs.values()), args.out, describe):
         return 1
-    seconds = [record_of(run.stage, args.out)["seconds"] for run in runs.values()]
-    accuracies = percentages(runs, ACCURACY)
+    seconds = [record_of(run, args.out)["seconds"] for run in runs.values()]
+    shares = {"held-out accuracy %": shares_of(runs, ACCURACY), "answers in the format %": shares_of(runs, ANSWERED)}
+    accuracies, formats = map(percentages, shares.values())
     gains, moved = gained(accuracies)
-    answered = min(values[0] for values in percentages(runs, ANSWERED).values())
-    criteria = criteria_of(gains, moved, answered, max(seconds))
+    criteria = criteria_of(gains, moved, min(values[0] for values in formats.values()), max(seconds))
     result = {"model": str(args.model or fetch.NOTE), "accuracy": accuracies, "gains": gains,
-              "control": moved, "seconds": seconds,
-              "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
-    (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    columns = {"held-out accuracy %": ACCURACY, "answers in the format %": ANSWERED}
-    report(runs, columns, f"GRPO on {DATA_SOURCE}", criteria, args.out)
+              "control": moved, "seconds": seconds}  # fmt: skip
+    report(args.out, result, criteria, f"GRPO on {DATA_SOURCE}", shares)
+    show_pages(runs, ACCURACY, args.out / "curves.png")
     if not args.model:
         console.print(f"The model: {fetch.NOTE}.")
     return 0

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ class Stage:
     reads: tuple["Stage", ...] = ()
     before: Callable[[], None] | None = None  # prepares the command's input; cheap, and the same each time
     given: str = ""  # the settings of `before` that are neither in the command nor in a stage that is read
+    training: tuple[Path, int] | None = None  # folder of metrics and steps of a training, which has a progress bar
 
     @property
     def key(self) -> str:
@@ -102,22 +102,22 @@ def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> flo
     return kept["seconds"]
 
 
-def run_stages(
-    stages: Sequence[Stage], out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
-    describe: Callable[[Mapping[str, float]], str],
-) -> None:
-    """Run the stages that have not ended; raises PhaseFailed.
+def run_stages(stages: Sequence[Stage], out: Path, describe: Callable[[Mapping[str, float]], str]) -> bool:
+    """Run the stages that have not ended; False, with the end of its log printed, if one fails.
 
-    `watched` gives the folder of metrics and the steps of a training, which has a progress bar with the text of
-    `describe`, and None of other stages.
+    `describe` makes the text next to the progress bar of a training from its metrics.
     """
-    for stage in stages:
-        training = None if record_of(stage, out)["ended"] else watched(stage)
-        if training is None:
-            run(stage, out)
-            continue
-        with make_progress() as progress:
-            run(stage, out, TrainingWatch(progress, {stage.name: training}, describe))
+    try:
+        for stage in stages:
+            if stage.training is None or record_of(stage, out)["ended"]:
+                run(stage, out)
+                continue
+            with make_progress() as progress:
+                run(stage, out, TrainingWatch(progress, {stage.name: stage.training}, describe))
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return False
+    return True
 
 
 def python(module: str, *arguments: Any) -> list[str]:
@@ -137,18 +137,12 @@ def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.Argument
     return parser
 
 
-def begin(title: str) -> None:
-    """Show the title, and make SIGTERM end the running command too."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console.rule(title)
-
-
 def run_and_report(
-    stages: Sequence[Stage], last: str | None, out: Path, watched: Callable[[Stage], tuple[Path, int] | None],
-    describe: Callable[[Mapping[str, float]], str], show: Callable[[], None], fetched: bool,
+    stages: Sequence[Stage], last: str | None, out: Path, describe: Callable[[Mapping[str, float]], str],
+    show: Callable[[], None], fetched: bool,
 ) -> int:  # fmt: skip
     """Run the stages up to the one named `last`, all without a name, then show the results, with a note on the weights
-    of fetched models; returns the exit code. `watched`, `describe`: see run_stages.
+    of fetched models; returns the exit code. `describe`: see run_stages.
 
     Raises SystemExit if no stage has that name.
     """
@@ -156,10 +150,7 @@ def run_and_report(
     if last and last not in names:
         raise SystemExit(f"--until {last}: the stages are {', '.join(names)}")
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        run_stages(stages[: names.index(last) + 1 if last else None], out, watched, describe)
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+    if not run_stages(stages[: names.index(last) + 1 if last else None], out, describe):
         return 1
     show()
     if fetched:

@@ -1,20 +1,14 @@
 """A copy of a small Llama that computes the same function at the cost of a large one.
 
-    python -m examples.spd_arithmetic.deepen --model DIR --out DIR [--layers 40] [--ff 4096]
-
 Layers are added whose output projections are zero, and MLPs are widened by units whose output weights are zero: logits
 and hidden states stay the same (to rounding), a forward costs what its matrices cost. So a model that trains in minutes
 gets the ratio of costs between target and drafter of real pairs. Figures from such a model must say so.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-from verl.utils.fs import output_folder
 
 LAYERS, FF = 40, 4096  # with hidden size 128: 66 million parameters
 
@@ -27,8 +21,8 @@ def deepen(model: LlamaForCausalLM, layers: int, ff: int, seed: int = 0) -> Llam
     config = model.config
     if layers < config.num_hidden_layers or ff < config.intermediate_size:
         raise ValueError(
-            f"the model has {config.num_hidden_layers} layers of width {config.intermediate_size}, more than --layers "
-            f"{layers} or --ff {ff}; give larger sizes."
+            f"the model has {config.num_hidden_layers} layers of width {config.intermediate_size}, more than "
+            f"{layers} and {ff}; give larger sizes."
         )
     torch.manual_seed(seed)
     changed = {**config.to_dict(), "num_hidden_layers": layers, "intermediate_size": ff}
@@ -45,25 +39,8 @@ def deepen(model: LlamaForCausalLM, layers: int, ff: int, seed: int = 0) -> Llam
     return deep.eval()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Write the deepened model and its tokenizer to --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="model folder (Llama's architecture)")
-    parser.add_argument("--out", type=output_folder, required=True)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--ff", type=int, default=FF, help="width of the MLPs")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    deep = deepen(model, args.layers, args.ff, args.seed)
-    deep.save_pretrained(args.out)
-    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
-    sizes = [f"{sum(p.numel() for p in m.parameters()) / 1e6:.1f}" for m in (model, deep)]
-    print(f"{args.out}: {sizes[0]} -> {sizes[1]} million parameters, same function")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+def write_deepened(model: Path, out: Path, layers: int = LAYERS, ff: int = FF) -> None:
+    """Write the deepened model of a folder, with its tokenizer, to `out`. Raises ValueError as `deepen` does."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    deepen(loaded, layers, ff).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)

@@ -7,15 +7,13 @@ arguments made before is reused.
 """
 
 import argparse
-import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
+from examples.demo_runner import ROOT, console, run_phases, run_shown, train
 from verl.report.page import write_report
 from verl.utils.fs import output_folder
 
@@ -77,18 +75,14 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Run the phases; gives the exit code."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
-    started = time.monotonic()
-    phases = Phases({k: v + (OWN_EXTRA_S.get(k, 0.0) if args.backbone == "own" else 0.0) for k, v in BUDGET_S.items()})
-    command = commands(args)
-    run = args.out / args.backbone / "run"
-    console.rule("SPD scorer: test bed, GRPO training, evaluation")
-    try:
-        phases.run("test bed", lambda: run_shown(command["test bed"]))
-        phases.run("training", lambda: train(command["training"], run, args.steps))
-        phases.run("evaluation", lambda: run_shown(command["evaluation"]))
-    except PhaseFailed as failure:
-        console.print(f"[red]{failure}[/red]")
+    started, command, run = time.monotonic(), commands(args), args.out / args.backbone / "run"
+    budget = {k: v + (OWN_EXTRA_S.get(k, 0.0) if args.backbone == "own" else 0.0) for k, v in BUDGET_S.items()}
+    phases = run_phases("SPD scorer: test bed, GRPO training, evaluation", budget, {
+        "test bed": lambda: run_shown(command["test bed"]),
+        "training": lambda: train("SPD", command["training"], run, args.steps, describe),
+        "evaluation": lambda: run_shown(command["evaluation"]),
+    })  # fmt: skip
+    if phases is None:
         return 1
     evaluation = args.out / args.backbone / "evaluation.json"
     shutil.copy(evaluation, args.out / "evaluation.json")
@@ -98,15 +92,6 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"evaluation {args.out / 'evaluation.json'}\npicture    {evaluation.with_suffix('.png')}")
     console.print(f"report     {report}\nall in {time.monotonic() - started:.0f} s")
     return 0
-
-
-def train(command: list[str], run: Path, steps: int) -> None:
-    """Train under a progress bar: an older run is removed, the completion store stays."""
-    shutil.rmtree(run, ignore_errors=True)
-    with make_progress() as progress:
-        watch = TrainingWatch(progress, {"SPD": (run, steps)}, describe)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns
-        run_logged(command, run / "train.log", watch, environment)
 
 
 def describe(data: Mapping[str, float]) -> str:

@@ -1,14 +1,12 @@
 """The frontier: every rule and the scorers, swept, over several seeds of target, draft and scorer.
 
-    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2 3 4] [--softness U ...] [--questions 1000] [--out DIR]
-                                               [--kept DIR]
+    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2 3 4] [--questions 1000] [--out DIR] [--kept DIR]
 
 Each seed is a test bed, three trainings (GRPO, supervised with as many completions, GRPO from the supervised scorer)
 and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
-all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
-over seeds at the demo's softness in OUT/spd_seeds.json, or the file of --results. With --kept, rows of whole seeds go
-to a folder as well, and those that are there already from the same commands are not measured again: the measurement can
-be spread over machines.
+all figures are of test questions. Ends with a table, a picture, OUT/frontier.json, and the figures over seeds in
+OUT/spd_seeds.json, or the file of --results. With --kept, rows of whole seeds go to a folder as well, and those that
+are there already from the same commands are not measured again: the measurement can be spread over machines.
 """
 
 import argparse
@@ -41,7 +39,7 @@ HARMLESS_SHARES = ("0.9", "0.8", "0.7", "0.6", "0.5", "0.4", "0.3", "0.2")  # ac
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
 TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
-HEADLINE = DEFAULTS["softness"]  # of the demo
+NAME = f"u{DEFAULTS['softness']:g}"  # of what belongs to this softness
 MAX_VAL_DROP = "0.015"  # the upper end of an interval that is a point wide: about one point on other questions
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 97.5 %, 2 seeds and more
@@ -56,23 +54,23 @@ class Seed:
     validation: list[EvaluationRow]
 
 
-def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) -> dict[str, list[str]]:
+def commands(questions: int, seed: int, out: Path) -> dict[str, list[str]]:
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
-    for name, value in {**DEFAULTS, "softness": softness}.items():
+    for name, value in DEFAULTS.items():
         make += [f"--{name.replace('_', '-')}", str(value)]  # written out: commands are compared with those of before
-    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
-    make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
+    make += ["--n-test-questions", str(questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
+    make += ["--n-train-questions", "1000", "--n-train-blocks", "4000"]
     store, labelled = out / "completions.sqlite3", out / "labelled"
-    trainings = {name: training_command(testbed, place, store, args.steps, seed)
+    trainings = {name: training_command(testbed, place, store, STEPS, seed)
                  for name, place in (("training", run), ("supervised", labelled), ("refined", out / "refined"))}
     trainings["supervised"].insert(2, "--supervised")
     trainings["refined"].append(f"spd.adapter_path={labelled / 'supervised'}")
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft"), "--dtype", DTYPE]
-    evaluate += ["--scorer", str(saved_scorer(run, args.steps)), "--compare", f"supervised={labelled / 'supervised'}"]
-    evaluate += [f"refined={saved_scorer(out / 'refined', args.steps)}"]
+    evaluate += ["--scorer", str(saved_scorer(run, STEPS)), "--compare", f"supervised={labelled / 'supervised'}"]
+    evaluate += [f"refined={saved_scorer(out / 'refined', STEPS)}"]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
@@ -83,17 +81,17 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     return {"test bed": make, **trainings, "evaluation": evaluate}
 
 
-def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
+def one_seed(args: argparse.Namespace, seed: int) -> Seed:
     """The rows of one seed, made here or by an earlier run with the same commands; every phase is done once."""
-    out = args.out / f"u{softness:g}-seed{seed}"
+    out = args.out / f"{NAME}-seed{seed}"
     kept = args.kept and args.kept / f"{out.name}.json"
-    planned, record, measured = commands(args, seed, softness, out), out / "commands.json", out / "measured.json"
+    planned, record, measured = commands(args.questions, seed, out), out / "commands.json", out / "measured.json"
     text = json.dumps(planned)
     for folder, name in ((str(out), "OUT"), (sys.executable, "python"), (str(ROOT), ".")):
         text = text.replace(folder, name)
     portable = json.loads(text)  # the commands without this machine's folders
     if kept and kept.exists() and json.loads(kept.read_text()).get("commands") == portable:
-        console.print(f"u = {softness:g}, seed {seed}: {kept}")
+        console.print(f"seed {seed}: {kept}")
         return _read(kept)
     done = json.loads(record.read_text()) if record.exists() else {}
     for number, (name, command) in enumerate(planned.items()):
@@ -106,14 +104,14 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
                 file.unlink()
         if name == "supervised":
             command = [*command, "--label-budget", str(completions_used(out / "run" / "metrics.jsonl"))]
-        with console.status(f"u = {softness:g}, seed {seed}: {name}"):
+        with console.status(f"seed {seed}: {name}"):
             run_logged(command, out / f"{name.replace(' ', '_')}.log")
         record.write_text(json.dumps({**done, name: planned[name]}, indent=1))
         done[name] = planned[name]
     rows = {split: json.loads((out / f"{name}.json").read_text()) for split, name in
             (("test", "evaluation"), ("validation", "validation"))}  # fmt: skip
     measured.write_text(json.dumps({"commands": portable, **{split: rows[split]["rows"] for split in rows}}))
-    console.print(f"u = {softness:g}, seed {seed}: {measured}")
+    console.print(f"seed {seed}: {measured}")
     if kept:
         args.kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(measured, kept)
@@ -261,40 +259,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run all seeds; gives the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--softness", type=float, nargs="+", default=[HEADLINE])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
-    parser.add_argument("--train-questions", type=int, default=1000)
-    parser.add_argument("--blocks", type=int, default=4000, help="most blocks that a scorer is trained on")
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_frontier"))
     parser.add_argument("--kept", type=output_folder, help="folder of measured seeds, read and added to")
     parser.add_argument("--results", type=output_file, help="figures over seeds (default OUT/spd_seeds.json)")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
-    result = {}
-    for softness in args.softness:
-        try:
-            seeds = [one_seed(args, seed, softness) for seed in args.seeds]
-        except PhaseFailed as failure:
-            console.print(f"[red]{failure}[/red]")
-            return 1
-        comparison, rows = compare(seeds), pool([seed.test for seed in seeds])
-        title = f"u = {softness:g}, {len(seeds)} seeds of {args.questions} test questions"
-        console.print(show(comparison, title))
-        for line in verdicts(comparison):
-            console.print(line)
-        picture = args.out / f"frontier-u{softness:g}.png"
-        save_plot(rows, args.questions * len(seeds), picture)
-        console.print(f"picture {picture}")
-        figures = {"softness": softness, "seeds": args.seeds, "questions": args.questions, **seed_figures(seeds)}
-        console.print_json(json.dumps(figures))
-        result[f"u={softness:g}"] = {
-            **figures, "comparison": comparison, "verdicts": verdicts(comparison),
-            "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
-        if softness == HEADLINE:
-            (args.results or args.out / "spd_seeds.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
+    try:
+        seeds = [one_seed(args, seed) for seed in args.seeds]
+    except PhaseFailed as failure:
+        console.print(f"[red]{failure}[/red]")
+        return 1
+    comparison, rows = compare(seeds), pool([seed.test for seed in seeds])
+    console.print(show(comparison, f"{len(seeds)} seeds of {args.questions} test questions"))
+    for line in verdicts(comparison):
+        console.print(line)
+    picture = args.out / f"frontier-{NAME}.png"
+    save_plot(rows, args.questions * len(seeds), picture)
+    console.print(f"picture {picture}")
+    softness = DEFAULTS["softness"]
+    figures = {"softness": softness, "seeds": args.seeds, "questions": args.questions, **seed_figures(seeds)}
+    console.print_json(json.dumps(figures))
+    everything = {**figures, "comparison": comparison, "verdicts": verdicts(comparison),
+                  "rows": [asdict(row) for row in rows]}  # fmt: skip
+    (args.out / "frontier.json").write_text(json.dumps({f"u={softness:g}": everything}, indent=1))
+    (args.results or args.out / "spd_seeds.json").write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

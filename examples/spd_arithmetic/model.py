@@ -88,10 +88,6 @@ class SmallLlama(nn.Module):
         """ids [B, T] -> logits [B, T, V]."""
         return F.linear(self.hidden(ids), self.embedding)
 
-    def matrices(self) -> list[nn.Parameter]:
-        """Weight matrices of the blocks, without embedding and norms."""
-        return [p for p in self.layers.parameters() if p.ndim == 2]
-
     def others(self) -> list[nn.Parameter]:
         """Embedding and norm gains."""
         return [self.embedding, self.norm, *(p for p in self.layers.parameters() if p.ndim == 1)]

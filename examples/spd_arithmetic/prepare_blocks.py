@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -28,7 +28,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from examples.spd_arithmetic import train_pair
-from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, drifted_blocks, harm_labels, own_paths
+from examples.spd_arithmetic.blocks import DraftedBlock, OwnPath, drifted_blocks, harm_labels, own_paths
 from examples.spd_arithmetic.pair import EVERYTHING, Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import (
     INSTRUCTION,
@@ -37,7 +37,6 @@ from examples.spd_arithmetic.questions import (
     Question,
     Splits,
     draw_questions,
-    read_gsm8k,
     read_splits,
     write_questions,
 )
@@ -161,10 +160,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "(default 200; 1000 for vLLM, which batches them by itself)")
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
     add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
-    for name in ("questions", "train-questions", "val-questions", "test-questions"):
-        add(f"--{name}", type=Path, help="jsonl in GSM8K's format, instead of the corpus; needs --target and --draft: "
-            + ("one file for all splits" if name == "questions" else "the file of a split; without one, validation "
-               "questions are taken from those of train" if name == "val-questions" else "the file of a split"))
+    for split in SPLITS:
+        add(f"--{split}-questions", type=Path, help=f"jsonl in GSM8K's format with the {split} questions, instead of "
+            "the corpus; needs --target and --draft" + ("; without one they are taken from those of train"
+                                                        if split == "val" else ""))
     add("--instruction", default=INSTRUCTION, help="follows each question")
     add("--system", help="system prompt")
     add("--few-shot", type=Path, help="jsonl of question and answer: worked examples before each question")
@@ -186,14 +185,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "(default: one per core; for vLLM on a CPU a single one; on cuda one for each --tensor-parallel GPUs); "
         "changes no result")
     args = parser.parse_args(argv)
-    splits = [args.train_questions, args.test_questions]
-    real = args.questions is not None or any(splits)
-    if (args.questions is None and any(splits) != all(splits)) or (args.questions and any(splits)):
-        parser.error("name either --questions, or both --train-questions and --test-questions")
-    if args.val_questions and not args.train_questions:
-        parser.error("--val-questions goes with --train-questions and --test-questions")
-    if not real == (args.target is not None) == (args.draft is not None):
-        parser.error("questions, --target and --draft go together: real questions need a real pair of models")
+    together = [args.train_questions, args.test_questions, args.target, args.draft]
+    real = args.target is not None
+    if any(together) != all(together) or (args.val_questions and not real):
+        parser.error("--train-questions, --test-questions, --target and --draft go together, and --val-questions with "
+                     "them: real questions need a real pair of models")
     given = [name for name in MODEL_SETTINGS if getattr(args, name) is not None]
     if real and given:
         parser.error(f"--{given[0].replace('_', '-')} is for models trained here: not with --target and --draft")
@@ -233,7 +229,7 @@ def fingerprint(args: argparse.Namespace) -> str:
     digest = hashlib.sha256(json.dumps(recorded(args)).encode())
     for source in (*(HERE / name for name in CODE), *(Path(module.__file__) for module in CODE_ELSEWHERE)):
         digest.update(source.read_bytes())
-    for name in ("questions", "train_questions", "val_questions", "test_questions", "few_shot"):
+    for name in ("train_questions", "val_questions", "test_questions", "few_shot"):
         if (file := getattr(args, name)) is not None:
             digest.update(file.read_bytes())
     if args.target is not None:
@@ -270,8 +266,6 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         style = PromptStyle(args.instruction, args.system, args.few_shot, args.thinking, args.template_args)
         if args.target is None:
             splits = draw_questions(counts, args.seed, tokenizer)
-        elif args.questions is not None:
-            splits = read_gsm8k(args.questions, counts, args.seed, tokenizer, style)
         else:
             files = {split: getattr(args, f"{split}_questions") for split in SPLITS}
             splits = read_splits(files, counts, args.seed, tokenizer, style)
@@ -307,11 +301,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         labels, validation = ([label for label in both if label.question_id in paths[split].correct]
                               for split in ("test", "val"))
         for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
-            rows = [asdict(label) for label in labelled]
-            pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
-                out / f"{name}.parquet", write_page_checksum=True
-            )
-            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(asdict(label)) + "\n" for label in labelled))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
     if drifted:
@@ -332,7 +322,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
     }
     record = {
         "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
-        "max_new_tokens": args.max_new_tokens, "source": str(args.questions or args.train_questions or "corpus"),
+        "max_new_tokens": args.max_new_tokens, "source": str(args.train_questions or "corpus"),
         "arguments": recorded(args), "figures": figures,
     }
     (out / "timings.json").write_text(json.dumps({"phases": phases.seconds}, indent=1))

@@ -1,4 +1,4 @@
-"""Questions of a test bed, split three ways: drawn from the corpus, or read from a GSM8K-format file."""
+"""Questions of a test bed, split three ways: drawn from the corpus, or read from files in GSM8K's format."""
 
 import itertools
 import json
@@ -75,22 +75,13 @@ def draw_questions(counts: dict[str, int], seed: int, tokenizer: PreTrainedToken
     return _split(texts, [truth[t] for t in texts], [tokenizer(t)["input_ids"] for t in texts], counts)
 
 
-def read_gsm8k(
-    path: Path, counts: dict[str, int], seed: int, tokenizer: PreTrainedTokenizerBase, style: PromptStyle
-) -> Splits:
-    """Questions of a jsonl file with `question` and `answer` ("... #### 42"), in an order that the seed fixes."""
-    truth = _read(path)
-    _refuse_too_few(path, len(truth), counts)
-    texts = random.Random(seed).sample(sorted(truth), sum(counts.values()))
-    return _split(texts, [truth[t] for t in texts], style.prompts(texts, tokenizer), counts)
-
-
 def read_splits(
     files: dict[str, Path | None], counts: dict[str, int], seed: int, tokenizer: PreTrainedTokenizerBase,
     style: PromptStyle,
 ) -> Splits:  # fmt: skip
-    """Questions of one such file for each split; without a file of their own, validation questions are taken from the
-    train file. A question that two files hold is a ValueError.
+    """Questions of a jsonl file for each split, with `question` and `answer` ("... #### 42"), in an order that the seed
+    fixes; without a file of their own, validation questions are taken from the train file. A question that two files
+    hold is a ValueError.
     """
     read = {split: _read(path) for split, path in files.items() if path is not None}
     for one, other in itertools.combinations(read, 2):
@@ -102,18 +93,14 @@ def read_splits(
         if path is None:
             continue
         taken = {s: counts[s] for s in SPLITS if s == split or (split == "train" and s == "val" and s not in read)}
-        _refuse_too_few(path, len(read[split]), taken)
+        if len(read[split]) < sum(taken.values()):
+            raise ValueError(
+                f"{path} has {len(read[split])} distinct questions, but {sum(taken.values())} are requested ({taken}); "
+                "lower --n-train-questions, --n-val-questions or --n-test-questions"
+            )
         texts += random.Random(seed).sample(sorted(read[split]), sum(taken.values()))
     truth = {text: answer for rows in read.values() for text, answer in rows.items()}
     return _split(texts, [truth[t] for t in texts], style.prompts(texts, tokenizer), counts)
-
-
-def _refuse_too_few(path: Path, distinct: int, counts: dict[str, int]) -> None:
-    if distinct < sum(counts.values()):
-        raise ValueError(
-            f"{path} has {distinct} distinct questions, but {sum(counts.values())} are requested ({counts}); "
-            "lower --n-train-questions, --n-val-questions or --n-test-questions"
-        )
 
 
 def _read(path: Path) -> dict[str, str]:

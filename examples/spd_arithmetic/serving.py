@@ -1,22 +1,111 @@
-"""Questions of the test bed put to a served model: accuracy, and the choice of a threshold."""
+"""Questions put to a model in vLLM's server over HTTP: its answers, their speed and accuracy."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import psutil
 from transformers import AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
 from recipe.spd.rollout.answers import is_correct
+from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.tokenizer import stop_ids
 
-DROP_POINTS = 0.5  # of accuracy on validation questions that a chosen threshold may cost
+CONCURRENT = (1, 4, 16)  # requests at a time
+SAME_WORK = ("--no-enable-prefix-caching",)  # ways of decoding that are compared answer the same prompts
+Row = dict[str, Any]
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """The first `limit` questions of a test bed's file."""
     return [Question(**json.loads(line)) for line in path.read_text().splitlines()[:limit]]
+
+
+class Client:
+    """A served model, asked for greedy answers."""
+
+    def __init__(self, url: str, target: str, limit: int) -> None:
+        """`limit`: tokens of an answer."""
+        self.url, self.target, self.limit = url, target, limit
+
+    def answers(self, questions: Sequence[Question], concurrent: int, **xargs: float) -> list[list[int]]:
+        """Token ids of each answer."""
+
+        def one(question: Question) -> list[int]:
+            body = {"prompt": question.prompt_ids, "max_tokens": self.limit, "temperature": 0.0}
+            data = json.dumps({**body, "return_token_ids": True, "vllm_xargs": xargs or None}).encode()
+            request = urllib.request.Request(
+                f"{self.url}/v1/completions", data, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return json.load(reply)["choices"][0]["token_ids"]
+
+        with ThreadPoolExecutor(concurrent) as pool:
+            return list(pool.map(one, questions))
+
+    def drafts(self) -> float:
+        """Verified drafts since the server's start, by its metrics page."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
+            page = reply.read().decode()
+        match = re.search(r"^vllm:spec_decode_num_drafts_total\{.*\} (\S+)", page, re.M)
+        return float(match.group(1)) if match else 0.0
+
+
+@contextmanager
+def server(
+    target: str, log: Path, extra: Sequence[str] = (), length: int = 256, concurrent: int = max(CONCURRENT),
+    limit: int = 128,
+) -> Iterator[tuple[Client, LocalVllmServer]]:  # fmt: skip
+    """Start a vLLM server, yield a client and the server, and stop the server at the end.
+
+    `length`: tokens of prompt and answer; `concurrent`: requests at a time; `limit`: tokens of an answer; all at most.
+    """
+    running = LocalVllmServer(target, log, length, ["--max-num-seqs", str(concurrent), *SAME_WORK, *extra])
+    try:
+        yield Client(running.wait_ready(600), target, limit), running
+    finally:
+        running.stop()
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU seconds of a process and its children so far."""
+    process = psutil.Process(root)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def measure(
+    client: Client, pid: int, questions: Sequence[Question], concurrent: int = 1, always_drafts: bool = True,
+    **xargs: float,
+) -> Row:  # fmt: skip
+    """What one way of decoding gives on the questions; `always_drafts`: in every step, unlike lookup."""
+    before, cpu, begun = client.drafts(), cpu_seconds(pid), time.monotonic()
+    tokens = client.answers(questions, concurrent, **xargs)
+    seconds, used = time.monotonic() - begun, cpu_seconds(pid) - cpu
+    count = sum(map(len, tokens))
+    per_draft = tokens_per_draft(tokens, client.drafts() - before) if always_drafts else None
+    return {
+        "accuracy": accuracy(client.target, questions, tokens), "tokens_per_draft": per_draft,
+        "tokens_per_second": count / seconds, "cpu_seconds": used, "tokens_per_cpu_second": count / used,
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+def tokens_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float | None:
+    """Mean number of tokens by which the verification of a draft extends its answer; None without drafts.
+
+    For drafters that draft in every decoding step; the prefill gives an answer's first token. vLLM's own count of
+    accepted draft tokens includes those after the end of an answer.
+    """
+    return (sum(map(len, answers)) - len(answers)) / drafts if drafts else None
 
 
 def accuracy(model: str, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> float:
@@ -25,15 +114,6 @@ def accuracy(model: str, questions: Sequence[Question], answers: Sequence[Sequen
     pairs = zip(questions, answers, strict=True)
     right = [bool(ids) and ids[-1] in ends and is_correct(decode(list(ids)), q.ground_truth) for q, ids in pairs]
     return sum(right) / len(right)
-
-
-def choose_threshold(exact: float, judged: Mapping[float, float], drop_points: float = DROP_POINTS) -> float:
-    """The lowest threshold that costs at most `drop_points` on validation questions; else the most accurate one.
-
-    `exact`, `judged`: accuracy of exact acceptance, and of each threshold.
-    """
-    kept = [threshold for threshold, right in judged.items() if 100 * (exact - right) <= drop_points + 1e-9]
-    return min(kept) if kept else max(judged, key=lambda threshold: (judged[threshold], threshold))
 
 
 @cache

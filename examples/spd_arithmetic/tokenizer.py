@@ -14,12 +14,17 @@ def token_ids() -> dict[str, int]:
     return {token: i for i, token in enumerate([PAD, EOS, SEP, UNK, *vocabulary()])}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that splits at spaces; it adds no special token by itself."""
-    inner = Tokenizer(models.WordLevel(token_ids(), unk_token=UNK))
+def word_tokenizer(ids: dict[str, int], **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that splits at spaces and adds no special token by itself; `special`: further special tokens."""
+    inner = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=EOS, sep_token=SEP, unk_token=UNK,
-                                   padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK,
+                                   padding_side="left", clean_up_tokenization_spaces=False, **special)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The corpus' tokenizer."""
+    return word_tokenizer(token_ids(), sep_token=SEP)
 
 
 class Encoder:

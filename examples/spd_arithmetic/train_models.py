@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor
 
+from examples.muon import MuonWithAdamW
 from examples.spd_arithmetic import corpus
 from examples.spd_arithmetic.model import Shape, SmallLlama
-from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS, PAD_ID, Encoder
 
 # Of the target: with more drills and Muon's default rate, more of its answers that begin in other wordings are wrong.
@@ -110,17 +110,16 @@ def train(config: TrainConfig, draw: Callable[[random.Random], Row], seed: int,
     begin, begin_cpu = time.perf_counter(), time.process_time()
     data = batches(lambda: draw(rng), config.steps, config.batch_size, rng)
     with ThreadPoolExecutor(SHARDS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        optimizers = (
-            Muon(model.matrices(), lr=config.muon_lr, each=pool.map),
-            torch.optim.AdamW(model.others(), lr=config.adamw_lr, weight_decay=0.0, betas=(0.9, 0.95)),
+        named = model.named_parameters()
+        optimizer = MuonWithAdamW(named, config.muon_lr, adamw_lr=config.adamw_lr, each=pool.map)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, config.steps)
         )
-        schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, config.steps))
-                      for o in optimizers]
         for step, (ids, labels) in enumerate(one_ahead(data), start=1):
             loss = backward(model, ids, labels, pool)
             torch.nn.utils.clip_grad_norm_(model.others(), config.clip)
-            for part in (*optimizers, *schedulers):
-                part.step()
+            optimizer.step()
+            scheduler.step()
             if on_step is not None:
                 on_step(step, loss)
     seconds = time.perf_counter() - begin

@@ -4,30 +4,30 @@
 
 Trains a start by SFT that guesses and seldom calls, then runs GRPO twice from it, with as many samples: conversations
 with the tool (rollout.mode=async, tool_agent), and single answers. Ends with both accuracies on held-out questions,
-the acceptance criteria, OUT/result.json and OUT/curves.png; OUT/tools/report.html shows conversations.
+the acceptance criteria and OUT/result.json; OUT/tools/report.html shows conversations.
 """
 
 import argparse
-import json
-import signal
 import sys
 import time
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
-from examples.demo_runner import ROOT, PhaseFailed, Phases, by_step, console, run_shown
-from examples.grpo_arithmetic.acceptance import Criterion, lines
-from examples.grpo_arithmetic.demo import train
+from examples.demo_runner import by_step, console, run_phases, run_shown, train
+from examples.grpo_arithmetic import demo as grpo
+from examples.grpo_arithmetic.acceptance import Criterion, report
 from examples.tools_arithmetic.make_start import COUNTS, DATA_SOURCE, SFT_STEPS
-from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "start": 100.0, "tools": 400.0, "single turn": 300.0}
-STEPS, VALIDATIONS = 80, 4
+STEPS = 80
 GAIN_POINTS, TIME_S = 20.0, 900.0
 ACCURACY, CALLED = (f"val-{kind}/{DATA_SOURCE}/{name}/mean@1" for kind, name in (("core", "acc"), ("aux", "called")))
 HERE = "examples/tools_arithmetic"
+SETTINGS = {
+    "data.max_prompt_length": 16, "data.max_response_length": 48, "custom_reward_function.path": f"{HERE}/reward.py",
+    "actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "actor_rollout_ref.actor.share_prompt_forward": "false", "trainer.project_name": "tools_arithmetic",
+}  # fmt: skip
 #: What a run with tools adds.
 TOOLS = {
     "actor_rollout_ref.rollout.multi_turn.enable": "true",
@@ -37,47 +37,9 @@ TOOLS = {
 
 
 def training_command(start: Path, run: Path, steps: int, seed: int, tools: bool) -> list[str]:
-    """GRPO as a user would type it."""
-    settings = {
-        "algorithm.adv_estimator": "grpo", "data.train_files": start / "train.parquet",
-        "data.val_files": start / "val.parquet", "data.train_batch_size": 32, "data.max_prompt_length": 16,
-        "data.max_response_length": 48, "data.seed": seed, "data.dataloader_num_workers": 0,
-        "custom_reward_function.path": f"{HERE}/reward.py", "actor_rollout_ref.model.path": start / "model",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "false", "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1,
-        "actor_rollout_ref.rollout.n": 8, "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.rollout.max_num_seqs": 256, "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
-        "actor_rollout_ref.actor.optim.lr": "2e-4", "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
-        "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_epochs": 1000,
-        "trainer.total_training_steps": steps, "trainer.test_freq": max(1, steps // VALIDATIONS),
-        "trainer.save_freq": steps, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",
-        "trainer.project_name": "tools_arithmetic", "trainer.experiment_name": run.name,
-    } | (TOOLS if tools else {})  # fmt: skip
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())]
-
-
-def draw_curves(runs: dict[str, Path], file: Path) -> None:
-    """Write a PNG: validation accuracy and mean reward of both runs, and the share of samples that call the tool."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    accuracy, reward, called = figure.subplots(1, 3)
-    for name, run in runs.items():
-        values = by_step(run, ACCURACY)
-        accuracy.plot(values.keys(), [100 * value for value in values.values()], "o-", label=name)
-        for axis, key, factor in ((reward, "critic/score/mean", 1), (called, "reward/called/mean", 100)):
-            values = by_step(run, key)
-            axis.plot(values.keys(), [factor * value for value in values.values()], label=name)
-    accuracy.set(ylabel="validation accuracy, %", ylim=(0, 103))
-    reward.set(ylabel="mean reward of a step")
-    called.set(ylabel="samples that call the tool, %", ylim=(0, 103))
-    for axis in (accuracy, reward, called):
-        axis.set(xlabel="step")
-        axis.grid(alpha=0.3)
-    accuracy.legend()
-    figure.savefig(file, dpi=110)
+    """The command of the GRPO demo with SETTINGS, and with a tool or without."""
+    settings = SETTINGS | (TOOLS if tools else {})
+    return grpo.training_command(start, run, steps, seed, *(f"{key}={value}" for key, value in settings.items()))
 
 
 def criteria_of(tools: dict[int, float], single: dict[int, float], seconds: float) -> dict[str, Criterion]:
@@ -94,12 +56,7 @@ def criteria_of(tools: dict[int, float], single: dict[int, float], seconds: floa
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "tools_arithmetic"))
-    args = parser.parse_args(argv)
+    args = grpo.parser_of(__doc__, STEPS, SFT_STEPS, "tools_arithmetic").parse_args(argv)
     args.out = args.out.resolve()
     return args
 
@@ -107,37 +64,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the phases; returns the exit code, 0 even if a criterion is missed."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
-    out, start = args.out, args.out / "start"
-    runs = {"tools": out / "tools", "single turn": out / "single_turn"}
-    make = [sys.executable, "-m", "examples.tools_arithmetic.make_start", "--out", str(start)]
-    phases = Phases(BUDGET_S)
-    console.rule("GRPO with a calculator")
-    try:
-        make += ["--seed", str(args.seed), "--sft-steps", str(args.sft_steps)]
-        phases.run("start", lambda: run_shown(make))
-        for name, run in runs.items():
-            command = training_command(start, run, args.steps, args.seed, tools=name == "tools")
-            phases.run(name, lambda command=command, run=run: train(command, run, args.steps))
-    except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+    runs = {"tools": args.out / "tools", "single turn": args.out / "single_turn"}
+    works = {"start": partial(run_shown, grpo.start_command("examples.tools_arithmetic.make_start", args))}
+    for name, run in runs.items():
+        command = training_command(args.out / "start", run, args.steps, args.seed, tools=name == "tools")
+        works[name] = partial(train, "GRPO", command, run, args.steps, grpo.describe)
+    phases = run_phases("GRPO with a calculator", BUDGET_S, works)
+    if phases is None:
         return 1
     tools, single = (by_step(run, ACCURACY) for run in runs.values())
-    criteria = criteria_of(tools, single, time.monotonic() - begun)
     result = {"seed": args.seed, "tools": tools, "single_turn": single, "called": by_step(runs["tools"], CALLED),
-              "tools_gain_points": 100 * (list(tools.values())[-1] - list(single.values())[-1]),
-              "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
-    (out / "result.json").write_text(json.dumps(result, indent=1))
-    draw_curves(runs, out / "curves.png")
-    table = Table("", "step", "validation accuracy %", title="Products of two numbers")
-    for name, values in (("with the calculator", tools), ("single answers", single)):
-        for step, accuracy in values.items():
-            table.add_row(name, str(step), f"{100 * accuracy:.1f}")
-        table.add_section()
-    console.print(table)
+              "tools_gain_points": 100 * (list(tools.values())[-1] - list(single.values())[-1])}  # fmt: skip
+    shares = {"with the calculator": tools, "single answers": single}
+    report(args.out, result, criteria_of(tools, single, time.monotonic() - begun), "Products of two numbers",
+           {"validation accuracy %": shares})  # fmt: skip
     console.print(phases.table())
-    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
-    console.print(f"report {runs['tools'] / 'report.html'}\ncurves {out / 'curves.png'}")
+    console.print(f"report {runs['tools'] / 'report.html'}")
     return 0
 
 

@@ -11,12 +11,11 @@ import random
 from pathlib import Path
 
 import pandas as pd
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.grpo_arithmetic.make_start import OnStep, make_once, parse
 from examples.spd_arithmetic import train_models, train_pair
-from examples.spd_arithmetic.tokenizer import EOS, PAD, SEP, UNK
+from examples.spd_arithmetic.tokenizer import EOS, PAD, SEP, UNK, word_tokenizer
 
 SFT_STEPS = 350
 CALL_SHARE = 0.15  # of the training answers
@@ -51,12 +50,7 @@ def main(argv: list[str] | None = None) -> Path:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that splits at spaces; each digit is a word."""
     words = list(dict.fromkeys([PAD, EOS, SEP, UNK, *WORDS]))
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, sep_token=SEP, unk_token=UNK, padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    tokenizer = word_tokenizer({word: i for i, word in enumerate(words)}, sep_token=SEP)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

@@ -8,12 +8,11 @@ import time
 import pandas as pd
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
-from examples.dllm_arithmetic import acceptance, corpus, curves, demo, evaluate, options
+from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate
 
 
 def test_every_worked_step_is_right_and_leads_to_the_answer():
@@ -56,45 +55,33 @@ def small(tmp_path_factory):
         num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )).save_pretrained(folder / "model")  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
-    corpus.main(["--out", str(folder), "--train", "2", "--val", "2", "--test", "6"])
+    corpus.write(corpus.draw({"train": 2, "val": 2, "test": 6}, 0), folder)
     return folder
 
 
-def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
+def test_files_have_the_columns_of_sft_and_of_rl(small):
+    row = pd.read_parquet(small / "val.parquet").iloc[0]
+    assert row.prompt[0]["content"] == row.instruction and row.data_source == corpus.DATA_SOURCE
+    assert corpus.compute_score(row.data_source, row.output, row.reward_model["ground_truth"]) == 1.0
+
+
+def test_evaluation_has_a_row_for_each_mode(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.os, "sched_getaffinity", lambda pid: {0})  # a thread, however busy the machine is
     out = tmp_path / "rows.json"
     threads = torch.get_num_threads()
     evaluate.main(["--model", f"tiny={small / 'model'}", "--questions", str(small / "test.parquet"), "--block", "4",
-                   "--batch", "4", "--timed", "1", "--out", str(out)])  # fmt: skip
+                   "--batch", "4", "--out", str(out)])  # fmt: skip
     torch.set_num_threads(threads)
     results = json.loads(out.read_text())
     assert results["questions"] == 6 == len(results["correct"])
     assert [row["mode"] for row in results["rows"]] == [*evaluate.MODES]
     rows = {row["mode"]: row for row in results["rows"]}
     assert set(rows["slide"]) == {"model", "mode", "block", "accuracy", "accuracy_se", "tokens_per_forward",
-                                  "tokens_per_second", "same_as_greedy"}  # fmt: skip
+                                  "same_as_greedy"}  # fmt: skip
     assert rows["greedy"]["tokens_per_forward"] == 1.0 and rows["greedy"]["block"] == 1 and rows["slide"]["block"] == 4
     for mode in acceptance.LOSSLESS:
         assert rows[mode]["same_as_greedy"] == 1.0 and rows[mode]["accuracy"] == rows["greedy"]["accuracy"]
-    steps = [{"step": s, "data": {"train/loss_s0": 2.0 / s, "train/loss_s1": 1.0 / s}} for s in (1, 2, 3)]
-    curves.draw_curves(results, [("stage 0", steps)], tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert demo.result_table(results).row_count == len(evaluate.MODES)
-    assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-
-
-def test_a_path_with_an_options_name_is_valid_for_hydra():
-    names = [options.folder_name(option) for option in options.OPTIONS]
-    parsed = OverridesParser.create().parse_overrides([f"trainer.default_local_dir=/out/{name}" for name in names])
-    assert [override.value() for override in parsed] == [f"/out/{name}" for name in names]
-    assert len(set(names)) == len(names)
-
-
-def test_options_are_means_over_seeds():
-    rows = [{"mode": mode, "accuracy": a, "tokens_per_forward": 2 * a, "same_as_greedy": 1.0}
-            for mode in options.MODES for a in (0.5, 0.7)]  # fmt: skip
-    results = options.summarize(rows)
-    assert results["slide"] == pytest.approx({"accuracy": 0.6, "tokens_per_forward": 1.2, "same_as_greedy": 1.0})
-    assert options.show({"packed": results}).row_count == 1
 
 
 def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):
@@ -108,15 +95,6 @@ def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):
     with pytest.raises(PhaseFailed, match="ended with 3"):
         run_side_by_side([(long, tmp_path / "a"), (wrong, tmp_path / "b")])
     assert time.monotonic() - begun < 40
-
-
-def test_no_more_commands_run_at_once_than_asked_for(tmp_path):
-    code = "import pathlib, sys, time; f = pathlib.Path(sys.argv[1]); f.mkdir(); time.sleep(0.2); "
-    code += "assert len(list(f.parent.glob('lock*'))) <= 2; f.rmdir()"
-    jobs = [([sys.executable, "-c", code, str(tmp_path / f"lock{i}")], tmp_path / f"{i}.log") for i in range(5)]
-    ended = []
-    assert len(run_side_by_side(jobs, at_once=2, ended=ended.append)) == 5
-    assert sorted(ended, key=jobs.index) == jobs
 
 
 @pytest.mark.benchmark

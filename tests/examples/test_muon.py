@@ -27,6 +27,21 @@ def test_a_matrix_moves_by_about_the_rate_along_each_singular_direction():
     assert torch.allclose(u @ torch.diag(along) @ v * (0.1 * 2**0.5), -p.detach(), atol=1e-5)
 
 
+def test_muon_agrees_with_torch_up_to_its_bfloat16():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(64, 32)), torch.nn.Parameter(torch.randn(32, 64))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    named = [(f"layers.{i}.up", p) for i, p in enumerate(ours)]
+    optimizers = MuonWithAdamW(named, lr=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.0)
+
+
 def test_embeddings_head_and_vectors_are_stepped_by_adamw():
     names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.norm.weight")
     mine, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((5, 2), (5, 2), (2,))] for _ in range(2))

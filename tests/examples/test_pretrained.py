@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import pretrained, trl_steps
 from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
+from examples.grpo_arithmetic.demo import describe
 from examples.pretrained import demo, fetch, questions
 from examples.pretrained.reward import compute_score
 from examples.pretrained.stages import Stage, run_stages
@@ -160,7 +161,7 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
     small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
              "actor_rollout_ref.rollout.n=4", "data.environment.size=64", "data.environment.val_size=8")  # fmt: skip
     command = demo.training_command(model, demo.from_environment(0), run, 2, 0, *small)
-    run_stages([Stage("run", command, run)], tmp_path, lambda stage: (stage.result, 2), demo.describe)
+    assert run_stages([Stage("run", command, run, training=(run, 2))], tmp_path, describe)
     assert demo.by_step(run, demo.ACCURACY).keys() == {0, 1, 2} and demo.by_step(run, demo.ANSWERED)[0] >= 0.5
     assert "log-probs of rollout and trainer agree" in (tmp_path / "stages" / "run.log").read_text()
     assert (run / "report.html").exists()

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
-from examples.dllm_arithmetic.curves import accuracy_under_parallelism
+from examples.dllm_arithmetic.evaluate import accuracy_under_parallelism
 from examples.pretrained.dllm import demo, serve, target, tasks
 from examples.pretrained.stages import Stage
 from recipe.spd.rollout.answers import final_answer, is_correct
@@ -50,21 +50,6 @@ def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
             text = f"Some words. So the answer is {answer}."
             assert one.is_right(final_answer(text)) == is_correct(text, one.answer) == (answer == one.answer)
     assert not splits["train"][0].is_right(final_answer("no answer at all"))
-
-
-def test_gsm8k_is_a_further_task_with_its_own_answers(tmp_path, monkeypatch, splits):
-    monkeypatch.setattr(tasks, "GSM8K_VALIDATION", 5)
-    for name in ("train", "test"):
-        rows = ({"question": f"{name} {i}", "answer": f"It is 2*{i}=<<2*{i}={2 * i}>>{2 * i}.\n#### {2 * i}"}
-                for i in range(20))  # fmt: skip
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mixed = tasks.draw({"train": 18, "val": 16, "test": 8}, gsm8k=tmp_path)
-    given = {split: [a for a in asked if a.task == tasks.GSM8K] for split, asked in mixed.items()}
-    assert {split: len(asked) for split, asked in given.items()} == {"train": 3, "val": 4, "test": 2}
-    assert {a.question for a in given["val"]} <= {f"train {i}" for i in range(15, 20)}
-    one = given["test"][0]
-    assert one.worked == f"It is 2*{int(one.answer) // 2}={one.answer}.\nThe answer is {one.answer}."
-    assert one.is_right(final_answer(one.worked)) and not one.is_right("1")
 
 
 def test_answers_that_come_with_the_questions_are_right_and_short(splits):
@@ -188,7 +173,6 @@ def test_what_exists_is_reported(tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "means over 1 seeds: dllm_tokens_per_forward 1.00 (wanted: 2.2)" in text
     assert "longest refinement 100 s" in text
-    assert (tmp_path / "seed0" / "curves.png").stat().st_size > 1000
     assert json.loads((tmp_path / "result.json").read_text())["means"]["gap"] == 0
 
 

@@ -124,7 +124,7 @@ def test_lora_is_a_setting_of_all_runs_and_is_served_as_an_adapter_too(tmp_path)
                                     *demo.settings(prompt, 32))  # fmt: skip
     model = trained_config(command).actor_rollout_ref.model
     assert (model.lora_rank, model.lora_alpha) == (32, 32)
-    run = demo.Run(stages.Stage("seed0", command, tmp_path / "run"), 4)
+    run = stages.Stage("seed0", command, tmp_path / "run", training=(tmp_path / "run", 4))
     plain, lora = (demo.served_stages(run, tmp_path, prompt, rank, tmp_path)[-1].command for rank in (0, 32))
     actor = tmp_path / "run" / "global_step_4" / "actor"
     assert lora == [*plain, "--adapter", str(actor / "lora_adapter")]

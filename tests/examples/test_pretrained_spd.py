@@ -154,7 +154,7 @@ def test_every_stage_follows_those_that_it_reads(pair):
     assert changed(scorer_steps=9) == of_scorers
     assert changed(test=9) == {name for name in of_scorers if name.endswith(("evaluation", "served"))}
     assert changed(served=9) == {"seed0/served", "seed1/served"}
-    assert sum(demo.watched(stage, demo.Sizes()) is not None for stage in stages) == 6
+    assert sum(stage.training is not None for stage in stages) == 6
 
 
 @pytest.mark.parametrize("roles", [("supervised",), demo.ROLES])

@@ -110,7 +110,7 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
     swept = [r if r.rule not in frontier.SCORERS else EvaluationRow(**{**asdict(r), "rule": f"{r.rule}_sweep"})
              for r in rows]  # fmt: skip
 
-    def commands(args, seed, softness, out):
+    def commands(questions, seed, out):
         if not out.exists():  # what a training that was killed leaves
             (out / "run").mkdir(parents=True)
             (out / "completions.sqlite3-wal").write_text("")
@@ -126,7 +126,7 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
     assert log.read_text().split("\n")[:3] == ["training", "supervised --label-budget 42", "evaluation"]
     figures = json.loads((tmp_path / "seeds.json").read_text())
     assert figures["seed_gain_min"] == 2.0 and figures["seeds"] == [0]
-    name = f"u{frontier.HEADLINE:g}"
+    name = frontier.NAME
     kept = tmp_path / "kept" / f"{name}-seed0.json"
     record = json.loads(kept.read_text())
     assert set(record) == {"commands", "test", "validation"}

@@ -28,8 +28,8 @@ from tests.helpers.models import make_tokenizer
 from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).parents[2]
-FILES = ("blocks_train.parquet", "blocks_val.parquet", "metadata_train.parquet", "metadata_val.parquet",
-         "harm_labels.parquet")  # fmt: skip
+FILES = ("blocks_train.parquet", "blocks_val.parquet", "metadata_train.parquet", "metadata_val.parquet")
+LINES = (*(f"questions_{split}.jsonl" for split in questions.SPLITS), "harm_labels.jsonl", "harm_labels_val.jsonl")
 
 
 def write_questions(path, problems):
@@ -79,8 +79,8 @@ def plain(given, tmp_path_factory):
 def assert_same(one, other):
     for name in FILES:
         pd.testing.assert_frame_equal(pd.read_parquet(one / name), pd.read_parquet(other / name))
-    for split in questions.SPLITS:
-        assert (one / f"questions_{split}.jsonl").read_text() == (other / f"questions_{split}.jsonl").read_text()
+    for name in LINES:
+        assert (one / name).read_text() == (other / name).read_text()
     figures, others = (json.loads((folder / "testbed.json").read_text())["figures"] for folder in (one, other))
     assert figures == others
 
@@ -228,17 +228,17 @@ def test_lines_without_a_terminal_name_the_time_that_is_left(monkeypatch, capsys
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--questions", "a"], "name either --questions"), (["--train-questions", "a"], "name either --questions"),
-        (["--val-questions", "a"], "--val-questions goes with"), (["--tensor-parallel", "2"], "needs --engine vllm"),
-        (["--questions", "a", "--draft", "d"], "go together"),
-        (["--questions", "a", "--target", "t", "--draft", "d", "--softness", "0"], "--softness is for models trained"),
+        (["--train-questions", "a"], "go together"), (["--val-questions", "a"], "and --val-questions with them"),
+        (["--train-questions", "a", "--test-questions", "b", "--draft", "d"], "go together"),
+        (["--train-questions", "a", "--test-questions", "b", "--target", "t", "--draft", "d", "--softness", "0"],
+         "--softness is for models trained"),
+        (["--tensor-parallel", "2"], "needs --engine vllm"),
         (["--device", "cuda", "--no-ray"], "--no-ray is for a CPU"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused(changes, message, capsys):
-    base = ["--test-questions", "b"] if changes == ["--questions", "a"] else []
     with pytest.raises(SystemExit):
-        prepare_blocks.parse_arguments(["--out", "o", *changes, *base])
+        prepare_blocks.parse_arguments(["--out", "o", *changes])
     assert message in capsys.readouterr().err
 
 

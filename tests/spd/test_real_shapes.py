@@ -75,11 +75,13 @@ def test_no_command_refuses_a_qwen_pair_or_asks_a_target_head_for_a_separator(tm
     save_qwen(target, 152_064, tied=False, seed=0)
     save_qwen(draft, 151_936, tied=True, seed=1)
     rows = [{"question": f"w{i} w{i + 7} w3", "answer": f"w5 #### {i}"} for i in range(12)]
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split, part in (("train", rows[:9]), ("test", rows[9:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     sizes = {"train-questions": 6, "val-questions": 3, "test-questions": 3, "train-blocks": 8, "val-blocks": 4,
              "harm-blocks": 3}  # fmt: skip
     prepare_blocks.main([
-        "--out", str(bed), "--questions", str(tmp_path / "q.jsonl"), "--target", str(target), "--draft", str(draft),
+        "--out", str(bed), "--train-questions", str(tmp_path / "train.jsonl"),
+        "--test-questions", str(tmp_path / "test.jsonl"), "--target", str(target), "--draft", str(draft),
         "--max-new-tokens", "10", "--gamma", "3", "--processes", "1", "--batch-size", "6",
         *(word for name, count in sizes.items() for word in (f"--n-{name}", str(count))),
     ])  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 
 from examples.spd_arithmetic import blocks, corpus, hf_tasks, pair, prepare_blocks, questions, train_models, workers
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
-from examples.spd_arithmetic.muon import Muon
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
 from recipe.spd.rollout.decoder import greedy_generate
 from tests.helpers.models import make_tokenizer
@@ -195,20 +194,6 @@ def test_kept_positions_have_the_hidden_states_of_the_full_forward():
     torch.testing.assert_close(model.hidden(ids, keep), model.hidden(ids)[keep], atol=1e-5, rtol=1e-5)
 
 
-def test_muon_agrees_with_torch_up_to_its_bfloat16():
-    torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(64, 32)), torch.nn.Parameter(torch.randn(32, 64))]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = Muon(ours, lr=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0)
-    for _ in range(3):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.0)
-
-
 def test_sharded_gradient_is_the_gradient_of_the_whole_batch():
     encoder, rng = Encoder(), random.Random(0)
     torch.manual_seed(0)
@@ -240,16 +225,6 @@ def test_splits_share_no_text():
     assert all(q.ground_truth == str(read_and_solve(q.question)) for q in splits["test"])
 
 
-def test_gsm8k_file_is_read_and_split(tmp_path):
-    rows = [{"question": f"what is {i} + 1 ?", "answer": f"add . #### {i + 1:,}"} for i in range(1200, 1210)]
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    style = questions.PromptStyle()
-    splits = questions.read_gsm8k(path, {"train": 4, "val": 2, "test": 3}, 0, build_tokenizer(), style)
-    assert [len(splits[s]) for s in questions.SPLITS] == [4, 2, 3]
-    assert all(int(q.ground_truth) == int(q.question.split()[2]) + 1 for s in splits.values() for q in s)
-
-
 @pytest.fixture(scope="module")
 def tiny_testbed(tmp_path_factory):
     """A whole test bed of models that know nothing."""
@@ -261,10 +236,11 @@ def tiny_testbed(tmp_path_factory):
         model = SmallLlama(shape)
         model.embedding.data.mul_(0.02)  # else an untrained model repeats its input, and the two agree
         export(model, root / name)
-    gsm8k = out.parent / "questions.jsonl"
     rows = [{"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"} for p in drawn(12)]
-    gsm8k.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--out", str(out), "--questions", str(gsm8k), "--target", str(root / "target"), "--draft",
+    for split, part in (("train", rows[:9]), ("test", rows[9:])):
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    arguments = ["--out", str(out), "--train-questions", str(root / "train.jsonl"), "--test-questions",
+                 str(root / "test.jsonl"), "--target", str(root / "target"), "--draft",
                  str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
                  "--gamma", "4", "--processes", "2", "--batch-size", "2", "--dtype", "float32"]

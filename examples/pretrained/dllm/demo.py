@@ -1,14 +1,12 @@
 """Iterative refinement of a pretrained model, next to plain SFT of it on the same tokens, up to vLLM's server.
 
-    python -m examples.pretrained.dllm.demo [--model DIR] [--gsm8k DIR] [--seeds 0 1 2] [--out DIR]
-                                            [--until STAGE]
+    python -m examples.pretrained.dllm.demo [--model DIR] [--seeds 0 1 2] [--out DIR] [--until STAGE]
 
 Fine-tunes SmolLM2-135M-Instruct (examples.pretrained.fetch) on answers that come with reasoning-gym's questions, then
 trains on the resulting model's own answers: refinement, and a twin by plain SFT with as many steps of the same samples.
 Ends with accuracy over tokens per forward for every mode of generation (three of the twin) and the area under it (AUP),
-greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, OUT/result.json and a
-picture for each seed. Every stage runs once for its settings and those of the stages before it, and resumes if it was
-stopped.
+greedy decoding, n-gram drafts and the refined model in vLLM's server one request at a time, and OUT/result.json. Every
+stage runs once for its settings and those of the stages before it, and resumes if it was stopped.
 """
 
 import json
@@ -25,27 +23,24 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from dllm_reasoning.inference.commit_rules import MOST_BRANCHED
-from examples.demo_runner import ROOT, console
+from examples.demo_runner import ROOT, begin, console
 from examples.dllm_arithmetic.acceptance import LOSSLESS
-from examples.dllm_arithmetic.curves import accuracy_under_parallelism, draw_curves
-from examples.dllm_arithmetic.demo import command, metrics_of, result_table
+from examples.dllm_arithmetic.demo import command, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
-from examples.dllm_arithmetic.evaluate import MODES, paired
+from examples.dllm_arithmetic.evaluate import MODES, accuracy_under_parallelism, paired
 from examples.pretrained import fetch
 from examples.pretrained.dllm import tasks
 from examples.pretrained.dllm.target import (
     COUNTS,
     LR,
     SEED,
-    STEPS,
-    limit_of,
     read_rows,
     sft_command,
     target_stages,
     tuned,
     write_conversations,
 )
-from examples.pretrained.stages import Stage, begin, options, python, refuse_other_settings, run_and_report
+from examples.pretrained.stages import Stage, options, python, refuse_other_settings, run_and_report
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -85,11 +80,9 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def write_test(
-    model: Path, file: Path, counts: dict[str, int], further: int, seed: int, gsm8k: Path | None = None
-) -> None:
+def write_test(model: Path, file: Path, counts: dict[str, int], further: int, seed: int) -> None:
     """`further` test questions after those of `counts`: `instruction` and `answer`."""
-    drawn, tokenizer = tasks.draw(counts, seed, gsm8k, {"test": further}), hf_tokenizer(str(model))
+    drawn, tokenizer = tasks.draw(counts, seed, {"test": further}), hf_tokenizer(str(model))
     asked = drawn["test"][counts["test"] :]
     rows = [{"instruction": rendered(tokenizer, tasks.messages(a.question)), "answer": a.answer} for a in asked]
     pd.DataFrame(rows).to_parquet(file)
@@ -118,12 +111,11 @@ def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: in
 
 
 def trained_stages(
-    answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any, limit: int = tasks.LIMIT
+    answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any
 ) -> list[Stage]:
     """Training, evaluation and server of one seed, in order; they write to OUT/seedN.
 
-    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file;
-    `limit`: tokens of an answer.
+    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file.
     """
     folder, data = out / f"seed{seed}", out / "pairs"
     runs = {name: folder / name for name in ("refinement", "twin")}
@@ -136,16 +128,17 @@ def trained_stages(
         write(out / "test.parquet")
 
     trained = [
-        Stage(f"seed{seed}/refinement", refine_command(target, data, runs["refinement"], sizes, seed),
-              runs["refinement"], (answers,), prepare),
-        Stage(f"seed{seed}/twin", sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed),
-              runs["twin"], (answers,), prepare),
+        Stage(f"seed{seed}/{name}", made, runs[name], (answers,), prepare, training=(runs[name], sizes.steps))
+        for name, made in (
+            ("refinement", refine_command(target, data, runs["refinement"], sizes, seed)),
+            ("twin", sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed)),
+        )
     ]  # fmt: skip
     models = {name: runs[name] / f"global_step_{sizes.steps}" / "huggingface" for name in runs}
     evaluated = [
         Stage(f"seed{seed}/{name}_modes", python(
             "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
-            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
+            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", tasks.LIMIT,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
             "--modes", *(MODES if name == "refined" else TWIN_MODES),
         ), folder / f"{name}.json", (stage,), prepare_test)
@@ -153,7 +146,7 @@ def trained_stages(
     ]  # fmt: skip
     served = Stage(f"seed{seed}/served", python(
         "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
-        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", limit, "--mode", "redraft",
+        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", tasks.LIMIT, "--mode", "redraft",
         "--guesses", sizes.guesses, "--out", folder / "served.json",
     ), folder / "served.json", tuple(trained), prepare_test)  # fmt: skip
     return [*trained, *evaluated, served]
@@ -178,7 +171,7 @@ def figures(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def report(out: Path, seeds: Sequence[int]) -> None:
-    """Print what exists of each seed and the means; write result.json and a picture for each seed."""
+    """Print what exists of each seed and the means; write result.json."""
     results = {}
     for seed in seeds:
         folder = out / f"seed{seed}"
@@ -189,14 +182,12 @@ def report(out: Path, seeds: Sequence[int]) -> None:
         results[seed] = figures(read)
         everything = {"questions": read["refined"]["questions"], "rows": [r for p in read.values() for r in p["rows"]]}
         console.print(result_table(everything))
-        runs = [(name, metrics_of(folder / name)) for name in ("refinement", "twin")]
-        draw_curves(everything, runs, folder / "curves.png")
         result = results[seed]
         gap, aup = result["gap"], result["aup"]
         console.print(
             f"seed {seed}: {result['dllm_tokens_per_forward']:.2f} tokens per forward by {result['mode']}, lossless; "
             f"greedy accuracy, refined less twin: {gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to "
-            f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}; {folder / 'curves.png'}",
+            f"{gap['high']:+.1f}); AUP: refined {aup['refined']:.1f}, twin {aup['twin']:.1f}",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
         if result["differing"]:
@@ -222,13 +213,6 @@ def report(out: Path, seeds: Sequence[int]) -> None:
                   f"{TRAINING_S:.0f})", soft_wrap=True, highlight=False)  # fmt: skip
 
 
-def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
-    """The folder of metrics and the steps of a training stage."""
-    steps = {"target": STEPS, "refinement": sizes.steps, "twin": sizes.steps}
-    name = stage.name.rpartition("/")[2]
-    return (stage.result, steps[name]) if name in steps else None
-
-
 def describe(data: Mapping[str, float]) -> str:
     """The part of a step's metrics that is shown next to the bar."""
     return describe_refinement({name: value for name, value in data.items() if name.startswith("train/")})
@@ -238,7 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
     parser = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_dllm", "trainings")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
-    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     args = parser.parse_args(argv)
     out = args.out.resolve()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
@@ -246,20 +229,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
     begin("Iterative refinement of a pretrained model")
-    model, gsm8k = fetch.model_folder(args.model), args.gsm8k and args.gsm8k.resolve()
-    stages = target_stages(model, out, gsm8k)
+    stages = target_stages(fetch.model_folder(args.model), out)
     refuse_other_settings(stages[0], out)
     answers = stages[-1]
 
     def write(file: Path) -> None:
-        write_test(tuned(out), file, COUNTS, sizes.questions, SEED, gsm8k)
+        write_test(tuned(out), file, COUNTS, sizes.questions, SEED)
 
     for seed in args.seeds:
-        stages += trained_stages(answers, tuned(out), out, sizes, seed, write, limit_of(gsm8k))
+        stages += trained_stages(answers, tuned(out), out, sizes, seed, write)
     show = partial(report, out, args.seeds)
-    return run_and_report(
-        stages, args.until, out, partial(watched, sizes=sizes), describe, show, fetched=not args.model
-    )  # fmt: skip
+    return run_and_report(stages, args.until, out, describe, show, fetched=not args.model)
 
 
 if __name__ == "__main__":

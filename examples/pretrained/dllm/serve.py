@@ -19,9 +19,9 @@ from rich.table import Table
 from dllm_reasoning.inference.settings import SELF_DRAFT_MODES, self_draft_options
 from examples.demo_runner import console
 from examples.pretrained.dllm.tasks import LIMIT
-from examples.pretrained.spd.serve import LENGTH, measure
-from examples.spd_arithmetic.demo_serve import server
-from examples.spd_arithmetic.serving import Question
+from examples.pretrained.spd.serve import LENGTH
+from examples.spd_arithmetic.questions import Question
+from examples.spd_arithmetic.serving import measure, server
 from scripts.serve_spd import flags_of
 from verl.utils.fs import output_file
 from verl.utils.tokenizer import hf_tokenizer

@@ -18,7 +18,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -27,12 +26,22 @@ from typing import Any
 from rich.table import Table
 
 from examples.data_preprocess.gsm8k import DATA_SOURCE
-from examples.demo_runner import ROOT, by_step, console
-from examples.grpo_arithmetic.acceptance import Criterion
+from examples.demo_runner import ROOT, begin, by_step, console
+from examples.grpo_arithmetic.acceptance import Criterion, report
+from examples.grpo_arithmetic.demo import describe
 from examples.pretrained import fetch
-from examples.pretrained.demo import Run, gained, options, parse, percentages, report, runs_of, train, training_command
+from examples.pretrained.demo import (
+    gained,
+    options,
+    parse,
+    percentages,
+    runs_of,
+    shares_of,
+    show_pages,
+    training_command,
+)
 from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, VALIDATION_SIZE, Prompt, write
-from examples.pretrained.stages import Stage, begin, python, record_of
+from examples.pretrained.stages import Stage, python, record_of, run_stages
 
 STEPS, CONTROL_STEPS, LR, LORA_LR = 40, 2, 5e-6, 5e-5
 PROMPT_LIMIT, SERVED = 512, 32  # tokens of a prompt; test questions that the server answers
@@ -63,12 +72,12 @@ def settings(prompt: Prompt, lora: int) -> list[str]:
     return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def served_stages(trained: Run, model: Path, prompt: Prompt, lora: int, out: Path) -> list[Stage]:
+def served_stages(trained: Stage, model: Path, prompt: Prompt, lora: int, out: Path) -> list[Stage]:
     """Export of a trained model, and its answers in vLLM's server."""
-    actor = trained.stage.result / f"global_step_{trained.steps}" / "actor"
+    actor = trained.result / f"global_step_{trained.training[1]}" / "actor"
     merged = Stage("merged", python(
         "verl.model_merger", "merge", "--local_dir", actor, "--target_dir", out / "merged",
-    ), out / "merged", (trained.stage,))  # fmt: skip
+    ), out / "merged", (trained,))  # fmt: skip
     served = Stage("served", python(
         "examples.pretrained.gsm8k.serve", "--model", model, "--merged", out / "merged", "--questions",
         out / "data" / "test.parquet", "--limit", SERVED, "--length", PROMPT_LIMIT + prompt.limit, "--max-new-tokens",
@@ -127,25 +136,25 @@ def main(argv: list[str] | None = None) -> int:
 
     def stage_of(run: Path, steps: int, seed: int, lr: float) -> Stage:
         command = training_command(model, source(data, prompt), run, steps, seed, *more, lr=lr)
-        return Stage(run.name, command, run, (), partial(write, gsm8k, data, prompt), given)
+        return Stage(run.name, command, run, (), partial(write, gsm8k, data, prompt), given, (run, steps))
 
     runs = runs_of(args, CONTROL_STEPS, stage_of)
     further = served_stages(next(iter(runs.values())), model, prompt, args.lora, args.out)
-    if not train(runs, args.out, further):
+    if not run_stages([*runs.values(), *further], args.out, describe):
         return 1
-    seconds = [record_of(run.stage, args.out)["seconds"] for run in runs.values()]
-    accuracies = {name: percentages(runs, metric) for name, metric in (("acc", ACCURACY), ("last_number", LAST_NUMBER))}
+    seconds = [record_of(run, args.out)["seconds"] for run in runs.values()]
+    shares = {heading: shares_of(runs, metric) for heading, metric in COLUMNS.items()}
+    accuracies = dict(zip(("acc", "last_number"), map(percentages, shares.values()), strict=False))
     gains = {name: gained(values) for name, values in accuracies.items()}
     criteria = criteria_of(*gains.values(), max(seconds))
-    steps = {name: median(by_step(run.stage.result, "timing_s/step").values()) for name, run in runs.items()}
+    steps = {name: median(by_step(run.result, "timing_s/step").values()) for name, run in runs.items()}
     served = json.loads((args.out / "served.json").read_text())
     result = {"model": str(args.model or fetch.NOTE), "prompt": args.prompt, "lora": args.lora,
               "accuracy": accuracies, "gains": {name: each for name, (each, _) in gains.items()},
               "control": {name: moved for name, (_, moved) in gains.items()}, "seconds": seconds,
-              "step_seconds": steps, "served": served,
-              "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
-    (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    report(runs, COLUMNS, f"GRPO on GSM8K, {VALIDATION_SIZE} test questions", criteria, args.out)
+              "step_seconds": steps, "served": served}  # fmt: skip
+    report(args.out, result, criteria, f"GRPO on GSM8K, {VALIDATION_SIZE} test questions", shares)
+    show_pages(runs, ACCURACY, args.out / "curves.png")
     console.print(served_table(served))
     shown = ", ".join(f"{name}: {value:.1f}" for name, value in steps.items())
     console.print(f"seconds of a step, median: {shown}", highlight=False)

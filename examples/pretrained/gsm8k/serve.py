@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pandas as pd
 
 from examples.pretrained.gsm8k.reward import compute_score
-from examples.spd_arithmetic.demo_serve import server
+from examples.spd_arithmetic.serving import server
 from verl.utils.fs import output_file
 
 CONCURRENT = 16  # requests at a time

@@ -25,12 +25,12 @@ from statistics import mean
 
 from transformers import AutoConfig
 
-from examples.demo_runner import ROOT, console
+from examples.demo_runner import ROOT, begin, console
 from examples.pretrained import fetch
 from examples.pretrained.spd import serve
 from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.labels import made_by
-from examples.pretrained.stages import Stage, begin, options, python, refuse_other_settings, run_and_report
+from examples.pretrained.stages import Stage, options, python, refuse_other_settings, run_and_report
 from examples.spd_arithmetic.demo import saved_scorer
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
@@ -141,8 +141,9 @@ def scorer_stages(
         own = {"supervised": ["--supervised", f"actor_rollout_ref.actor.optim.lr={SUPERVISED_LR}"],
                "refined": [f"spd.adapter_path={scorers['supervised']}"]}.get(role, [])  # fmt: skip
         reads = trained["supervised"] if role == "refined" else blocks
+        metrics = folder / role / "supervised" if role == "supervised" else folder / role
         trained[role] = Stage(f"seed{seed}/{role}", [*train, "--output-dir", str(folder / role), *own, *more],
-                              folder / role, (reads,))  # fmt: skip
+                              folder / role, (reads,), training=(metrics, sizes.scorer_steps))  # fmt: skip
     first = "grpo" if "grpo" in trained else next(iter(trained))  # the scorer that the evaluation calls so
     others = [f"{role}={scorers[role]}" for role in trained if role != first]
     evaluation = Stage(f"seed{seed}/evaluation", python(
@@ -167,14 +168,6 @@ def describe(data: Mapping[str, float]) -> str:
     names = {"train/loss": "loss", "val/loss": "validation", "critic/score/mean": "reward",
              "spd/accepted_len/mean": "accepted"}  # fmt: skip
     return "  ".join(f"{label} {data[name]:.3f}" for name, label in names.items() if name in data)
-
-
-def watched(stage: Stage, sizes: Sizes) -> tuple[Path, int] | None:
-    """The folder of metrics and the steps of a training stage."""
-    role = stage.name.rpartition("/")[2]
-    if role not in ROLES:
-        return None
-    return stage.result / "supervised" if role == "supervised" else stage.result, sizes.scorer_steps
 
 
 def report(out: Path, seeds: Sequence[int]) -> None:
@@ -245,9 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in args.seeds:
         stages += scorer_stages(blocks, pair, sizes, seed, args.roles, head)
     show = partial(report, out, args.seeds)
-    return run_and_report(
-        stages, args.until, out, partial(watched, sizes=sizes), describe, show, fetched=not args.target
-    )  # fmt: skip
+    return run_and_report(stages, args.until, out, describe, show, fetched=not args.target)
 
 
 if __name__ == "__main__":
