@@ -20,8 +20,8 @@ from examples.spd_arithmetic.workers import Workers, say
 
 HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "../muon.py", "train_models.py")
-#: Settings of the test bed's models by the names of prepare_blocks' options. With these, its mismatches are like those
-#: of Qwen2.5-Coder-1.5B-Instruct and the 0.5B model as its draft on GSM8K.
+#: Settings of the test bed's models by the names of prepare_blocks' options. With these, which fit_testbed found, its
+#: mismatches are like those of Qwen2.5-Coder-1.5B-Instruct and the 0.5B model as its draft on GSM8K.
 DEFAULTS = {"softness": 0.03, "draft_softness": 0.0004, "draft_house_share": 0.75, "target_steps": 1000,
             "draft_steps": 400}  # fmt: skip
 REPORT_EVERY = 5
