@@ -3,19 +3,20 @@
     python -m examples.pretrained.spd.serve --target DIR --draft DIR --scorers RULE=DIR ... --questions FILE
                                             --evaluation DIR --out DIR [--rounds 2]
 
-Drafts come from the draft model and from n-gram lookup. The scorer is the one that accepts the most draft tokens on the
-evaluation's validation questions at a drop of two points, with the fastest of its thresholds that drop by at most that
-there. Each server has one kind of drafts of one length, and answers the same questions at each number of concurrent
-requests, by exact match and by the scorer in turn; all servers are started once a round, one after the other.
-OUT/served.json has the medians over the rounds, and for each kind of drafts the scorer's tokens per second over those
-of exact match and of greedy decoding, each with its best number of draft tokens. A stopped command continues with the
-servers that it has not measured.
+Drafts come from the draft model, from n-gram lookup and, where the package arctic-inference is installed, from suffix
+lookup. The scorer is the one that accepts the most draft tokens on the evaluation's validation questions at a drop of
+two points, with the fastest of its thresholds that drop by at most that there. Each server has one kind of drafts of
+one length, and answers the same questions at each number of concurrent requests, by exact match and by the scorer in
+turn; all servers are started once a round, one after the other. OUT/served.json has the medians over the rounds, and
+for each kind of drafts the scorer's tokens per second over those of exact match and of greedy decoding, each with its
+best number of draft tokens. A stopped command continues with the servers that it has not measured.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,12 @@ from verl.utils.fs import output_folder
 
 LENGTH = 1024  # tokens of prompt and answer in the servers
 GAMMAS = (3, 4, 6, 8)
-KINDS = ("model", "n-gram")  # of drafts
-LOOKUP = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Without a draft model. Suffixes of earlier answers would contain those that the other ways of decoding gave to the
+# same questions, so that only the request's own text is searched.
+LOOKUPS = {
+    "n-gram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
 FIGURES = ("tokens_per_second", "tokens_per_draft", "accuracy", "cpu_seconds")
 
 
@@ -52,12 +57,12 @@ def chosen_scorer(evaluation: Path) -> tuple[str, float]:
 
 
 def server_options(args: argparse.Namespace, scorer: str, drafts: str, gamma: int | None) -> list[str]:
-    """What vLLM's command line needs for drafts of this kind (`none` or one of KINDS) and length."""
+    """What vLLM's command line needs for drafts of this kind (`none`, `model` or a key of LOOKUPS) and length."""
     if gamma is None:
         return []
     drafter: dict[str, Any] = {"draft": str(args.draft), "gamma": gamma}
-    if drafts == "n-gram":  # on whose drafts the scorer was not trained
-        drafter = {"speculative_config": {**LOOKUP, "num_speculative_tokens": gamma},
+    if drafts in LOOKUPS:  # on whose drafts the scorer was not trained
+        drafter = {"speculative_config": {**LOOKUPS[drafts], "num_speculative_tokens": gamma},
                    "allow_foreign_drafter": True}  # fmt: skip
     options = engine_options(str(args.target), scorer, **drafter)
     del options["model"]
@@ -153,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     questions = read_questions(args.questions, args.limit)
     rule, threshold = chosen_scorer(args.evaluation)
     scorer = dict(part.split("=", 1) for part in args.scorers)[rule]
-    setups = [("none", None), *((drafts, gamma) for drafts in KINDS for gamma in args.gammas)]
+    kinds = ["model", *(name for name in LOOKUPS if name != "suffix" or find_spec("arctic_inference"))]
+    setups = [("none", None), *((drafts, gamma) for drafts in kinds for gamma in args.gammas)]
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(args.rounds):
@@ -169,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += [{"drafts": drafts, "gamma": gamma} | row for row in json.loads(part.read_text())]
     found = medians(rows)
     record = {"questions": len(questions), "scorer": rule, "threshold": threshold, "dtype": args.dtype,
-              "ratios": {drafts: ratios(found, drafts) for drafts in KINDS}, "rows": found}  # fmt: skip
+              "ratios": {drafts: ratios(found, drafts) for drafts in kinds}, "rows": found}  # fmt: skip
     (args.out / "served.json").write_text(json.dumps(record, indent=1) + "\n")
     console.print(result_table(record))
     console.print(described(record), soft_wrap=True, highlight=False)
