@@ -52,6 +52,21 @@ def test_the_recipe_grades_as_the_tasks_verifiers_do(splits):
     assert not splits["train"][0].is_right(final_answer("no answer at all"))
 
 
+def test_gsm8k_is_a_further_task_with_its_own_answers(tmp_path, monkeypatch, splits):
+    monkeypatch.setattr(tasks, "GSM8K_VALIDATION", 5)
+    for name in ("train", "test"):
+        rows = ({"question": f"{name} {i}", "answer": f"It is 2*{i}=<<2*{i}={2 * i}>>{2 * i}.\n#### {2 * i}"}
+                for i in range(20))  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = tasks.draw({"train": 18, "val": 16, "test": 8}, gsm8k=tmp_path)
+    given = {split: [a for a in asked if a.task == tasks.GSM8K] for split, asked in mixed.items()}
+    assert {split: len(asked) for split, asked in given.items()} == {"train": 3, "val": 4, "test": 2}
+    assert {a.question for a in given["val"]} <= {f"train {i}" for i in range(15, 20)}
+    one = given["test"][0]
+    assert one.worked == f"It is 2*{int(one.answer) // 2}={one.answer}.\nThe answer is {one.answer}."
+    assert one.is_right(final_answer(one.worked)) and not one.is_right("1")
+
+
 def test_answers_that_come_with_the_questions_are_right_and_short(splits):
     """Calculations of gsm_symbolic have steps in words with small whole numbers; the other answers are one sentence."""
     for asked in sum(splits.values(), []):

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from examples.pretrained.dllm import tasks
@@ -54,10 +55,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--counts", type=json.loads, required=True, help="questions of each split, as JSON")
     add("--split", choices=tasks.SEEDS, default="train")
     add("--limit", type=int, help="only the first N questions of the split")
+    add("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     add("--max-new-tokens", type=int, default=tasks.LIMIT)
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    asked = tasks.draw(args.counts, seed=args.seed)[args.split][: args.limit]
+    asked = tasks.draw(args.counts, seed=args.seed, gsm8k=args.gsm8k)[args.split][: args.limit]
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = 1 + max((row["part"] for row in rows), default=-1)
     parts = [asked[i : i + PART] for i in range(0, len(asked), PART)]

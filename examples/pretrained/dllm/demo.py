@@ -1,6 +1,7 @@
 """Iterative refinement of a pretrained model, next to plain SFT of it on the same tokens, up to vLLM's server.
 
-    python -m examples.pretrained.dllm.demo [--model DIR] [--seeds 0 1 2] [--out DIR] [--until STAGE]
+    python -m examples.pretrained.dllm.demo [--model DIR] [--gsm8k DIR] [--seeds 0 1 2] [--out DIR]
+                                            [--until STAGE]
 
 Fine-tunes SmolLM2-135M-Instruct (examples.pretrained.fetch) on answers that come with reasoning-gym's questions, then
 trains on the resulting model's own answers: refinement, and a twin by plain SFT with as many steps of the same samples.
@@ -34,6 +35,7 @@ from examples.pretrained.dllm.target import (
     COUNTS,
     LR,
     SEED,
+    limit_of,
     read_rows,
     sft_command,
     target_stages,
@@ -80,9 +82,11 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def write_test(model: Path, file: Path, counts: dict[str, int], further: int, seed: int) -> None:
+def write_test(
+    model: Path, file: Path, counts: dict[str, int], further: int, seed: int, gsm8k: Path | None = None
+) -> None:
     """`further` test questions after those of `counts`: `instruction` and `answer`."""
-    drawn, tokenizer = tasks.draw(counts, seed, {"test": further}), hf_tokenizer(str(model))
+    drawn, tokenizer = tasks.draw(counts, seed, gsm8k, {"test": further}), hf_tokenizer(str(model))
     asked = drawn["test"][counts["test"] :]
     rows = [{"instruction": rendered(tokenizer, tasks.messages(a.question)), "answer": a.answer} for a in asked]
     pd.DataFrame(rows).to_parquet(file)
@@ -111,11 +115,12 @@ def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: in
 
 
 def trained_stages(
-    answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any
+    answers: Stage, target: Path, out: Path, sizes: Sizes, seed: int, write: Any, limit: int = tasks.LIMIT
 ) -> list[Stage]:
     """Training, evaluation and server of one seed, in order; they write to OUT/seedN.
 
-    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file.
+    `answers` is the stage that wrote the target's answers to the training questions, `write` writes the test file;
+    `limit`: tokens of an answer.
     """
     folder, data = out / f"seed{seed}", out / "pairs"
     runs = {name: folder / name for name in ("refinement", "twin")}
@@ -138,7 +143,7 @@ def trained_stages(
     evaluated = [
         Stage(f"seed{seed}/{name}_modes", python(
             "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[run]}", "--questions",
-            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", tasks.LIMIT,
+            out / "test.parquet", "--limit", sizes.questions, "--block", sizes.block, "--max-new-tokens", limit,
             "--text-answers", "--timed", 0, "--batch", 40, "--out", folder / f"{name}.json",
             "--modes", *(MODES if name == "refined" else TWIN_MODES),
         ), folder / f"{name}.json", (stage,), prepare_test)
@@ -146,7 +151,7 @@ def trained_stages(
     ]  # fmt: skip
     served = Stage(f"seed{seed}/served", python(
         "examples.pretrained.dllm.serve", "--model", models["refinement"], "--twin", models["twin"], "--questions",
-        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", tasks.LIMIT, "--mode", "redraft",
+        out / "test.parquet", "--limit", sizes.served, "--max-new-tokens", limit, "--mode", "redraft",
         "--guesses", sizes.guesses, "--out", folder / "served.json",
     ), folder / "served.json", tuple(trained), prepare_test)  # fmt: skip
     return [*trained, *evaluated, served]
@@ -222,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages; returns the exit code."""
     parser = options(__doc__, Sizes(), ROOT / "outputs" / "pretrained_dllm", "trainings")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
+    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     args = parser.parse_args(argv)
     out = args.out.resolve()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
@@ -229,15 +235,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
     begin("Iterative refinement of a pretrained model")
-    stages = target_stages(fetch.model_folder(args.model), out)
+    model, gsm8k = fetch.model_folder(args.model), args.gsm8k and args.gsm8k.resolve()
+    stages = target_stages(model, out, gsm8k)
     refuse_other_settings(stages[0], out)
     answers = stages[-1]
 
     def write(file: Path) -> None:
-        write_test(tuned(out), file, COUNTS, sizes.questions, SEED)
+        write_test(tuned(out), file, COUNTS, sizes.questions, SEED, gsm8k)
 
     for seed in args.seeds:
-        stages += trained_stages(answers, tuned(out), out, sizes, seed, write)
+        stages += trained_stages(answers, tuned(out), out, sizes, seed, write, limit_of(gsm8k))
     show = partial(report, out, args.seeds)
     return run_and_report(stages, args.until, out, describe, show, fetched=not args.model)
 

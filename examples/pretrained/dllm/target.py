@@ -45,10 +45,15 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def write_given_answers(data: Path, counts: dict[str, int]) -> None:
+def write_given_answers(data: Path, counts: dict[str, int], gsm8k: Path | None = None) -> None:
     """DATA.SPLIT.jsonl: the answers that come with the training questions."""
-    asked = tasks.draw(counts, seed=SEED)["train"]
+    asked = tasks.draw(counts, seed=SEED, gsm8k=gsm8k)["train"]
     write_conversations([{"question": a.question, "answer": a.worked} for a in asked], data)
+
+
+def limit_of(gsm8k: Path | None) -> int:
+    """Tokens of an answer."""
+    return tasks.LIMIT if gsm8k is None else tasks.LIMIT_GSM8K
 
 
 def tuned(out: Path) -> Path:
@@ -56,15 +61,18 @@ def tuned(out: Path) -> Path:
     return out / "target_run" / f"global_step_{STEPS}" / "huggingface"
 
 
-def target_stages(model: Path, out: Path) -> list[Stage]:
+def target_stages(model: Path, out: Path, gsm8k: Path | None = None) -> list[Stage]:
     """Fine-tuning of the model, and the fine-tuned model's answers to training questions."""
-    counts = json.dumps(COUNTS)
+    counts, options = json.dumps(COUNTS), []
+    if gsm8k is not None:
+        options = ["--gsm8k", gsm8k, "--max-new-tokens", limit_of(gsm8k)]
     trained = Stage(
         "target", sft_command(model, out / "target", out / "target_run", STEPS, BATCH, LR, SEED), out / "target_run",
-        (), lambda: write_given_answers(out / "target", COUNTS), counts, (out / "target_run", STEPS),
+        (), lambda: write_given_answers(out / "target", COUNTS, gsm8k), f"{counts} {gsm8k}",
+        (out / "target_run", STEPS),
     )  # fmt: skip
     answers = Stage("answers_train", python(
         "examples.pretrained.dllm.answers", "--model", tuned(out), "--counts", counts, "--split", "train", "--seed",
-        SEED, "--limit", ANSWERED, "--out", out / "answers_train.jsonl",
+        SEED, "--limit", ANSWERED, "--out", out / "answers_train.jsonl", *options,
     ), out / "answers_train.jsonl", (trained,))  # fmt: skip
     return [trained, answers]
