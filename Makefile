@@ -173,7 +173,7 @@ gpu-check: env
 audit: env
 	@mkdir -p outputs/audit
 	@$(PY) -m pip --disable-pip-version-check download -qq verl==$(AUDIT) --no-deps -d outputs/audit
-	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl --html outputs/audit/audit.html
+	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl
 
 docs:
 	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -qq install -r requirements/docs.txt; }
