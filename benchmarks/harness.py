@@ -53,18 +53,11 @@ def mean_row(name: str, values: list[float], unit: str) -> Row:
     return Row(name, statistics.mean(values), unit, min(values), max(values), len(values))
 
 
-def alternate(
-    variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, rest: Callable[[], None] | None = None
-) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike.
-
-    `rest` is called, untimed, before each run.
-    """
+def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repetition in range(repetitions + 1):
         for name, work in variants.items():
-            if rest is not None:
-                rest()
             started = time.perf_counter()
             work()
             if repetition:
