@@ -89,12 +89,9 @@ class Head:
 
     def submit(self, folder: Path, *words: str, **env: str) -> subprocess.Popen:
         """Start `python WORDS` in a copy of the folder as docs/clusters.md says; its log is on standard output."""
-        file = self.directory / "job.yaml"
         given = {"RAY_JOB_STOP_WAIT_TIME_S": "600", "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1", **env}
-        file.write_text(json.dumps({"env_vars": given}))
-        return self.job(
-            "submit", "--working-dir", str(folder), "--runtime-env", str(file), "--", sys.executable, *words
-        )
+        options = ("--working-dir", str(folder), "--runtime-env-json", json.dumps({"env_vars": given}))
+        return self.job("submit", *options, "--", sys.executable, *words)
 
     def job(self, operation: str, *words: str) -> subprocess.Popen:
         """Start `ray job OPERATION`."""
