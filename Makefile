@@ -23,18 +23,12 @@
 #   make test-environments        a few steps of GRPO with each library of environments, in .venv-environments/NAME (docs/environments.md)
 #   make test-gateway             an agent library as a client of the gateway, in an environment of its own
 #   make bench                    measurements, medians in one run (benchmarks/)
-#   make bench BENCH=agents       one of them by name
-#   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
+#   make bench BENCH=rl           one of them by name
 #   make bench BENCH=pretrained   the pretrained model: three seeds, TRL (hours; resumes), only by name
 #   make bench BENCH=gsm8k        make demo-gsm8k on three seeds, with GSM8K in outputs/gsm8k (hours; resumes), only by name
 #   make bench BENCH=pretrained_spd   make demo-pretrained-spd on three seeds of the scorer (hours; resumes), only by name
 #   make bench BENCH=pretrained_dllm  make demo-pretrained-dllm on three seeds (hours; resumes), only by name
-#   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, of the refined model of make demo-dllm, only by name
-#   make bench BENCH=trust        ratios before the first update and log-probs that depend on the batch, by name only
-#   make bench BENCH=environments  agents: requests through the gateway, and trees in the update of the pretrained model, by name only
-#   make bench BENCH=trust_demo   GRPO with top_p, with and without the sampling mask, three seeds, by name only
-#   make bench BENCH=async        asynchronous training: speed and accuracy (hours; resumes), only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, 20 random SIGKILLs of SPD trainings and 10 of one with tools, 20 SIGSTOPs of GRPO
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU
@@ -158,7 +152,7 @@ test-gateway: env
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -qq install --no-deps -r requirements/bench.txt
-	@$(if $(filter pretrained% gsm8k environments,$(BENCH)),$(PRETRAINED))
+	@$(if $(filter pretrained% gsm8k,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env
@@ -175,7 +169,7 @@ gpu-check: env
 audit: env
 	@mkdir -p outputs/audit
 	@$(PY) -m pip --disable-pip-version-check download -qq verl==$(AUDIT) --no-deps -d outputs/audit
-	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl --html outputs/audit/audit.html
+	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-$(AUDIT)-py3-none-any.whl
 
 docs:
 	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -qq install -r requirements/docs.txt; }

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import Row, mean_row, row
-from benchmarks.seeds import SEEDS
+from benchmarks.harness import SEEDS, Row, mean_row, row
 from examples.demo_runner import ROOT
 from examples.pretrained.gsm8k.questions import VALIDATION_SIZE
 from verl.utils.accelerator import default_dtype, get_device_name

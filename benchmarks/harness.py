@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,6 +22,7 @@ from verl.training.host_memory import return_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 REPETITIONS = 7
+SEEDS = (0, 1, 2)  # of a demo that is repeated
 Bound = tuple[str, float]
 """A key of COMPARE, and the limit."""
 COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "under": operator.lt}
@@ -53,18 +53,11 @@ def mean_row(name: str, values: list[float], unit: str) -> Row:
     return Row(name, statistics.mean(values), unit, min(values), max(values), len(values))
 
 
-def alternate(
-    variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, rest: Callable[[], None] | None = None
-) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike.
-
-    `rest` is called, untimed, before each run.
-    """
+def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repetition in range(repetitions + 1):
         for name, work in variants.items():
-            if rest is not None:
-                rest()
             started = time.perf_counter()
             work()
             if repetition:
@@ -122,18 +115,6 @@ def commit() -> str:
 def say(text: str) -> None:
     """A line on the terminal about what is measured now."""
     console.print(f"[dim]{text}[/dim]", highlight=False)
-
-
-def remembered(file: Path, work: Callable[[], Any]) -> Any:
-    """The result of `work`, which JSON has; that of an earlier start where the file has it, which is logged."""
-    if file.exists():
-        record = json.loads(file.read_text())
-        say(f"measured before, tree {record['tree']} (delete {file} to measure it again)")
-        return record["result"]
-    result = json.loads(json.dumps(work()))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"tree": commit(), "result": result}) + "\n")
-    return result
 
 
 def verdict(value: float, bound: Bound | None) -> str:

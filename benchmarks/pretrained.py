@@ -22,8 +22,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.harness import Row, commit, mean_row, ratios, row, say
-from benchmarks.seeds import SEEDS
+from benchmarks.harness import SEEDS, Row, commit, mean_row, ratios, row, say
 from examples.demo_runner import ROOT
 from examples.pretrained import demo, fetch, questions
 from verl.utils.accelerator import default_dtype

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import Row, mean_row
-from benchmarks.seeds import SEEDS
+from benchmarks.harness import SEEDS, Row, mean_row
 from examples.demo_runner import ROOT
 from examples.pretrained.spd.gains import DROP
 

@@ -1,6 +1,6 @@
 """Compares the public face of an upstream release with ours: names, signatures, configuration keys, metrics.
 
-    python scripts/audit_upstream.py --release 0.7.0 [--upstream verl-0.7.0-py3-none-any.whl] [--html x.html] [--update]
+    python scripts/audit_upstream.py --release 0.7.0 [--upstream verl-0.7.0-py3-none-any.whl] [--show] [--update]
 
 Of the release no more is read than the stored list in scripts/audit/releases; with `--upstream` the wheel's files are
 read as text (syntax trees, yaml) and compared with that list, and nothing of them is imported or shown. Exit code 1
@@ -25,7 +25,6 @@ from scripts.audit import changes, compat, departures, facts, keys, names, page,
 from scripts.audit.facts import Facts  # noqa: E402
 from scripts.audit.reasons import Reasons, file_of  # noqa: E402
 from scripts.audit.sources import read_release  # noqa: E402
-from verl.utils.fs import output_file  # noqa: E402
 
 
 def audit(release: Facts, reasons: Reasons) -> dict[str, list[page.Row]]:
@@ -75,7 +74,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", help=f"a stored release: {', '.join(facts.VERSIONS)}; default: that of the wheel")
     parser.add_argument("--upstream", type=Path, help="the wheel, or an unpacked folder")
-    parser.add_argument("--html", type=output_file, help="page with every finding")
     parser.add_argument("--update", action="store_true", help="write the stored list, and the tables of the audit")
     parser.add_argument("--show", action="store_true", help="print every missing or different name")
     args = parser.parse_args(argv)
@@ -104,9 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     paths = {path for known in facts.VERSIONS if facts.stored(known).is_file()
              for path in Facts.load(facts.stored(known)).modules}  # fmt: skip
     misplaced = compat.misplaced(dict.fromkeys(paths, ""))
-    if args.html:
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        args.html.write_text(page.html(f"verl {version} and this tree", parts, unfounded), encoding="utf-8")
     bad = [row for rows in parts.values() for row in page.unexplained(rows)]
     for rows in parts.values() if args.show else ():
         for row in rows:

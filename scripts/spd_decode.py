@@ -34,14 +34,13 @@ from recipe.spd.rollout.decoder import (  # noqa: E402
     FROM_MISMATCH,
     FROM_TARGET,
     SpecResult,
-    end_ids,
     greedy_generate,
     speculative_generate,
 )
 from recipe.spd.scorer.auto import SCORERS  # noqa: E402
 from scripts.spd_evaluation import rules  # noqa: E402
-from scripts.spd_evaluation.worker import load_model  # noqa: E402
-from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
+from scripts.spd_evaluation.worker import load_model, scores_of  # noqa: E402
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig  # noqa: E402
 from verl.data.chat_template import render_chat  # noqa: E402
 from verl.data.rl_dataset import read_rows  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
@@ -107,10 +106,7 @@ class Session:
         if args.rule != "scorer":
             makers = {"exact": rules.exact, "all": rules.accept_all, "margin": lambda: rules.margin(args.threshold)}
             return makers[args.rule]()
-        model = load_scorer(args, self.target)
-        sep = resolve_sep_token_id(self.tokenizer, read=model.reads_separator)
-        tokens = {"sep_token_id": sep, "pad_token_id": self.tokenizer.pad_token_id, "end_ids": end_ids(self.eos)}
-        return rules.scorer(model, args.threshold, **tokens)
+        return rules.above(scores_of(load_scorer(args, self.target), self.tokenizer, self.eos), args.threshold)
 
     def speculative(self, requests: Sequence[Request], on_block: Any = None, **changed: int) -> SpecResult:
         """Continue every request by draft, target and judge."""

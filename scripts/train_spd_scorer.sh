@@ -3,7 +3,6 @@
 # arguments (options of train_spd_scorer.py, or key=value for the trainer) are added at the end.
 #
 #   DATA_DIR=outputs/spd_arithmetic/testbed scripts/train_spd_scorer.sh
-#   scripts/submit_spd.sh http://HEAD:8265 ...                   the same training as a job of a Ray cluster
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

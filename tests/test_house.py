@@ -186,7 +186,6 @@ def parser_options(target, *operation):
 HYDRA = [target for target in SETTINGS if not target.endswith(".py")]  # entries without options of their own
 #: shell script -> the programs that its options and key=value words go to
 SCRIPTS = {
-    "scripts/submit_spd.sh": ("scripts/submit_spd.py", "train_spd_scorer.py"),
     "dllm_reasoning/scripts/run_train.sh": ("dllm_reasoning.train_iterative_refine",),
     "recipe/dapo/run_dapo_qwen2.5_32b.sh": ("recipe.dapo.main_dapo",),
     "examples/scripts/rloo.sh": ("verl.trainer.main_ppo",),
@@ -246,7 +245,6 @@ def test_a_documented_command_is_real(page, words):
     ("target", "words", "unknown"),
     [
         ("train_spd_scorer.py", "--patience 1 spd.seed=1 --step 3 spd.sed=1", ["spd.sed", "--step"]),
-        ("scripts/submit_spd.sh", "http://h:1 --pack P --patience 4 --put P trainer.gpus=1", ["trainer.gpus", "--put"]),
         ("dllm_reasoning/scripts/run_train.sh", "4 D iterative.noise_min=0 iterative.noise=0", ["iterative.noise"]),
         ("recipe.dapo.main_dapo", "algorithm.filter_groups.enable=true data.gen_batch=3", ["data.gen_batch"]),
         ("verl.trainer.main_ppo", "+data.x=1 ++nowhere.x=1 trainer.logger.x=1", ["nowhere.x", "trainer.logger.x"]),
@@ -261,7 +259,7 @@ def test_a_command_that_is_not_real_is_reported(target, words, unknown):
 # What the pages name in running text: options of the programs below, keys of any tree.
 INLINE = re.compile(r"`([^`]+)`")
 PROGRAMS = (
-    "train_spd_scorer.py", "scripts/submit_spd.py", "scripts/eval_spd_scorer.py", "scripts/spd_decode.py",
+    "train_spd_scorer.py", "scripts/eval_spd_scorer.py", "scripts/spd_decode.py",
     "examples.spd_arithmetic.prepare_blocks", "examples.pretrained.spd.demo",
 )  # fmt: skip
 

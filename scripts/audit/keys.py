@@ -39,13 +39,8 @@ FAMILIES = (
 METRIC = re.compile(rf"(?:{'|'.join(FAMILIES)})/[\w@./()*\-]+")
 
 
-def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]:
-    """Keys of one tree: same default, another default, another name, missing, ours alone."""
-    return compare_trees(upstream_keys(release, file), tree)
-
-
 def compare_trees(theirs: dict[str, object], tree: str) -> list[Finding]:
-    """`compare_keys` of keys that were read already."""
+    """Keys of one tree: same default, another default, another name, missing, ours alone."""
     ours, findings = our_keys(tree), []
     for key, value in theirs.items():
         if key not in ours and (name := renamed(key, tree)) is not None:
@@ -137,13 +132,8 @@ def metrics_of(release: dict[str, str]) -> set[str]:
     return theirs
 
 
-def compare_metrics(release: dict[str, str]) -> list[Finding]:
-    """Metric names of a release against those that our page lists."""
-    return compare_metric_names(metrics_of(release))
-
-
 def compare_metric_names(theirs: set[str]) -> list[Finding]:
-    """`compare_metrics` of names that were read already."""
+    """Metric names of a release against those that our page lists."""
     findings, used, ours = [], set(), all_metrics()
     for name in sorted(theirs):
         covering = [p for p in ours if fnmatchcase(name, p) or fnmatchcase(p, name)]

@@ -208,13 +208,8 @@ def _parameter(p: inspect.Parameter) -> Parameter:
     return Parameter(p.name, default, PASSED[p.kind])
 
 
-def compare_module(path: str, text: str) -> list[Finding]:
-    """Every public name of an upstream module against ours of the same name; names of ours alone last."""
-    return compare_names(path, upstream_names(text, path.endswith("__init__.py")))
-
-
 def compare_names(path: str, theirs: dict[str, Signature | None]) -> list[Finding]:
-    """`compare_module` of names that were read already."""
+    """Every public name of an upstream module against ours of the same name; names of ours alone last."""
     module = module_of(path)
     ours = our_names(module, {name.partition(".")[0] for name in theirs})
     if ours is None:

@@ -1,9 +1,7 @@
-"""Writes the findings of an audit: a table in Markdown, a page in HTML, lines for a terminal."""
+"""Writes the findings of an audit as tables in Markdown."""
 
 from collections import Counter
 from dataclasses import dataclass
-
-import jinja2
 
 from scripts.audit.names import Finding
 
@@ -56,39 +54,3 @@ def reasons_table(parts: dict[str, list[Row]]) -> str:
         listing = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
         lines.append(f"| {reason} | {listing} |")
     return "\n".join(lines) + "\n"
-
-
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
-body { font: 14px/1.5 system-ui, sans-serif; margin: 24px auto; max-width: 1200px; color: #1c2330; padding: 0 20px; }
-table { border-collapse: collapse; width: 100%; margin: 8px 0 20px; }
-td, th { border: 1px solid #e3e7ee; padding: 3px 10px; text-align: left; vertical-align: top; }
-th { background: #f6f8fb; } summary { cursor: pointer; font-weight: 600; margin: 6px 0; }
-.missing { background: #fbe9e7; } .differs { background: #fdf4dd; } .bad { color: #b3261e; font-weight: 600; }
-</style></head><body><h1>{{ title }}</h1>
-<table><tr><th>part</th><th>same</th><th>renamed</th><th>differs</th><th>missing</th><th>without a reason</th>
-<th>ours alone</th></tr>
-{% for part, rows in parts.items() %}{% set c = counts(rows) %}<tr><td>{{ part }}</td><td>{{ c["same"] }}</td>
-<td>{{ c["renamed"] }}</td><td>{{ c["differs"] }}</td><td>{{ c["missing"] }}</td>
-<td>{{ unexplained(rows) | length }}</td>
-<td>{{ c["ours alone"] }}</td></tr>
-{% endfor %}</table>
-{% if unfounded %}<h2>docs/migrating.md and docs/verl_names.md say, and the tree lacks</h2>
-<ul>{% for line in unfounded %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-{% for part, rows in parts.items() %}<h2>{{ part }}</h2>
-{% for module, group in rows | groupby("finding.module") %}
-<details><summary>{{ module }} ({{ group | length }})</summary>
-<table><tr><th>name</th><th></th><th>how</th><th>why</th></tr>
-{% for row in group if row.finding.status != "same" %}
-<tr class="{{ row.finding.status }}"><td>{{ row.finding.name }}</td>
-<td>{{ row.finding.status }}</td><td>{{ row.finding.detail }}</td><td>{{ row.reason }}
-{% if row in unexplained([row]) %}<span class="bad">no reason</span>{% endif %}</td></tr>
-{% endfor %}</table></details>{% endfor %}{% endfor %}</body></html>
-"""
-
-
-def html(title: str, parts: dict[str, list[Row]], unfounded: list[str]) -> str:
-    """The page."""
-    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return env.from_string(PAGE).render(
-        title=title, parts=parts, unfounded=unfounded, counts=counts, unexplained=unexplained
-    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step, trl_steps
+from benchmarks import rl, rl_forward, rl_rollout, rl_whole_step, trl_steps
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
 from verl.config.roles import need_critic, reads_reference
@@ -20,10 +20,6 @@ from verl.utils.config import validate_config
 
 MODULES = {
     rl_forward: dict(GROUPS=1, N=2, PROMPT=16, RESPONSE=4, VOCABULARY=32, REPETITIONS=1),
-    rl_logprob: dict(TOKENS=4096, VOCABULARY=8192, HIDDEN=16, REPETITIONS=1),
-    dataproto: dict(ROWS=64, WIDTH=64, COLUMNS=3, REPETITIONS=1),
-    rl_transport: dict(SENT_BYTES=1 << 20, STORE_BYTES=1 << 20, ROWS=512, LENGTH=512, PROMPTS=4, SAMPLES=2,
-                       REPETITIONS=1, STEPS=1),
     rl_rollout: dict(PROMPTS=2, SAMPLES=2, PROMPT=4, RESPONSE=3, REPETITIONS=1,
                      LARGE=dict(width=64, layers=1, vocabulary=64), SMALL=dict(width=32, layers=1, vocabulary=64)),
     rl_whole_step: dict(PROMPTS=2, SAMPLES=2, STEPS=3, WARM_UP=1, TURNS=2),
@@ -55,33 +51,6 @@ def test_forwards(monkeypatch):
     assert wanted("actor_") | {"rmpad_speedup", "rmpad_gradient_difference"} <= rows.keys()
     assert rows["actor_update_shared_gradient_difference"].value < 1e-4
     assert rows["rmpad_gradient_difference"].value < 1e-4
-
-
-def test_log_probs_take_a_tenth_of_the_memory(monkeypatch):
-    """By size: 3 tensors of 4096 x 8192 (128 MiB each) held in full, against one of 512 x 8192."""
-    rows = rows_of(rl_logprob, monkeypatch)
-    assert wanted("logprob_") <= rows.keys()
-    assert rows["logprob_memory_whole"].value > 300
-    assert rows["logprob_memory_ratio"].value < 0.10
-
-
-def test_dataproto(monkeypatch):
-    monkeypatch.setitem(MODULES, dataproto, dict(ROWS=1024, WIDTH=1024, COLUMNS=5, REPETITIONS=1))
-    rows = rows_of(dataproto, monkeypatch)
-    verbs = ("chunk", "concat", "select", "repeat", "union", "pickle")
-    assert rows.keys() >= {name for verb in verbs for name in (f"dataproto_{verb}", f"dataproto_{verb}_bytes")}
-    arrays = 1024 * 1024 * 5 * 4
-    for verb, copies in {"chunk": 0, "concat": 1, "select": 0, "repeat": 4, "union": 0}.items():
-        assert rows[f"dataproto_{verb}_bytes"].value == pytest.approx(copies * arrays, abs=0.1 * arrays)
-    assert rows["dataproto_pickle_bytes"].value > 0.9 * arrays
-    assert 1 <= rows["dataproto_pickle_length"].value < 1.01
-
-
-@pytest.mark.slow
-def test_transport(monkeypatch, ray_cluster):
-    rows = rows_of(rl_transport, monkeypatch)
-    assert wanted("ray_", "dispatch_", "validation_") <= rows.keys()
-    assert 1 <= rows["dispatch_bytes_ratio"].value < 1.1
 
 
 class StandIn(get_rollout_class("hf", "sync")):

@@ -1,6 +1,6 @@
-"""The dLLM demo's commands as their entries read them, its acceptance criteria, held-out questions, and benchmark.
+"""The dLLM demo's commands as their entries read them, its acceptance criteria, and held-out questions.
 
-Not covered: the trained figures (`make demo-dllm` and `make bench BENCH=dllm_demo` show them).
+Not covered: the trained figures (`make demo-dllm` shows them).
 """
 
 import json
@@ -14,8 +14,6 @@ import torch
 from omegaconf.errors import OmegaConfBaseException
 
 import dllm_reasoning.config
-from benchmarks import dllm_demo, seeds
-from benchmarks.run import WANTED
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from examples import demo_runner
 from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate, make_base
@@ -183,27 +181,3 @@ def test_the_base_never_sees_a_held_out_question(tmp_path, monkeypatch):
     tables = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in corpus.COUNTS}
     assert kept == [{*tables["val"]["instruction"], *tables["test"]["instruction"]}] and len(kept[0]) == 8
     assert kept[0].isdisjoint(tables["train"]["instruction"])
-
-
-def test_the_benchmark_has_a_row_per_criterion_over_three_seeds(monkeypatch, tmp_path):
-    ran = []
-
-    def run(command, cwd, check):
-        args = demo.parse(command[3:])
-        results = at_the_bounds()
-        set_row("refined", "slide", "same_as_greedy", 0.5 if args.seed == 1 else 1.0)(results)
-        set_row("refined", "slide", "tokens_per_forward", 3.0 + args.seed)(results)
-        args.out.mkdir(parents=True)
-        (args.out / "evaluation.json").write_text(json.dumps({"criteria": acceptance.criteria_of(results)}))
-        ran.append(args.out)
-
-    monkeypatch.setattr(seeds, "ROOT", tmp_path)
-    monkeypatch.setattr(seeds.subprocess, "run", run)
-    monkeypatch.setattr("benchmarks.harness.commit", lambda: "tree")
-    rows = {results.name: results for results in dllm_demo.run()}
-    assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in acceptance.MINIMUM} | {"dllm_demo_seconds"}
-    slide = rows["dllm_demo_slide_tokens_per_forward"]
-    assert (slide.value, slide.low, slide.high, slide.repetitions) == (4.0, 3.0, 5.0, 3)
-    assert rows["dllm_demo_slide_same_as_greedy"].value == 0.5  # one seed that lost tokens is enough
-    assert {name for name in WANTED if name.startswith("dllm_demo_")} == {*rows} - {"dllm_demo_seconds"}
-    assert WANTED["dllm_demo_verify_tokens_per_forward"] == ("at least", 5)

@@ -1,6 +1,6 @@
-"""The GRPO demo's commands as their entries read them, its acceptance criteria, and its benchmark. Nothing is trained.
+"""The GRPO demo's commands as their entries read them, and its acceptance criteria. Nothing is trained.
 
-Not covered: the trained figures (`make demo-grpo` and `make bench BENCH=grpo_demo` show them).
+Not covered: the trained figures (`make demo-grpo` shows them).
 """
 
 import json
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo_demo, seeds
-from benchmarks.run import WANTED
 from examples import demo_runner
 from examples.demo_runner import ROOT
 from examples.grpo_arithmetic import demo, make_start
@@ -105,23 +103,3 @@ def test_a_phase_that_fails_ends_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_shown", fail)
     assert demo.main(["--out", str(tmp_path)]) == 1
     assert "it [broke]" in capsys.readouterr().out and not (tmp_path / "result.json").exists()
-
-
-@pytest.mark.parametrize(("last", "learned"), [(0.95, 1.0), (0.85, 0.0)])
-def test_the_benchmark_asks_it_of_every_seed(tmp_path, monkeypatch, last, learned):
-    ends = iter([0.6, 0.95, last])  # starts 0.3, 0.8, 0.8: by gain, by its end, by its end or not at all
-
-    def run(command, cwd, check):
-        args, end = demo.parse(command[3:]), next(ends)
-        start = 0.3 if args.seed == 0 else 0.8
-        trainings(monkeypatch, {"run": {0: start, 60: end}, "control": {0: start, 8: start}})
-        assert demo.main(command[3:]) == 0
-
-    monkeypatch.setattr(seeds, "ROOT", tmp_path)
-    monkeypatch.setattr(seeds.subprocess, "run", run)
-    monkeypatch.setattr("benchmarks.harness.commit", lambda: "tree")
-    rows = {row.name: row for row in grpo_demo.run()}
-    assert {name for name in WANTED if name.startswith("grpo_demo")} <= rows.keys()
-    assert rows["grpo_demo_learned"].value == learned and rows["grpo_demo_learned"].repetitions == 3
-    assert rows["grpo_demo_over_control"].value == pytest.approx(100 * (last - 0.8) if last < 0.9 else 15.0)
-    assert rows["grpo_demo_gain"].low == pytest.approx(min(0.95, last) / 0.8)

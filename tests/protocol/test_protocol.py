@@ -99,6 +99,14 @@ def test_a_slice_pickles_its_rows_only_and_out_of_band():
     assert sum(b.raw().nbytes for b in buffers) == 10 * 1000 * 4 and len(head) < 2000
 
 
+def test_parts_selections_and_unions_share_memory():
+    data = make(4)
+    others = [data.chunk(2)[0], data.select(["ids"]), DataProto.from_dict({"x": torch.zeros(4)}).union(data)]
+    assert {other.batch["ids"].untyped_storage().data_ptr() for other in others} == {
+        data.batch["ids"].untyped_storage().data_ptr()
+    }
+
+
 def test_an_empty_batch_works():
     empty = make(4)[:0]
     assert len(empty) == 0 and len(DataProto.concat([empty, empty])) == 0 and len(empty.repeat(3)) == 0

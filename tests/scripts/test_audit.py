@@ -47,7 +47,8 @@ def wheel(folder, **files):
 
 
 def found_in(text, module="verl/utils/device.py"):
-    return {f.name: (f.status, f.detail) for f in names.compare_module(module, text)}
+    entries = names.upstream_names(text, module.endswith("__init__.py"))
+    return {f.name: (f.status, f.detail) for f in names.compare_names(module, entries)}
 
 
 def test_names_are_the_same_differ_are_missing_or_ours_alone():
@@ -138,7 +139,7 @@ def test_inherited_lazy_and_instance_names_of_ours_count():
 
 def test_keys_and_defaults_are_compared_in_our_composed_tree():
     theirs = "data:\n  path: x\n  prompt_key: prompt\n  gone: 1\nray: {}\ntrainer:\n  dry_run: 0\n"
-    findings = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "evaluation")}
+    findings = {f.name: f for f in keys.compare_trees(keys.upstream_keys({"t.yaml": theirs}, "t.yaml"), "evaluation")}
     assert findings["data.prompt_key"].status == "same"
     assert (findings["data.path"].status, findings["data.path"].detail) == (
         "differs", "default x, ours outputs/generation.parquet"
@@ -151,7 +152,7 @@ def test_keys_and_defaults_are_compared_in_our_composed_tree():
 
 def test_numbers_are_compared_as_numbers():
     theirs = "optim:\n  lr: 1e-5\n  weight_decay: 1e-1\n  clip_grad: 1\n"
-    findings = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "sft_trainer")}
+    findings = {f.name: f for f in keys.compare_trees(keys.upstream_keys({"t.yaml": theirs}, "t.yaml"), "sft_trainer")}
     assert findings["optim.lr"].status == findings["optim.clip_grad"].status == "same"
     assert findings["optim.weight_decay"].detail == "default 0.1, ours 0.01"
 
@@ -159,7 +160,8 @@ def test_numbers_are_compared_as_numbers():
 def test_metric_names_are_extracted_from_texts_and_formats():
     text = 'm = {"actor/pg_loss": 1, f"critic/score/{x}": 2, "not/a/metric": 3, "actor/new_one": 4, "actor": 5}'
     assert keys.metric_names(text) == {"actor/pg_loss", "critic/score/*", "actor/new_one"}
-    findings = {f.name: f.status for f in keys.compare_metrics({"verl/trainer/a.py": text})}
+    theirs = keys.metrics_of({"verl/trainer/a.py": text})
+    findings = {f.name: f.status for f in keys.compare_metric_names(theirs)}
     named = [findings[name] for name in ("actor/pg_loss", "critic/score/*", "actor/new_one")]
     assert named == ["same", "same", "missing"]
     assert findings["spd/hit_limit"] == "ours alone" and len(findings) == len(all_metrics()) + 1
@@ -178,20 +180,20 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     monkeypatch.setattr("scripts.audit_upstream.Reasons", lambda _: Reasons(reasons))
     monkeypatch.setattr("scripts.audit_upstream.check_changes", lambda *_: [])
     monkeypatch.setattr(compat, "misplaced", lambda *_: [])
-    given = ["--upstream", str(tmp_path / "verl-9.9-py3-none-any.whl"), "--html", str(tmp_path / "out" / "audit.html")]
+    given = ["--upstream", str(tmp_path / "verl-9.9-py3-none-any.whl")]
     assert main(given) == 1
     diff = capsys.readouterr().out
     assert "missing without a reason: verl.utils.device:LIMIT" in diff and "Gone.walk" not in diff
     assert "differs without a reason: verl.utils.device:get_device_id  lacks device" in diff
     listed["reasons"] |= dict.fromkeys(("verl.utils.device:LIMIT", "verl.utils.device:get_device_id"), "Not needed.")
     reasons.write_text(yaml.safe_dump(listed))
-    assert main(given) == 0
-    assert "| names importers rely on | 2 | 0 | 1 | 6 | 0 |" in capsys.readouterr().out
+    assert main([*given, "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert "lacks device  [Not needed.]" in shown and "pathlib" not in shown
+    assert "| names importers rely on | 2 | 0 | 1 | 6 | 0 |" in shown
     listed["reasons"]["verl.utils.device:get_device_name"] = "It is there."
     reasons.write_text(yaml.safe_dump(listed))
     assert main(given) == 1 and "excuses nothing any more" in capsys.readouterr().out
-    written = (tmp_path / "out" / "audit.html").read_text()
-    assert "Not needed." in written and "lacks device" in written and "pathlib" not in written
     assert not (tmp_path / "ran").exists()
 
 

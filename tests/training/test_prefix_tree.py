@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.environments_trees import rms_norm
 from tests.training.test_attention import OnCuda, documented_kernel, shared_prompts
 from tests.training.test_packing import gemma, llama, outputs_of, qwen, windows
 from verl.protocol import DataProto
@@ -83,6 +83,11 @@ def test_trees_have_the_log_probs_entropies_and_gradients_of_separate_rows(any_l
     policy.set_forward(remove_padding=True, share_prompt=True)
     packing = pack_batch(batch, R, share_prompt=True)
     assert policy.forward_tokens(batch) == len(packing.tokens) == distinct_prefixes(batch)
+
+
+def rms_norm(module, hidden_states):
+    """The norm in the type of its input."""
+    return F.rms_norm(hidden_states, hidden_states.shape[-1:], module.weight, module.variance_epsilon)
 
 
 @pytest.mark.parametrize("seed", range(8))
