@@ -84,12 +84,6 @@ def test_hidden_generated_and_big_files_stay_at_home(tree, tmp_path):
         command.package_files(["../x"])
 
 
-def test_a_package_that_no_server_takes_is_refused(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LARGEST_PACKAGE_MIB", 0)
-    with pytest.raises(SystemExit, match=r"its biggest file: scripts/submit_spd.py\), a job server takes 0"):
-        command.write_package(command.package_files([])[0], tmp_path / "p.zip")
-
-
 def test_paths_the_job_would_not_find_or_would_lose_are_refused(tree):
     (tree.parent / "x").write_text("x")
     files, _ = command.package_files([])
