@@ -7,18 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.environments_trees import rms_norm
-from tests.training.test_attention import OnCuda, documented_kernel, shared_prompts
+from tests.training.test_attention import documented_kernel, shared_prompts
 from tests.training.test_packing import gemma, llama, outputs_of, qwen, windows
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
-from verl.trainer.ppo import batching
 from verl.training.actor.batch_cuts import micro_batches
-from verl.training.policy import attention, get_policy, prefix_tree
+from verl.training.policy import get_policy, prefix_tree
 from verl.training.policy.attention import BACKENDS, segment_attention
-from verl.training.policy.packing import pack, pack_batch
+from verl.training.policy.packing import pack_batch
 from verl.training.policy.prefix_tree import SHORTEST
 
 P, R = 9, 8
@@ -85,25 +82,6 @@ def test_trees_have_the_log_probs_entropies_and_gradients_of_separate_rows(any_l
     assert policy.forward_tokens(batch) == len(packing.tokens) == distinct_prefixes(batch)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_gradients_of_trees_in_float64(any_length, monkeypatch, seed):
-    """The norms of transformers compute in float32, and log-probs are float32 whose weights here add up exactly."""
-    monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
-    torch.manual_seed(0)
-    model, batch, gradients = llama().double(), random_tree(seed), []
-    for forward in ({"remove_padding": True}, {"share_prompt": True}):
-        policy = get_policy("causal_lm")
-        policy.set_forward(**{"remove_padding": False, "share_prompt": False, **forward})
-        model.zero_grad()
-        log_probs, entropy = policy.log_probs(model, batch, temperature=1.0, with_entropy=True)
-        weights = torch.arange(log_probs.numel()).view_as(log_probs) % 8 - 3.0
-        (log_probs * weights + 0.25 * entropy).sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    separate, shared = gradients
-    assert separate.dtype == torch.float64 and separate.norm() > 1
-    assert (shared - separate).norm() <= 1e-10 * separate.norm()
-
-
 @settings(max_examples=125)
 @given(st.integers(0, 10**6), st.sampled_from([1, 3, 6]), st.booleans())
 def test_any_batch_is_packed_with_the_keys_of_each_row(seed, shortest, share):
@@ -151,18 +129,6 @@ def test_every_kernel_reads_a_tree(any_length, seed):
         torch.testing.assert_close(other, results["sdpa"], rtol=1e-5, atol=1e-5)
 
 
-def test_kernels_pass_over_ancestors_where_they_are_continued_more_than_once(any_length):
-    half = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16).as_subclass(OnCuda)
-    branches = [([5, 6], [7, 8, 9, i]) for i in (10, 11, 12)]
-    chain = [([5, 6, 7, 8, 9][: i + 1], [6 + i]) for i in range(4)]
-    for rows, expected in ((branches, "shared_prompt"), (chain, "varlen")):
-        packing = pack_batch(rows_batch(rows, [0] * len(rows)), R, share_prompt=True)
-        assert packing.parents is not None
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "is_flash_attn_2_available", lambda: False)
-            assert attention.choose_backend(half, half, packing, 0.0) == expected
-
-
 def test_a_short_prefix_is_no_node_but_an_equal_prompt_is():
     long = list(range(5, 5 + SHORTEST))
     batch = rows_batch([([1, 2], [3, *long, 4]), ([1, 2], [3, 9]), ([1, 2], [3, *long, 5]), ([1, 2, 3], [*long, 5])],
@@ -196,36 +162,3 @@ def test_a_group_that_exceeds_the_limit_is_cut_between_prompts(any_length):
     assert cut(rows=None, tokens=9) == [[0, 1, 2, 3]]  # 4 + 1 + 2 + 2 tokens
     assert cut(rows=None, tokens=8) == [[0, 1, 2], [3]]
     assert cut(rows=None, tokens=6) == [[0, 1], [2], [3]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_pieces_have_at_most_the_tokens_of_the_limit(any_length, seed):
-    data = DataProto(random_tree(seed), {}, {})
-    for limit in (17, 25, 40):
-        parts = micro_batches(data, rows=None, tokens=limit, whole_groups=True)
-        assert [row for part, _ in parts for row in part] == list(range(len(data)))
-        for _, micro in parts:
-            batch = micro.batch
-            prompts = torch.cat([batch["input_ids"][:, :P], batch["attention_mask"][:, :P]], 1)
-            assert distinct_prefixes(batch) <= limit or len(prompts.unique(dim=0)) == 1
-
-
-def test_ranks_get_groups_of_about_the_same_tokens_where_shared_ones_count_once(any_length):
-    """One group of equal rows of 16 tokens weighs less than one of different rows of 8."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for length, equal in ((16, True), (16, True), (8, False), (8, False)):
-        for row in range(4):
-            ids = rows[-1] if equal and row else torch.randint(5, 40, (length,), generator=generator).tolist()
-            rows.append(ids)
-    batch = rows_batch([(ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in rows], [0] * 16)
-    uid = torch.arange(16).div(4, rounding_mode="floor").numpy().astype(str).astype(object)
-    data = DataProto(batch, {"uid": uid}, {})
-    batching.balance(data, 4, 2, 4, whole_groups=True, by_length=True)
-    assert sorted(data.non_tensor_batch["uid"][:8:4]) in (["0", "2"], ["0", "3"], ["1", "2"], ["1", "3"])
-
-
-def test_a_packing_without_shared_tokens_is_that_of_rows_apart():
-    batch = rows_batch([([1, 2], [3]), ([4], [5, 6])], [0, 0])
-    shared, apart = pack_batch(batch, R, share_prompt=True), pack(batch["attention_mask"], R)
-    assert shared.keys is shared.parents is None and torch.equal(shared.lengths, apart.lengths)
