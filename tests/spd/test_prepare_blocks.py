@@ -180,6 +180,7 @@ def test_answers_after_mismatches_are_compared_with_the_own_ones_to_the_same_que
     [
         (["--questions", "a"], "name either --questions"), (["--train-questions", "a"], "name either --questions"),
         (["--val-questions", "a"], "--val-questions goes with"), (["--tensor-parallel", "2"], "needs --engine vllm"),
+        (["--questions", "a", "--draft", "d"], "go together"),
         (["--questions", "a", "--target", "t", "--draft", "d", "--softness", "0"], "--softness is for models trained"),
         (["--device", "cuda", "--no-ray"], "--no-ray is for a CPU"),
     ],
