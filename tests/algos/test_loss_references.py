@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.algo_batches import counted, junk_outside, masks, normal, seeds
-from tests.helpers.policy_batches import Batch, aggregated, away_from, batches, clip, value_and_gradient
+from tests.helpers.policy_batches import Batch, aggregated, assert_agree, away_from, batches, clip, value_and_gradient
 from verl.algos.aggregation import StepCounts
 from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, compute_value_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
@@ -141,10 +141,7 @@ def batches_of(name: str):
 @given(data=st.data())
 def test_loss_and_gradient_agree_with_the_papers_formula(name, data):
     batch = data.draw(batches_of(name))
-    got, gradient = value_and_gradient(lambda x: batch.loss(name, x), batch.log_prob)
-    want, expected = value_and_gradient(lambda x: REFERENCES[name](batch, x, batch.log_prob), batch.log_prob)
-    assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
+    assert_agree(lambda x: batch.loss(name, x), lambda x: REFERENCES[name](batch, x, batch.log_prob), batch.log_prob)
 
 
 def run_clip_cov(batch: Batch, seed: int) -> tuple[float, Tensor, set]:
@@ -221,14 +218,11 @@ def test_vanilla_metrics_count_what_the_formula_clips(batch):
 @given(mask=masks(), seed=seeds, scale=st.sampled_from([None, 7]))
 def test_aggregation_agrees_with_the_papers_formula(mode, mask, seed, scale):
     losses = junk_outside(normal(seed, *mask.shape), mask)
-    got, gradient = value_and_gradient(lambda x: agg_loss(x, mask, mode, loss_scale_factor=scale), losses)
 
     def reference(x):
         return aggregated([[x[i, t] for t in ts] for i, ts in enumerate(counted(mask))], mode, scale or mask.shape[1])
 
-    want, expected = value_and_gradient(reference, losses)
-    assert got == pytest.approx(want, rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert_agree(lambda x: agg_loss(x, mask, mode, loss_scale_factor=scale), reference, losses)
 
 
 @settings(max_examples=20)
@@ -251,10 +245,7 @@ def test_value_loss_and_gradient_agree_with_the_formula(mask, seed, reach, mode)
         rows = [[rule(x[i, t], old[i, t], returns[i, t]) for t in ts] for i, ts in enumerate(counted(mask))]
         return aggregated(rows, mode, mask.shape[1])
 
-    got, gradient = value_and_gradient(loss, values)
-    want, expected = value_and_gradient(reference, values)
-    assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
+    assert_agree(loss, reference, values)
     assert torch.autograd.gradcheck(loss, values.clone().requires_grad_(), eps=1e-6, atol=1e-5, rtol=1e-5)
 
 
@@ -271,10 +262,7 @@ def test_entropy_and_gradient_agree_with_the_formula(mask, seed, mode):
             rows.append([-sum(w / sum(ws) * torch.log(w / sum(ws)) for w in ws) for ws in weights])
         return aggregated(rows, mode, mask.shape[1])
 
-    got, gradient = value_and_gradient(lambda x: compute_entropy_loss(x, mask, mode), logits)
-    want, expected = value_and_gradient(reference, logits)
-    assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
+    assert_agree(lambda x: compute_entropy_loss(x, mask, mode), reference, logits)
 
 
 def test_geo_mean_of_unlike_advantages_by_hand():

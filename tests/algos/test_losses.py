@@ -104,26 +104,9 @@ def test_plain_compute_policy_loss_agrees_with_vanilla():
     )
 
 
-LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, float("nan"), 8.0], [7.0, 7.0, 7.0]])
-LOSS_MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
-
-
-@pytest.mark.parametrize(
-    "mode, expected",
-    [
-        ("token-mean", 18 / 5),
-        ("seq-mean-token-sum", 18 / 2),  # the row without a counted token is no sequence
-        ("seq-mean-token-mean", (2 + 6) / 2),
-        ("seq-mean-token-sum-norm", (6 / 3 + 12 / 3) / 2),
-    ],
-)
-def test_aggregation_by_hand(mode, expected):
-    assert agg_loss(LOSS, LOSS_MASK, mode).item() == pytest.approx(expected)
-
-
 def test_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="loss_agg_mode='mean'"):
-        agg_loss(LOSS, LOSS_MASK, "mean")
+        agg_loss(torch.ones(1, 2), torch.ones(1, 2), "mean")
 
 
 def test_full_kl_and_unknown_kl_are_refused():

@@ -169,20 +169,3 @@ def test_every_target_is_the_dataclass_of_its_section():
         node = OmegaConf.select(config, section)
         if "_target_" in node:
             assert type(omega_conf_to_dataclass(node)) is dataclass_type
-
-
-def test_required_keys_are_asked_for():
-    assert OmegaConf.missing_keys(compose_ppo()) == {"actor_rollout_ref.model.path", "actor_rollout_ref.rollout.name"}
-
-
-def test_followers_follow():
-    config = compose_ppo(
-        "data.max_response_length=77", "data.train_batch_size=8", "actor_rollout_ref.actor.grad_clip=0.3",
-        "actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
-    )  # fmt: skip
-    roles = config.actor_rollout_ref
-    assert roles.rollout.response_length == 77
-    assert config.data.gen_batch_size == 8
-    assert roles.actor.optim.clip_grad == 0.3 and config.critic.optim.clip_grad == 1.0
-    assert roles.actor.rollout_n == 5 and config.critic.rollout_n == 5
-    assert list(roles.actor.checkpoint.load_contents) == ["model"]

@@ -42,11 +42,6 @@ def test_a_typed_tree_has_the_keys_and_values_of_the_yaml_files(tree, config_typ
     assert plain == OmegaConf.to_container(config, resolve=True)
 
 
-def test_what_a_section_lacks_has_its_default():
-    settings = to_settings({"trainer": {"seed": 3}}, PPOConfig)
-    assert settings.trainer.seed == 3 and settings.data == PPOConfig().data
-
-
 def test_a_part_that_reads_a_few_values_does_not_check_the_others():
     given = {"max_prompt_length": 0, "custom_cls": {"path": "x.py"}}
     with pytest.raises(ValueError, match="data.max_prompt_length=0 is too small"):

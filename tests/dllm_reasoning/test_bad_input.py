@@ -1,8 +1,6 @@
 """User errors end a run with one message before training starts."""
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -107,13 +105,6 @@ def test_a_checkpoint_of_plain_sft_is_refused(assets, tmp_path):
     assert "Name another trainer.default_local_dir, with" in output and "KeyError" not in output
 
 
-def test_dry_run_prints_a_plan_and_trains_nothing(assets, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run_sft(runs.compose(*assets, tmp_path / "run", "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
-    assert ended.value.code == 0 and not (tmp_path / "run").exists()
-    assert "steps in all" in capsys.readouterr().out
-
-
 def test_dry_run_reports_what_a_start_would_refuse(assets, tmp_path, capsys):
     unknown = "iterative.noise_token=nosuch"
     with pytest.raises(SystemExit) as ended:
@@ -151,21 +142,6 @@ def test_a_data_set_of_the_users_own_reads_files_in_shared_memory(assets, tmp_pa
 @pytest.mark.parametrize("override", ["data.multiturn.enable=true", "data.packing=true", "use_remove_padding=true"])
 def test_what_rounds_do_not_support_is_refused(assets, tmp_path, override):
     assert f"{override} does not work here: " in exit_message(runs.compose(*assets, tmp_path, override))
-
-
-@pytest.mark.process
-def test_run_train_passes_its_arguments_to_torchrun(tmp_path):
-    def script(*arguments):
-        return subprocess.run(["bash", "dllm_reasoning/scripts/run_train.sh", *arguments], capture_output=True,
-                              text=True, env={**os.environ, "PYTHON": "echo"})  # fmt: skip
-
-    assert script("4", "runs/here", "optim.lr=1").stdout.split() == [
-        "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc_per_node=4",
-        "-m", "dllm_reasoning.train_iterative_refine", "trainer.default_local_dir=runs/here",
-        "trainer.n_gpus_per_node=4", "optim.lr=1",
-    ]  # fmt: skip
-    usage = script()
-    assert usage.returncode == 2 and "RANKS CHECKPOINT_DIR" in usage.stderr
 
 
 def test_the_entry_trains_and_leaves_a_checkpoint(assets, tmp_path, monkeypatch, capsys):

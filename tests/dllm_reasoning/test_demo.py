@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dllm_reasoning.inference import demo, generator
-from dllm_reasoning.inference.generator import GenerationResult, GenerationStats
 from dllm_reasoning.losses import layouts
 from dllm_reasoning.scripts import verify_label_alignment
 from tests.dllm_reasoning import runs
@@ -66,24 +65,6 @@ def test_options_reach_the_generator(model_path, tmp_path, options, settings):
     assert code == 0 and [r["response"] for r in rows] == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "expected"),
-    [([], "cache", True), (["--no_cache"], "cache", False), (["--dtype", "float16"], "dtype", torch.float16),
-     ([], "dtype", torch.bfloat16), (["--device", "meta"], "device", "meta"),
-     (["--device", "cpu"], "device", "cpu")],
-)  # fmt: skip
-def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, options, name, expected):
-    seen = {}
-
-    def generate(model, prompts, eos, pad, first_row, use_cache, **settings):
-        seen.update(cache=use_cache, dtype=model.dtype, device=model.device.type)
-        return GenerationResult([[5]], GenerationStats([1], [1], [[]], 1, 0.1))
-
-    monkeypatch.setattr(demo, "iterative_generate", generate)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options, dtype=())[0] == 0 and seen[name] == expected
-
-
 def test_draws_do_not_depend_on_the_batch_size(model_path, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
@@ -130,12 +111,6 @@ def test_chat_template_wraps_the_prompt(model_path, tmp_path):
 def test_errors_end_with_one_message(model_path, tmp_path, capsys, options, message):
     code, _ = run(model_path, tmp_path, *options)
     assert code == 1 and message in capsys.readouterr().err
-
-
-def test_a_missing_column_names_file_and_row(model_path, tmp_path, capsys):
-    file = runs.save_rows(tmp_path / "prompts.parquet", [("a", "x")])
-    code, _ = run(model_path, tmp_path, "--prompts_file", file, "--prompt_key", "question")
-    assert code == 1 and "prompts.parquet, row 0: no text in column 'question'" in capsys.readouterr().err
 
 
 def test_label_alignment_holds_on_a_real_model_and_on_a_case_of_its_own(model_path, capsys):

@@ -1,5 +1,6 @@
 """Shift, masks and windows of a six-token sample by hand."""
 
+import pytest
 import torch
 
 from dllm_reasoning.config import IterativeConfig
@@ -33,17 +34,6 @@ def test_rows_by_hand():
     assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noised == 4
 
 
-def test_split_rows_by_hand():
-    layout = build_layout(BATCH, [0], settings("iid"), NOISE, split=True)
-    assert layout.prefix.ids.tolist() == [[10]] and layout.prefix.count() == 0
-    assert layout.tail.ids.tolist() == [[11, 40, 40, 40]]
-    assert layout.tail.positions.tolist() == [[1, 2, 3, 4]]
-    assert layout.tail.labels.tolist() == [[12, 13, 14, 2]]
-    assert layout.clean.tolist() == [[11, 12, 13, 14]]
-    assert bits(layout.region) == ["0111"]
-    assert bits(layout.attention_mask[0]) == ["11000", "11100", "11110", "11111"]
-
-
 def test_packed_by_hand(monkeypatch):
     monkeypatch.setattr(layouts, "window_starts", lambda *drawn, **more: [0, 2])
     layout = build_layout(BATCH, [0], settings("packed"), NOISE, split=True)
@@ -75,35 +65,11 @@ def test_windows_stay_in_the_response_and_are_drawn_by_row():
     assert torch.equal(second.attention_mask[0], both.attention_mask[1])
 
 
-def test_a_filler_row_counts_nothing_and_changes_nothing():
+@pytest.mark.parametrize("pattern", ["iid", "suffix", "block", "trajectory", "packed"])
+@pytest.mark.parametrize("split", [False, True])
+def test_labels_are_counted_as_they_are_laid_out_and_none_of_a_filler_row(pattern, split):
     batch = samples([3, 4], [5, 2])
-    filled = {**batch, "response_mask": batch["response_mask"] * torch.tensor([[1], [0]])}
-    alone = {key: value[:1] for key, value in batch.items()}
-    for pattern in ("iid", "suffix", "block", "trajectory", "packed"):
-        for split in (False, True):
-            layout = build_layout(filled, [5, 6], settings(pattern), NOISE, split=split)
-            expected = build_layout(alone, [5], settings(pattern), NOISE, split=split)
-            assert layout.tail.count() == expected.tail.count()
-            assert layout.tail.count() == layouts.count_labels(filled["response_mask"], [5, 6], settings(pattern))
-            assert layout.noised == expected.noised and layout.tail.labels[1].eq(IGNORED).all()
-            assert torch.equal(layout.tail.ids[:1, : expected.tail.ids.shape[1]], expected.tail.ids)
-            only = {key: value[1:] for key, value in filled.items()}
-            only_filler = build_layout(only, [6], settings(pattern), NOISE, split=split)
-            shape = only_filler.tail.ids.shape
-            assert only_filler.tail.count() == 0 and only_filler.region.shape == only_filler.clean.shape == shape
-            assert only_filler.attention_mask is None or only_filler.attention_mask.shape[1:] == (
-                shape[1], only_filler.prefix.ids.shape[1] + shape[1])  # fmt: skip
-
-
-def test_instructions_of_one_token_leave_a_prefix_that_nothing_attends_to():
-    layout = build_layout(samples([1, 1], [4, 2]), [0, 1], settings("iid"), NOISE, split=True)
-    assert layout.prefix.valid.tolist() == [[False], [False]] and layout.prefix.count() == 0
-    assert bits(layout.attention_mask[0]) == ["0" + "1000", "0" + "1100", "0" + "1110", "0" + "1111"]
-    assert layout.tail.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-
-
-def test_split_of_ragged_rows_hides_padding():
-    layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), NOISE, split=True)
-    assert layout.prefix.valid.sum(1).tolist() == [0, 3] and layout.tail.valid.sum(1).tolist() == [5, 2]
-    assert bits(layout.attention_mask[0][:2]) == ["000" + "10000", "000" + "11000"]
-    assert bits(layout.attention_mask[1][:2]) == ["111" + "10000", "111" + "11000"]
+    batch["response_mask"] = batch["response_mask"] * torch.tensor([[1], [0]])
+    layout = build_layout(batch, [5, 6], settings(pattern), NOISE, split=split)
+    assert layout.tail.count() == layouts.count_labels(batch["response_mask"], [5, 6], settings(pattern)) > 0
+    assert layout.tail.labels[1].eq(IGNORED).all()

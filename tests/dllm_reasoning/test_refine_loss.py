@@ -191,7 +191,3 @@ def test_a_model_without_a_window_is_refused(tiny_llama):
 def test_wrong_settings_are_refused_before_a_model_is_loaded(losses, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         base.enabled_losses(FSDPActorConfig(rollout_n=1, auxiliary_losses=losses))
-
-
-def test_a_loss_of_weight_0_is_not_made():
-    assert base.enabled_losses(FSDPActorConfig(rollout_n=1, auxiliary_losses={"refine_loss": {"coef": 0}})) == {}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -88,6 +89,14 @@ def value_and_gradient(function, log_prob: Tensor) -> tuple[float, Tensor]:
     if not value.requires_grad:
         return float(value), torch.zeros_like(leaf)
     return value.item(), torch.autograd.grad(value, leaf)[0]
+
+
+def assert_agree(function, reference, at: Tensor) -> None:
+    """Both functions have the same value and the same gradient at `at`."""
+    got, gradient = value_and_gradient(function, at)
+    want, expected = value_and_gradient(reference, at)
+    assert got == pytest.approx(want, rel=1e-10, abs=1e-10)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-10)
 
 
 shares = st.sampled_from([0.0002, 0.25, 0.5])

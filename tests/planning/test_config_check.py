@@ -2,15 +2,12 @@
 
 import functools
 import re
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
-from verl.config.batch_sizes import batch_problems, plan_batches, steps_in_all
-from verl.config.compose import forced_override
+from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.planning.config_check import find_problems
 from verl.utils.config import validate_config
 from verl.utils.problems import ConfigError
@@ -34,10 +31,8 @@ def only(*overrides):
     [
         ("+data.max_promt_length=3", "data.max_prompt_length"),
         ("+actor_rollout_ref.actor.lr=1", "actor_rollout_ref.actor.optim.lr"),
-        ("+trainer.dryrun=true", "trainer.dry_run"),
         ("+trainer.total_step=1", "trainer.total_training_steps"),
         ("+algoritm.gamma=1", "algorithm"),
-        ("+actor_rollout_ref.rollout.val_kwarg.n=2", "actor_rollout_ref.rollout.val_kwargs"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest(override, nearest):
@@ -52,17 +47,12 @@ def test_an_unknown_key_is_named_with_the_nearest(override, nearest):
         "+actor_rollout_ref.model.override_config.attention_dropout=0.1",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         "+actor_rollout_ref.rollout.custom.a.b=1",
-        "+data.apply_chat_template_kwargs.enable_thinking=false",
         "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
-        "+custom_reward_function.reward_kwargs.alpha=0.1",
-        "+ray_kwargs.ray_init.runtime_env.working_dir=x",
         "+actor_rollout_ref.model.loader.kwargs.backbone=own",
-        "+actor_rollout_ref.model.policy.kwargs.share=true",
         "actor_rollout_ref.actor.optim.override_optimizer_config={eps:1e-6}",
         "+actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=[A]",
         "+trainer.wandb_proxy=http://x",
         "data.train_files=[a.parquet,b.parquet]",
-        "trainer.logger=console",
     ],
 )
 def test_open_mappings_take_any_key(override):
@@ -73,17 +63,13 @@ def test_open_mappings_take_any_key(override):
     ("override", "said"),
     [
         ("data.truncation=lft", "did you mean 'left'"),
-        ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean 'token-mean'"),
         ("actor_rollout_ref.actor.clip_ratio=-0.1", "use 0 or more"),
         ("actor_rollout_ref.actor.clip_ratio_c=1", "above 1"),
         ("algorithm.gamma=1.5", "use 1 or less"),
-        ("algorithm.kl_ctrl.type=adaptiv", "did you mean 'adaptive'"),
         ("actor_rollout_ref.actor.strategy=megatron", "Megatron is not supported"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "two numbers"),
         ("actor_rollout_ref.actor.optim.lr=fast", "is a str; expected float"),
-        ("actor_rollout_ref.actor.calculate_entropy=1", "expected bool"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[models]", "did you mean 'model'"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
         ("algorithm.rollout_correction.bypass_mode=true", "rollout.calculate_log_probs=true"),
         ("algorithm.adv_estimator=optimal_token_baseline", "Set actor_rollout_ref.actor.calculate_sum_pi_squared=true"),
         ("actor_rollout_ref.actor.use_rollout_log_probs=true", "rollout.calculate_log_probs=true"),
@@ -97,7 +83,6 @@ def test_open_mappings_take_any_key(override):
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.actor.fsdp_config.dtype"),
         ("actor_rollout_ref.actor.optim.lr=nan", "actor_rollout_ref.actor.optim.lr"),
         ("~trainer.report", "trainer.report was removed"),
-        ("reward_model.sandbox.seconds=300", "must be below reward_model.item_timeout=300"),
         ("reward_model.item_timeout=10", "reward_model.sandbox.seconds=10 must be below reward_model.item_timeout=10"),
     ],
 )
@@ -176,14 +161,11 @@ GPU_SHARE = "rollout.gpu_memory_utilization"
 
 
 # 8 ranks. 60 x 5 = 300 is no multiple of 8; since 5 and 8 share no divisor, prompts must be a multiple of 8: 56, 64.
-# 62 x 2 = 124 is no multiple of 8 either; 8 / gcd(2, 8) = 4, so a multiple of 4: 60 or 64.
 @pytest.mark.parametrize(
     ("settings", "key", "said"),
     [
         (f"algorithm.kl_penalty=full algorithm.use_kl_in_reward=true {REFERENCE}=4", "algorithm.kl_penalty",
          "Set it to low_var_kl"),
-        (f"algorithm.kl_penalty=full+ algorithm.use_kl_in_reward=true {REFERENCE}=4", "algorithm.kl_penalty",
-         "kl_penalty=full+ needs"),
         (f"{ACTOR}.kl_loss_type=full {ACTOR}.use_kl_loss=true {REFERENCE}=4", f"{ACTOR}.kl_loss_type",
          "Set it to low_var_kl"),
         (f"{ACTOR}.use_kl_loss=true", REFERENCE, REFERENCE),
@@ -198,7 +180,6 @@ GPU_SHARE = "rollout.gpu_memory_utilization"
         (f"data.train_batch_size=60 {ROLLOUT}.n=5 {MINI}=8", None,
          f"data.train_batch_size=60 x {ROLLOUT}.n=5 gives 300 samples, which 8 ranks cannot share evenly. "
          "Use a multiple of 8 (56 or 64)."),
-        (f"data.train_batch_size=62 {ROLLOUT}.n=2 {MINI}=8", None, "multiple of 4 (60 or 64)"),
         (f"data.train_batch_size=60 {ROLLOUT}.n=8 {MINI}=8 {MICRO}=8 {ACTOR}.share_prompt_forward=true", None,
          "60 prompts cannot be shared by 8 ranks evenly. Use a multiple of 8 (56 or 64)"),
         ("data.train_batch_size=128", None, "Use 128 or less"),
@@ -264,17 +245,6 @@ def test_settings_that_fit_each_other_are_no_problem(settings):
     assert problems(*settings.split()) == []
 
 
-def test_the_critic_reports_only_what_the_actor_did_not():
-    def arithmetic(*overrides):
-        plain = OmegaConf.to_container(compose_ppo(*SOUND, *overrides), resolve=True)
-        return [p.key for p in batch_problems(plain, use_reference_policy=False, use_critic=True)]
-
-    assert arithmetic() == []
-    assert arithmetic("critic.ppo_mini_batch_size=12") == ["critic.ppo_mini_batch_size"]
-    actor = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    assert arithmetic(f"{actor}=12") == [actor]
-
-
 def test_validate_config_raises_one_error_with_all():
     config = compose_ppo(*SOUND, "data.truncation=lft", "algorithm.gamma=2", "data.train_batch_size=60")
     with pytest.raises(ConfigError, match="4 problems") as error:
@@ -282,59 +252,3 @@ def test_validate_config_raises_one_error_with_all():
     assert all(key in str(error.value) for key in ("data.truncation", "algorithm.gamma", "data.train_batch_size"))
     assert isinstance(error.value, ValueError)
     validate_config(compose_ppo(*SOUND), use_reference_policy=False, use_critic=False)
-
-
-@pytest.mark.parametrize(
-    ("argument", "forced"),
-    [
-        ("a.b=1", "++a.b=1"), ("+a.b.c={x:1}", "++a.b.c={x:1}"), ("++a.b=x=y", "++a.b=x=y"), ("~a.b", "~a.b"),
-        ("optim=fsdp", "optim=fsdp"), ("optim@a.optim=x", "optim@a.optim=x"), ("--config-name", "--config-name"),
-        ("--config-path=/x/a.b", "--config-path=/x/a.b"), ("a/b=c", "a/b=c"),
-    ],
-)  # fmt: skip
-def test_overrides_reach_the_check(argument, forced):
-    assert forced_override(argument) == forced
-
-
-RECIPE = """
-defaults:
-  - ppo_trainer
-  - _self_
-hydra:
-  searchpath:
-    - pkg://verl.trainer.config
-spd:
-  backbone: target
-actor_rollout_ref:
-  rollout:
-    custom: ${spd}
-    n: 4
-"""
-
-APP = """
-import sys
-from verl.config.compose import hydra_main
-@hydra_main(config_path=sys.argv.pop(1), config_name="toy")
-def main(config):
-    from verl.planning.config_check import find_problems
-    print(config.actor_rollout_ref.rollout.custom.backbone, config.actor_rollout_ref.rollout.n)
-    print([p.message for p in find_problems(config)])
-main()
-"""
-
-
-@pytest.mark.process
-def test_a_recipe_extends_the_tree_and_its_own_group_is_known(tmp_path):
-    (tmp_path / "toy.yaml").write_text(RECIPE)
-    (tmp_path / "app.py").write_text(APP)
-    run = subprocess.run(
-        [sys.executable, str(tmp_path / "app.py"), str(tmp_path), *SOUND, "spd.backbone=own", "+spd.bakbone=x",
-         "spd.backbon=y"],
-        capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(CONFIG_DIR.parents[2]), "PATH": ""},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = run.stdout.splitlines()
-    assert lines[0] == "own 4"
-    unknown = [f"spd.{name} is not a known key; did you mean spd.backbone?" for name in ("bakbone", "backbon")]
-    assert lines[1] == str(unknown)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["app.py", "toy.yaml"]  # Hydra left no folder

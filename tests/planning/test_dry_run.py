@@ -9,9 +9,9 @@ import pytest
 
 from tests.helpers.configs import compose_ppo
 from verl.config.rollout import RolloutConfig
-from verl.planning.checks import Findings, check_length, check_url
+from verl.planning.checks import Findings, check_length
 from verl.trainer.main_ppo import dry_run
-from verl.utils.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
+from verl.utils.problems import CHECKS, UNUSED, absent, register_check, wrong
 
 
 def prompts(count, **changes):
@@ -222,11 +222,6 @@ def test_a_context_that_cuts_answers_is_named():
         assert not list(check_length(dataclasses.replace(config, **more), Findings(), "rollout"))
 
 
-def test_addresses():
-    assert check_url("k", "no address")[0].kind == "wrong"
-    assert check_url("k", "http://127.0.0.1:9/")[0].kind == "absent"
-
-
 def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     code, text = plan([*overrides, "trainer.logger=[wandbb]", "trainer.nnodes=2"], capsys)
@@ -271,27 +266,3 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
     assert "rollout.lora_as_adapter=true does not work with rollout.name=sglang: SGLang receives merged weights" in flat
-
-
-TOOL_TEMPLATE = (
-    "{% if tools %}t{{ tools | length }} {% endif %}"
-    "{% for m in messages %}{{ m.role }} {{ m.content }} {{ eos_token }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("renders", [True, False])
-def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, own_checks, renders):
-    """Another setting without effect says nothing about the tools."""
-    register_check(lambda config, findings: [Problem(UNUSED, "spd.x", "spd.x has no effect.")])
-    (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
-    template = TOOL_TEMPLATE if renders else TOOL_TEMPLATE.partition("{% endif %}")[2]
-    rollout = "actor_rollout_ref.rollout"
-    key = f"{rollout}.multi_turn.function_tool_path"
-    served = [
-        *overrides, "trainer.device=cpu", "data.max_prompt_length=64", f"{rollout}.name=vllm", f"{rollout}.mode=async",
-        f"{key}={tmp_path}/tools.py", f"{rollout}.agent.default_agent_loop=tool_agent",
-        f'actor_rollout_ref.model.custom_chat_template="{template}"',
-    ]  # fmt: skip
-    _, text = plan(served, capsys)
-    assert (f"{key}={tmp_path}/tools.py: the chat template leaves out the schemas of the tools." in text) is not renders
-    assert ("with the schemas" in text) is renders

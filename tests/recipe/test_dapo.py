@@ -15,7 +15,7 @@ from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
-from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer, _merged
+from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -81,13 +81,6 @@ def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
                          ["8", "9", "10", "11"]]
     assert [row["training/dropped_samples/surplus"] for row in metrics_rows(tmp_path)] == [8, 16, 0]
     assert [row["training/weights_version"] for row in metrics_rows(tmp_path)] == [0, 1, 2]
-
-
-@pytest.mark.process
-def test_surplus_can_be_dropped(tmp_path):
-    trainer = dapo(tmp_path, FakeGroup, algorithm__filter_groups__keep_surplus="false")
-    trainer.fit()
-    assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
 
 
 @pytest.mark.process
@@ -214,13 +207,6 @@ def test_without_a_filter_it_is_the_plain_trainer(tmp_path):
     trainer.fit()
     assert [len(asked) for asked in trainer.actor_rollout_wg.generated] == [4, 4, 4]
     assert "train/num_gen_batches" not in metrics_rows(tmp_path)[0]
-
-
-def test_metrics_of_all_generations_are_kept():
-    draws = [{"actor/reward_kl_penalty": 1.0, "training/requested_samples": 4, "training/epoch": 0},
-             {"actor/reward_kl_penalty": 2.0, "training/requested_samples": 8, "training/epoch": 1}]
-    assert _merged(draws) == {"actor/reward_kl_penalty": 1.5, "training/requested_samples": 12, "training/epoch": 1,
-                              "train/num_gen_batches": 2}
 
 
 class WithLogProbs(OddPromptsAlike):

@@ -185,17 +185,11 @@ def test_a_misspelt_optional_column_is_reported(bed, capsys, monkeypatch, tmp_pa
     assert code == 1 and "'baseline_lenght' is not a known column; did you mean 'baseline_length'? Rename it." in output
 
 
-def test_a_missing_or_damaged_model_or_tokenizer_folder_is_named(bed, capsys, monkeypatch, tmp_path):
-    none = tmp_path / "none"
-    code, output = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
-    rule = f"--model={none}: the folder does not exist."
-    assert (code, output) == (1, f"{rule} Name a model folder, or a model of the hub.")
+def test_a_damaged_tokenizer_folder_is_named(bed, capsys, monkeypatch, tmp_path):
     torn = shutil.copytree(bed.target, tmp_path / "torn")
     (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
     code, output = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
     assert code == 1 and output.startswith(f"--tokenizer={torn} cannot be loaded: ")
-    code, output = prepare(bed, capsys, monkeypatch, tmp_path, blocks=tmp_path / "none.parquet")
-    assert code == 1 and output == f"--blocks {tmp_path}/none.parquet: the file does not exist."
 
 
 # ---- main_ppo: prepared rows, model, scorer, servers, batch sizes ---------------------------------------------
@@ -226,7 +220,6 @@ def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp
     "file, change, message",
     [
         ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or incomplete"),
-        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or incomplete"),
         ("score_head.safetensors", None, "score_head.safetensors is missing or incomplete"),
         ("spd_config.json", lambda data: data[:40], "spd_config.json is damaged"),
         ("spd_config.json", None, "holds no spd_config.json: it is not a saved scorer."),

@@ -7,17 +7,14 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
-import recipe.spd.config
 from recipe.spd.checks import check_scorer, check_servers_and_separator
 from recipe.spd.scorer.auto import SCORERS
 from spd_scorer import load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
-from tests.helpers.models import make_tokenizer
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import tree_problems
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
-from verl.utils.problems import CHECKS
 
 RECIPE = CONFIG_DIR.parents[2] / "recipe" / "spd" / "config"
 
@@ -37,12 +34,6 @@ def problems_of(tokenizer, *overrides):
     return list(check_servers_and_separator(compose(*overrides), SimpleNamespace(tokenizer=tokenizer)))
 
 
-def test_external_lib_registers_the_check():
-    import spd_scorer  # noqa: F401
-
-    assert CHECKS.count(check_servers_and_separator) == 1 and recipe.spd.config is not None
-
-
 def test_the_recipe_sets_nothing_that_has_no_effect():
     config = compose_ppo("actor_rollout_ref.model.path=m", config_dir=RECIPE, config_name="spd_trainer")
     assert tree_problems(config, PPOConfig)[2] == []
@@ -53,15 +44,6 @@ def test_an_address_without_http_and_a_wrong_setting_are_wrong(monkeypatch):
     monkeypatch.setenv("SPD_VLLM_URLS", "127.0.0.1:9")
     (problem,) = problems_of(None)
     assert problem.kind == "wrong" and "must start with http://" in problem.message
-
-
-def test_a_tokenizer_without_separator_is_wrong(monkeypatch):
-    tokenizer = make_tokenizer()
-    monkeypatch.setenv("SPD_SEP_TOKEN_ID", str(len(tokenizer)))
-    (problem,) = problems_of(tokenizer)
-    assert problem.kind == "wrong" and problem.key == "SPD_SEP_TOKEN_ID"
-    monkeypatch.setenv("SPD_SEP_TOKEN_ID", "3")
-    assert problems_of(tokenizer) == []
 
 
 def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, monkeypatch):

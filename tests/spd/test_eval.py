@@ -18,7 +18,7 @@ from recipe.spd.rollout.decoder import SpecResult
 from scripts import eval_spd_scorer
 from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.pool import Job, Run
+from scripts.spd_evaluation.pool import Run
 from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
@@ -60,12 +60,6 @@ def test_errors_of_several_samples_are_between_questions():
                            samples=2)  # fmt: skip
     assert (row.accuracy, row.drop) == (0.75, 0.25)
     assert row.drop_se == pytest.approx(0.25)  # two questions lose 0.5 and 0: variance 1/8, over two
-
-
-def test_unequal_lists_are_named():
-    result = result_of([[1], [1]], [1, 1], [0, 0], [True, True])
-    with pytest.raises(ValueError, match="margin: 2 answers, 1 checks, 2 checks of exact match"):
-        measures.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
 
 
 def row_of(threshold, drop, speed, accuracy=0.9, error=0.0):
@@ -186,11 +180,6 @@ def test_the_thresholds_near_a_drop_are_two_of_the_best_rule_and_of_the_best_sco
         ("test", "margin", 1.0), ("test", "margin", 2.0), ("test", "scorer", 1.0), ("test", "scorer", 2.0)]
 
 
-def test_accepted_share_counts_only_what_was_judged():
-    result = result_of([[1], [1]], [1, 1], [0, 0], [True, True], judged=[3, 5], passed=[2, 0])
-    assert measures.accepted_share(result) == 0.25
-
-
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
     """Target and draft directories, questions and labelled blocks, all random."""
@@ -240,9 +229,6 @@ def test_labels_that_do_not_fit_are_named(house, tmp_path):
     path.write_text(lines[0].replace('"position": 0', '"position": 3') + "\n")
     with pytest.raises(ValueError, match="position 3 lies outside of the 3 draft tokens"):
         harm.read_labels(path)
-    path.write_text('{"block_id": "b"}\n')
-    with pytest.raises(ValueError, match="line 1: lacks .'position', 'context_ids', 'draft_ids', 'harmful'"):
-        harm.read_labels(path)
 
 
 def given(house, scorer, out, *options, val="val"):
@@ -258,13 +244,6 @@ def run_script(house, scorer, out, *options):
     swept = ("--scorer-thresholds", "-1", "0", "--margins", "0.01", "1")
     eval_spd_scorer.main(given(house, scorer, out, *swept, *options))
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
-
-
-def test_all_models_have_the_dtype_that_is_asked_for(house, tmp_path):
-    words = given(house, save_scorer(house, "target", tmp_path / "scorer"), "o", "--dtype", "bfloat16")
-    worker = Worker(Job(eval_spd_scorer.parse(words), {}, [], []), multiprocessing.Value("q", 0))
-    scorer = worker._load_scorers()["scorer"]  # its head stays in float32
-    assert [model.dtype for model in (worker.target, worker.draft, scorer.backbone)] == 3 * [torch.bfloat16]
 
 
 def save_scorer(house, backbone, path):

@@ -1,4 +1,4 @@
-"""The fit of the test bed: its five numbers, the order of the combinations, and resuming.
+"""The five numbers that the fit of the test bed compares.
 
 Not covered: the test beds themselves (test_testbed.py), and whether a combination is close to a real pair.
 """
@@ -10,17 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from examples.spd_arithmetic import fit_testbed
-from examples.spd_arithmetic.train_pair import DEFAULTS
 from tests.helpers.models import save_tiny_llama
 
 CONTEXT, DRAFTS = [5, 6, 7], [[8, 9, 10], [11, 12, 13], [14, 15, 16]]
 HARMFUL = [{0: False, 2: True}, {1: True}, {0: False, 1: False}]  # by block and position
-WANTED = [0.5, 0.75, 0.7, 0.8, 4.0]
-
-
-def point(softness, *numbers, seed=0):
-    settings = {**DEFAULTS, "softness": softness}
-    return {"settings": settings, "seed": seed, "numbers": dict(zip(fit_testbed.TOLERANCES, numbers, strict=True))}
 
 
 def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
@@ -48,15 +41,3 @@ def test_the_numbers_are_those_of_the_targets_logits(tmp_path):
     file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"harmful": false' in line))
     with pytest.raises(ValueError, match="100% of the labelled validation mismatches are harmless"):
         fit_testbed.numbers(tmp_path, "float32")
-
-
-def test_what_was_measured_is_kept_and_the_closest_combination_comes_first(tmp_path, capsys):
-    points = [point(0.1, 0.6, 0.75, 0.7, 0.8, 4), point(0.2, 0.5, 0.86, 0.735, 0.78, 4.2),
-              point(0.4, 0.5, 0.75, 0.7, 0.8, 5), point(0.2, 0.5, 0.66, 0.735, 0.78, 4, seed=1)]  # fmt: skip
-    (tmp_path / "points.jsonl").write_text("".join(json.dumps(one) + "\n" for one in points))
-    words = ["--wanted", *map(str, WANTED), "--out", str(tmp_path), "--softness", "0.1", "0.2", "0.4"]
-    assert fit_testbed.main(words) == 0 and "draft house share" in capsys.readouterr().out
-    assert [file.name for file in tmp_path.iterdir()] == ["points.jsonl"]  # nothing was made
-    columns = fit_testbed.table_of(points, dict(zip(fit_testbed.TOLERANCES, WANTED, strict=True))).columns
-    assert [*columns[0].cells] == ["", "0.2", "0.1", "0.4"] and [*columns[-7].cells] == ["", "0 1", "0", "0"]
-    assert [*columns[-1].cells] == ["wanted", "0.50 (close)", "1.43", "2.00"]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from examples.spd_arithmetic import frontier
-from examples.spd_arithmetic.frontier import Seed, compare, pool, seed_figures, verdicts
+from examples.spd_arithmetic.frontier import Seed, compare, seed_figures, verdicts
 from scripts.spd_evaluation.curves import Point, best_mix, fewest, mixed, point_of, speed
 from scripts.spd_evaluation.measures import EvaluationRow
 
@@ -79,19 +79,6 @@ def test_figures_over_seeds_are_of_the_chosen_thresholds():
     assert figures["seed_forwards_mean"] == pytest.approx((3 / 5 + 3 / 6) / 2)
 
 
-def test_the_picture_s_rows_are_means_with_errors_between_seeds():
-    first = [row("exact", None, 0.0, 2.0), row("scorer", 0.3, 0.0, 5.0), row("scorer_sweep", 1.3, 0.0, 3.0),
-             row("random", 0.7, 0.4, 4.0)]  # fmt: skip
-    second = [row("exact", None, 0.0, 2.0), row("scorer_sweep", 0.5, 0.02, 5.0), row("scorer", 1.5, 0.01, 3.0),
-              row("random", 0.8, 0.5, 4.0)]  # fmt: skip
-    pooled = {(r.rule, r.threshold): r for r in pool([first, second])}
-    assert set(pooled) == {("exact", None), ("scorer_sweep", 0.4), ("scorer_sweep", 1.4), ("random", 0.75)}
-    assert pooled["scorer_sweep", 0.4].drop == pytest.approx(0.01)
-    assert pooled["scorer_sweep", 0.4].drop_se == pytest.approx(0.01)
-    uneven = pool([[row("margin", 3.0, 0.0, 3.0)], [row("margin", 3.0, 0.0, 1.0)]])[0]
-    assert uneven.accepted_per_forward == pytest.approx(5 / 3)
-
-
 def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path, monkeypatch):
     log = tmp_path / "ran.txt"
     script = """if True:
@@ -139,10 +126,8 @@ def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path
     kept.write_text(json.dumps({**record, "commands": {**record["commands"], "evaluation": ["--questions", "9"]}}))
     assert frontier.main(options) == 0
     assert json.loads((tmp_path / "seeds.json").read_text())["seed_gain_min"] == 2.0  # of other commands: not read
-    kept.unlink()
-    assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 3  # nothing ran again
+    assert len(log.read_text().splitlines()) == 3  # nothing ran again
     (tmp_path / "out" / f"{name}-seed0" / "commands.json").write_text(json.dumps({}))
     kept.unlink()
-    assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
     assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
     assert (tmp_path / "out" / f"frontier-{name}.png").stat().st_size > 10_000

@@ -1,6 +1,5 @@
 """prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command resumes; prompts."""
 
-import io
 import json
 import os
 import random
@@ -13,19 +12,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from transformers import LlamaConfig
 
-from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
+from examples.spd_arithmetic import corpus, prepare_blocks, questions
 from examples.spd_arithmetic.blocks import DraftedBlock, drawn_offsets
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
-from examples.spd_arithmetic.pair import PairFiles, open_pair
 from examples.spd_arithmetic.questions import PromptStyle
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
-from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
-from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).parents[2]
 FILES = ("blocks_train.parquet", "blocks_val.parquet", "metadata_train.parquet", "metadata_val.parquet")
@@ -180,49 +173,6 @@ def test_answers_after_mismatches_are_compared_with_the_own_ones_to_the_same_que
     assert error == pytest.approx((4 * 0.125**2 * 3 / 12) ** 0.5)  # differences 0.5, 0, 0, 0: variance 3/48
     same = prepare_blocks.drop_after_mismatches(blocks(a=[True], b=[False]), own)
     assert same == (0.5, 0.5, 0.0, 0.0)  # half of the answers are wrong, as before
-
-
-def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_path):
-    assert prepare_blocks.parse_arguments(["--out", str(tmp_path)]).dtype == default_dtype("cpu")
-    files = PairFiles(Path(given[1]).parent, "cpu", 1, 4, max_new_tokens=8, batch_size=2, dtype="bfloat16")
-    models = hf_tasks._load(files)
-    assert [models[name].dtype for name in ("target", "draft")] == [torch.bfloat16, torch.bfloat16]
-
-
-def test_vllm_on_a_cpu_has_one_process_with_the_threads_of_all_cores(tmp_path):
-    def chosen(*options):
-        args = prepare_blocks.parse_arguments(["--out", str(tmp_path), *options])
-        return args.processes, args.default_threads, args.batch_size
-
-    cores = len(os.sched_getaffinity(0))
-    assert chosen() == (cores, 1, 200)
-    assert chosen("--engine", "vllm") == (1, torch.get_num_threads(), 1000)
-    assert chosen("--engine", "vllm", "--processes", "64", "--batch-size", "7") == (64, 1, 7)
-
-
-@pytest.mark.parametrize("size", [64, 80])
-def test_the_start_says_whether_a_pair_of_padded_embeddings_can_be_served(tmp_path, size):
-    for name, rows in (("target", 64), ("draft", size)):
-        make_tokenizer().save_pretrained(tmp_path / name)
-        LlamaConfig(vocab_size=rows).save_pretrained(tmp_path / name)
-    with logged("INFO") as lines:
-        open_pair(PairFiles(tmp_path, "cpu", 1, 4, 20, 2), Encoder().decode, None)
-    said = [line for line in lines if "embeddings of 64 and 80 rows for the same tokens: vLLM serves the pair" in line]
-    assert len(said) == (size == 80)
-
-
-def test_lines_without_a_terminal_name_the_time_that_is_left(monkeypatch, capsys):
-    monkeypatch.setattr(prepare_blocks, "SECONDS_BETWEEN_LINES", 0.0)
-    now = [0.0]
-    with Progress(console=Console(file=io.StringIO()), get_time=lambda: now[0], disable=True) as progress:
-        with prepare_blocks.Phases(progress).phase("own answers") as report:
-            for now[0], done, total in (0, 0, 40), (5, 8, 40), (15, 12.4, 40), (20, 0, 6), (21, 2, 6), (22, 4, 6):
-                report(done, total)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.strip() for line in lines[:-1]] == [
-        f"own answers: {line} s left" for line in (
-            "0 of 40, about ?", "8 of 40, about ?", "12 of 40, about 63",
-            "0 of 6, about ?", "2 of 6, about ?", "4 of 6, about 1")]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,6 @@ PROBABILITIES = [[[0.6, 0.3, 0.1], [0.02, 0.03, 0.95], [1 / 3, 1 / 3, 1 / 3]]]
 BLOCK = block_of(PROBABILITIES, [[1, 0]])
 
 
-def test_exact_rejects_and_all_accepts_every_mismatch():
-    assert BLOCK.mismatch.tolist() == [[True, True]]
-    assert rules.exact()(BLOCK).tolist() == [[False, False]]
-    assert rules.accept_all()(BLOCK).tolist() == [[True, True]]
-
-
 @pytest.mark.parametrize(
     ("threshold", "expected"),
     [(0.69, [False, False]), (0.70, [True, False]), (3.86, [True, False]), (3.87, [True, True])],
@@ -179,12 +173,6 @@ def test_text_scorer_shows_a_draft_up_to_its_end_token():
     assert judge(block_of(PROBABILITIES, [[1, 0]])).tolist() == [[True, False]]
 
 
-def test_entropy_is_the_deferred_rule_without_a_window():
-    # 0.898 and 0.232 nats
-    assert rules.entropy(0.5)(BLOCK).tolist() == [[True, False]]
-    assert rules.entropy(0.2)(BLOCK).tolist() == [[True, True]]
-
-
 def test_words_rejects_where_either_token_has_a_figure():
     # drafts 1 and 0 for targets 0 and 2
     assert rules.words(torch.tensor([False, False, True]))(BLOCK).tolist() == [[True, False]]
@@ -197,7 +185,3 @@ def test_figures_are_digits_operators_and_special_tokens():
     flagged = {tokenizer.decode([i]) for i in range(len(tokenizer)) if figures[i]}
     assert {"7", "+", tokenizer.eos_token} <= flagged and not {"a", "b"} & flagged
     assert not figures[len(tokenizer) :].any()  # padding of the embeddings
-
-
-def test_probability_orders_mismatches_by_the_targets_own():
-    assert rules.STATISTICS["probability"](BLOCK)[0].tolist() == pytest.approx([math.log(0.3), math.log(0.02)])

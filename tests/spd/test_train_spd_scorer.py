@@ -130,21 +130,6 @@ def test_unknown_options_and_levels_are_refused(capsys):
     entry.setup_loguru_rank0("INFO")
 
 
-def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeypatch):
-    ran = []
-
-    def run_ppo(config, known, services):
-        ran.append((config.data.train_files, known.data.train_files))
-        raise SystemExit(7)
-
-    monkeypatch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
-    data = prepare(tmp_path, [BLOCK])
-    args = entry.parse_args(["--blocks", "b", "--metadata", "m", "--model", "x", "--output-dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as exit:
-        entry.run_training(*entry.compose_config(entry.training_overrides(args, data, None)))
-    assert exit.value.code == 7 and ran[0][0] == str(data.path) and ran[0][0] != ran[0][1]
-
-
 def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
     from recipe.spd.rollout import spd_rollout as server
     from tests.helpers.models import save_tiny_llama

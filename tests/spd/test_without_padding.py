@@ -8,7 +8,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.logs import logged
 from tests.models.families import model_of
 from verl.training.policy import get_policy
-from verl.training.policy.packing import pack_rows, to_device
+from verl.training.policy.packing import to_device
 
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 10], [30, 31, 32, 33]]
 DRAFTS = [[11, 12, 13], [14, 15], [40, 41, 42]]
@@ -71,19 +71,6 @@ def test_a_backbone_that_mixes_tokens_by_convolutions_keeps_its_padding(tiny_lla
             policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval(), torch.device("cpu"))
         assert policy.remove_padding == kept
         assert kept or "hidden states of Lfm2Model" in warned[0] and "keep their padding" in warned[0]
-
-
-def test_the_flat_row_and_the_way_back_by_hand():
-    text = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    seen = torch.ones(2, 3, 3, dtype=torch.bool)
-    seen[1, 0, 2] = False
-    packing = pack_rows(text, seen)
-    assert packing.flat(torch.tensor([[9, 5, 6], [7, 8, 4]])).tolist() == [[5, 6, 7, 8, 4]]
-    (part,) = packing.parts()
-    assert part.queries.tolist() == [[0, 1, 0], [2, 3, 4]] and part.valid.tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert part.mask[:, 0].long().tolist() == [[[1, 1, 0], [1, 1, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]]]
-    states = torch.arange(5.0)[None, :, None]
-    assert packing.spread(states, 2, 3)[..., 0].tolist() == [[0, 0, 1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -1,7 +1,6 @@
 """Publishing of checkpoints: rotation, full disk, digests, generators; crashes are in test_checkpoint_crash.py."""
 
 import errno
-import json
 import os
 import random
 
@@ -40,21 +39,6 @@ def test_a_published_step_is_listed_verified_and_tracked(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
     assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_10")
     assert names(tmp_path) == ["global_step_10", "global_step_5"]
-
-
-def test_nothing_there_is_none(tmp_path):
-    assert find_valid_checkpoint(tmp_path) is None
-    assert find_valid_checkpoint(tmp_path / "absent") is None
-    assert find_latest_ckpt_path(str(tmp_path)) is None
-    assert find_latest_ckpt_path(None) is None
-
-
-def test_an_exception_inside_leaves_the_former_step_and_no_rest(tmp_path):
-    save(tmp_path, 1)
-    with pytest.raises(RuntimeError, match="boom"), CheckpointWriter(tmp_path, 2) as writer:
-        (writer.path / "half").write_text("x")
-        raise RuntimeError("boom")
-    assert names(tmp_path) == ["global_step_1"]
 
 
 def test_rotation_looks_at_the_disk_so_that_it_survives_a_restart(tmp_path):
@@ -101,29 +85,16 @@ def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
         with CheckpointWriter(tmp_path, 2) as w:
             (w.path / "half").write_bytes(b"0" * 1000)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert e.value.errno == errno.ENOSPC
+    assert e.value.errno == errno.ENOSPC and names(tmp_path) == ["global_step_1"]
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
 
 
-def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    expected = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())
-    read = []
-    own = publish._digest
-    monkeypatch.setattr(publish, "_digest", lambda file, sync=False: read.append(file) or own(file, sync))
-    with CheckpointWriter(tmp_path, 1) as writer:
-        (writer.path / "actor").mkdir()
-        (writer.path / "actor" / "model.bin").write_text("weights of step 1")
-        (writer.path / "data.pt").write_text("state")
-        digests = publish.digest_files(writer.path / "actor", [writer.path / "actor" / "model.bin"])
-        publish.write_digests(writer.path / "actor", digests | {"gone.bin": (3, "0")})
-        read.clear()
-    assert [file.name for file in read] == ["data.pt"]
-    assert json.loads((tmp_path / "global_step_1" / "manifest.json").read_text()) == expected
-    with CheckpointWriter(tmp_path, 2) as writer:  # a file that changed its size since is read again
+def test_a_file_that_changed_since_a_rank_digested_it_is_read_again(tmp_path):
+    """That digested files are not read again: test_engine_ranks.py."""
+    with CheckpointWriter(tmp_path, 2) as writer:
         (writer.path / "actor").mkdir()
         (writer.path / "actor" / "model.bin").write_text("longer")
-        publish.write_digests(writer.path / "actor", {"model.bin": (1, "0")})
+        publish.write_digests(writer.path / "actor", {"model.bin": (1, "0"), "gone.bin": (3, "0")})
     verify_manifest(tmp_path / "global_step_2")
 
 

@@ -117,9 +117,6 @@ def test_missing_columns_temperature_and_sizes_are_named(tiny_llama):
     batch.batch.pop("ref_log_prob")
     with pytest.raises(ValueError, match="ref_log_prob"):
         actor.update_policy(batch)
-    batch.batch.pop("advantages")
-    with pytest.raises(ValueError, match="advantages"):
-        actor.update_policy(batch)
     batch.meta_info.pop("temperature")
     with pytest.raises(ValueError, match="temperature"):
         actor.compute_log_prob(batch)

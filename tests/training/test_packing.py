@@ -87,17 +87,6 @@ def test_soft_caps_are_applied_with_padding_too():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-def test_a_packed_forward_reads_a_prompt_once(monkeypatch):
-    model, seen = llama(), []
-    batch = grouped_batch([6, 6], [[5] * 4, [5] * 4])
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:2].numel()))
-    last = []
-    for forward in ({}, {"remove_padding": True}, {"share_prompt": True}):
-        outputs_of(model, batch, **forward)
-        last.append(seen[-1])  # the comparison of layouts comes first
-    assert last == [8 * 11, 8 * 11, 2 * 6 + 8 * 5]
-
-
 def test_plain_generation_works_with_packed_attention():
     torch.manual_seed(0)
     model = llama().eval()
@@ -115,12 +104,3 @@ def test_rows_without_a_prompt_and_groups_apart_are_refused():
     batch["group_index"] = torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="not adjacent"):
         prefix_tree(batch, 5)
-
-
-def test_short_rows_are_not_padded_to_the_longest():
-    lengths = torch.tensor([2, 16, 3, 9])
-    mask = (torch.arange(16) >= 16 - lengths[:, None]).long()  # the last column is the answer
-    packing = pack(mask, responses=1)
-    assert sorted(tuple(part.queries.shape) for part in packing.parts()) == [(1, 2), (1, 3), (2, 16)]
-    positions = torch.cat([part.queries.flatten() for part in packing.parts()])
-    assert torch.equal(positions[packing.restore], torch.arange(30))

@@ -8,10 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import recipe.spd.scorer.bernoulli_policy  # noqa: F401  (registers the policy)
-from tests.helpers.engines import make_engine
-from verl.models.loading import register_model_loader
 from verl.training.policy import get_policy
-from verl.workers.config import PluginConfig
 
 
 class TableModel(nn.Module):
@@ -64,14 +61,6 @@ def test_log_probs_and_entropy_by_hand():
     assert abs(log_probs[0, 2].item()) < 1e-9 and abs(entropy[0, 2].item()) < 1e-8
 
 
-def test_gradient_is_that_of_the_log_likelihood():
-    model = FixedScores([0.7, -0.3])
-    log_probs, _ = get_policy("bernoulli").log_probs(model, batch_of([[1, 0]]), temperature=0.5, with_entropy=False)
-    log_probs.sum().backward()
-    p = torch.sigmoid(model.z.detach() / 0.5)
-    torch.testing.assert_close(model.z.grad, torch.stack([1 - p[0], -p[1]]) / 0.5)
-
-
 def test_shared_forward_gives_the_same_values_and_gradients_with_fewer_rows():
     torch.manual_seed(0)
     model = TableModel(gamma=2)
@@ -110,14 +99,3 @@ def test_unknown_policy_and_zero_temperature_are_named():
         get_policy("bernouli")
     with pytest.raises(ValueError, match="temperature=0"):
         get_policy("bernoulli").log_probs(FixedScores([0.0]), batch_of([[1]]), temperature=0, with_entropy=False)
-
-
-@register_model_loader("table_of_this_test")
-def load_table(model_config, torch_dtype):
-    return TableModel(gamma=2).to(torch_dtype)
-
-
-def test_a_model_that_cannot_write_itself_is_named_when_hf_model_is_asked_for(tiny_llama, tmp_path):
-    engine = make_engine(tiny_llama, loader=PluginConfig(name="table_of_this_test"), contents=("model", "hf_model"))
-    with pytest.raises(TypeError, match="TableModel.*hf_model|hf_model.*TableModel"):
-        engine.save_checkpoint(str(tmp_path))

@@ -91,14 +91,3 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
     assert judging.report("third") == {} == judging.report("fir")
     assert set(judging.report("")) == {"first", "second"}
-
-
-def test_a_step_of_opted_out_requests_never_runs_the_head():
-    judging = started(judge(), a={"spd": 0})
-    judging.head = None
-    judging.begin(["a"], rows_of([9, 9]))
-    logits = torch.tensor([[1.0, 0, 0, 0, 0, 0]] * 2)
-    draft, request, position = torch.tensor([[0, 1], [0, 0], [0, 1]])
-    judging.accept_by_raising_logits(logits, torch.arange(2), draft, request, position)
-    judging.finish(torch.tensor([1]))
-    assert judging.report() == {"matched": 1, "judged": 0, "let_through": 0}

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from recipe.spd.scorer.config import CONFIG_FILE
 from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin import engine_options
-from recipe.spd.vllm_plugin.serving import WORKER
-from scripts import serve_spd
 from scripts.serve_spd import given_values
 from tests.spd.vllm_plugin.pair import make_pair
 from verl.data import fingerprint
@@ -46,13 +44,6 @@ def scorer_with(pair, folder: Path, **settings) -> str:
     config = json.loads((folder / CONFIG_FILE).read_text())
     (folder / CONFIG_FILE).write_text(json.dumps({**config, **settings}))
     return str(folder)
-
-
-def test_options_name_worker_drafter_and_scorer(pair):
-    options = engine_options(pair.target, pair.scorer, draft=pair.draft, threshold=1.5, gamma=6, max_model_len=64)
-    assert options["worker_cls"] == WORKER and options["max_model_len"] == 64
-    assert options["speculative_config"] == {"method": "draft_model", "model": pair.draft, "num_speculative_tokens": 6}
-    assert options["additional_config"] == {"spd": {"scorer": pair.scorer, "threshold": 1.5}}
 
 
 def test_a_draft_with_padded_embeddings_is_served_by_its_tokens(pair, tmp_path):
@@ -128,12 +119,6 @@ def test_vllm_options_that_a_scorer_restricts_are_read_from_the_command_line():
         "enable_lora": True, "logprobs_mode": "raw_logits"
     }  # fmt: skip
     assert given_values(["--decode-context-parallel-size", "2"]) == {"decode_context_parallel_size": 2}
-
-
-def test_a_served_model_has_the_dtype_of_the_cpu_unless_a_later_option_names_another(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
-    serve_spd.serve({"model": "m"}, ["--dtype", "bfloat16"], only_print=True)
-    assert capsys.readouterr().out.endswith("--model m --host 127.0.0.1 --dtype float32 --dtype bfloat16\n")
 
 
 @pytest.mark.process
