@@ -153,6 +153,8 @@ async def test_a_session_sees_only_its_own_conversation():
         ({"messages": [{"role": "king"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"messages": [USER], "n": 0}, "n=0 must be a positive integer"),
+        ({"messages": [USER], "n": 999}, "at most 64"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "json_object"),
         ({"messages": [USER], "stop": [3]}, "stop must be"),
         ({"messages": [USER], "top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, r"tools\[0\]"),
