@@ -26,9 +26,8 @@ def train(folder, model, steps, ranks=1, **rollout):
 
 
 def test_agent_loops_train_as_batches_do(ray_cluster, tmp_path, tiny_llama):
-    vllm = {"name": "vllm", "calculate_log_probs": "true"}
-    rows = [train(tmp_path / mode, tiny_llama, 2, ranks, mode=mode, **vllm) for mode, ranks in
-            (("sync", 1), ("async", 2))]  # fmt: skip
+    vllm, modes = {"name": "vllm", "calculate_log_probs": "true"}, {"sync": 1, "async": 2}
+    rows = [train(tmp_path / mode, tiny_llama, 2, ranks, mode=mode, **vllm) for mode, ranks in modes.items()]
     same = ("critic/score/mean", "response_length/mean", "training/weights_version", "rollout/weight_syncs",
             "val-core/letters/reward/mean@1", "reward/words/mean")  # fmt: skip
     for one, other in zip(*rows, strict=True):
@@ -36,7 +35,7 @@ def test_agent_loops_train_as_batches_do(ray_cluster, tmp_path, tiny_llama):
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
         assert other["num_turns/mean"] == 2 and other["training/rollout_probs_diff_max"] < 1e-4
         assert unknown_metrics([name for name in other if name != "step"]) == []
-    files = [tmp_path / mode / "samples" / "1.jsonl" for mode in ("sync", "async")]
+    files = [tmp_path / mode / "samples" / "1.jsonl" for mode in modes]
     texts = [sorted(json.loads(line)["output"] for line in file.read_text().splitlines()) for file in files]
     assert texts[0] == texts[1] and len(texts[0]) == 32
 
