@@ -275,6 +275,7 @@ def test_a_name_in_another_case_is_suggested():
         get_rollout_class("vLLM")
     with pytest.raises(ValueError, match="rollout.mode='server' is unknown for rollout.name='hf'.*mode=sync"):
         get_rollout_class("hf", "server")
+    assert get_rollout_class("hf", "async") is get_rollout_class("hf", "sync")  # a step generates in one call
     with pytest.raises(ValueError, match="adv_estimator='GRPO' is unknown; did you mean 'grpo'"):
         get_adv_estimator_fn("GRPO")
 
