@@ -1,13 +1,14 @@
-"""The record of a conversation, templates that cannot continue it, and the routing of requests."""
+"""The records of conversations, templates that cannot continue them, and the routing of requests."""
+
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.models import make_tokenizer
-from verl.agents.conversation import Conversation
+from verl.agents.conversation import Conversation, ConversationTree
 from verl.agents.message_encoder import MessageEncoder
-from verl.rollout.replica import get_rollout_replica_class
 from verl.utils import request_router
 from verl.utils.http_json import ServerUnreachable
 from verl.utils.request_router import RequestRouter
@@ -35,13 +36,13 @@ def test_the_record_is_what_the_engine_saw(prompt, turns):
     assert [v for v, _, _ in conversation.versions] == [v for v, (generated, _) in enumerate(turns) if generated]
 
 
-def test_log_probs_are_complete_or_absent():
-    conversation = Conversation([1])
+@pytest.mark.parametrize("add", [Conversation([1]).add_generated, partial(ConversationTree().add, [1])])
+def test_log_probs_are_complete_or_absent(add):
     with pytest.raises(ValueError, match="1 log-probs for 2 generated tokens"):
-        conversation.add_generated([1, 2], [0.0])
-    conversation.add_generated([1], [-1.0])
+        add([1, 2], [0.0])
+    add([1], [-1.0])
     with pytest.raises(ValueError, match="either all generated turns have log-probs, or none"):
-        conversation.add_generated([1])
+        add([1])
 
 
 CHATML = (
@@ -80,16 +81,6 @@ def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():
     router.release(0, lost=True)
     with pytest.raises(ServerUnreachable, match="no rollout server is left"):
         router.acquire("b")
-
-
-def test_requests_that_have_ended_do_not_count():
-    router = RequestRouter(2)
-    for name in "abcdef":
-        router.release(router.acquire(name))
-    assert router.running == [0, 0]
-    assert [router.acquire(name) for name in "xyz"] == [0, 1, 0]
-    router.release(0)
-    assert router.acquire("w") == 0
 
 
 def test_requests_of_dead_workers_and_lost_servers_are_forgotten():
@@ -135,6 +126,60 @@ def test_a_failed_server_is_used_last_while_it_backs_off(monkeypatch):
     assert router.acquire() == 1  # after a success the back-off is the first one again
 
 
-def test_a_rollout_without_a_server_is_named():
-    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: sglang, vllm"):
-        get_rollout_replica_class("hf")
+FEW_IDS = st.lists(st.integers(0, 2), max_size=4)
+
+
+@st.composite
+def requests(draw):
+    """(prompt, generated) of requests that continue earlier ones, edit them or begin anew; few ids, so they collide."""
+    made = []
+    for _ in range(draw(st.integers(1, 12))):
+        base = [7]
+        if made and draw(st.integers(0, 5)):
+            prompt, wrote = draw(st.sampled_from(made))
+            base = prompt + wrote
+            if draw(st.integers(0, 3)) == 0:
+                base = base[: draw(st.integers(1, len(base)))]
+        made.append((base + draw(FEW_IDS), draw(FEW_IDS)))
+    return made
+
+
+def tree_of(made):
+    tree = ConversationTree()
+    for number, (prompt, wrote) in enumerate(made):
+        # The log-prob names the token: its request, and its place.
+        tree.add(prompt, wrote, [float(100 * number + i) for i in range(len(wrote))], number)
+    return tree
+
+
+@given(requests())
+def test_every_generated_token_is_trained_once_after_what_the_engine_saw(made):
+    tree = tree_of(made)
+    rows, trained = tree.rows(), {}
+    for row in rows:
+        assert len(row.response_ids) == len(row.response_mask) == len(row.response_logprobs)
+        assert row.response_mask[0] == row.response_mask[-1] == 1
+        spans = [version for version, start, end in row.versions for _ in range(start, end)]
+        places = [i for i, mask in enumerate(row.response_mask) if mask]
+        assert len(spans) == len(places)
+        for version, place in zip(spans, places, strict=True):
+            name = row.response_logprobs[place]
+            assert name not in trained and version == name // 100
+            trained[name] = row.ids[: len(row.prompt_ids) + place + 1]
+        assert not any(value for value, mask in zip(row.response_logprobs, row.response_mask, strict=True) if not mask)
+    expected = {}
+    for number, (prompt, wrote) in enumerate(made):
+        expected |= {float(100 * number + i): prompt + wrote[: i + 1] for i in range(len(wrote))}
+    assert trained == expected
+    assert tree.response_length == sum(len(row.response_ids) for row in rows)
+    assert tree.turns == sum(bool(wrote) for _, wrote in made)
+
+
+@given(requests(), FEW_IDS, st.data())
+def test_what_a_turn_adds_to_the_responses_is_known_before(made, more, data):
+    tree = tree_of(made)
+    base = data.draw(st.sampled_from(made))
+    prompt = [*base[0], *base[1], *more]
+    before, appended = tree.response_length, tree.appended(prompt)
+    tree.add(prompt, [1], [0.5], 0)
+    assert tree.response_length <= before + appended + 1

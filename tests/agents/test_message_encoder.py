@@ -26,10 +26,6 @@ def test_half_a_surrogate_pair_is_replaced():
     assert encoder.encode_appended(half) == encoder.encode_appended(whole)
 
 
-def test_there_are_at_least_twenty_formats():
-    assert len({format.template for format in FORMATS.values()}) >= 20
-
-
 @pytest.mark.parametrize("role", ["tool", "user"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_follows_the_end_of_a_turn(name, role):
@@ -132,7 +128,6 @@ SYSTEM = "<|im_start|>system\n{{ who or 'Be good.' }}<|im_end|>\n"
         (turns("{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}" + IM % "user",
                IM % "assistant", start=SYSTEM), SYSTEM),
         (FORMATS["olmo2"].template, "<|endoftext|>"),
-        (FORMATS["llama3"].template, "<|begin_of_text|>"),
         (FORMATS["chatml"].template, ""),
     ],
 )  # fmt: skip

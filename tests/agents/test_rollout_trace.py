@@ -54,12 +54,6 @@ def mlflow(monkeypatch):
     return calls
 
 
-def test_without_a_backend_calls_pass_through():
-    RolloutTraceConfig.init("p", "e", None)
-    with rollout_trace_attr(sample_index=1, step=2):
-        assert Loop().count([1, 2]) == 2 and asyncio.run(Loop().run("a")).response_ids == [6]
-
-
 def test_jsonl_has_a_line_for_each_call(tmp_path):
     RolloutTraceConfig.init("p", "e", "jsonl", token2text=True, folder=tmp_path / "traces")
     with rollout_trace_attr(sample_index=1, step=2, rollout_n=0):
@@ -143,14 +137,6 @@ def test_the_first_samples_of_each_step_are_traced_with_all_their_rollouts(mlflo
     steps = (("1", "False"), ("2", "False"), ("2", "True"))
     assert traced == [(*step, rollout, sample) for step in steps for rollout in "01" for sample in "73"]
     assert [value["values"] for kind, value in mlflow if kind == "in"] == [[7], [3]] * 6  # none of sample 5
-
-    RolloutTraceConfig.reset()
-    mlflow.clear()
-    RolloutTraceConfig.init("p", "e", "mlflow", max_samples_per_step_per_worker=2)
-    for _ in range(3):
-        with rollout_trace_attr(step=1):
-            pass
-    assert [kind for kind, _ in mlflow].count("tags") == 2
 
 
 def test_a_backend_that_cannot_be_used_is_refused(monkeypatch):

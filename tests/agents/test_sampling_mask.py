@@ -187,13 +187,6 @@ def test_before_the_first_update_the_ratio_of_two_turn_conversations_is_one(tmp_
     assert all(row["actor/logprob_drift_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.process
-@pytest.mark.slow
-def test_without_masks_the_ratio_of_two_turn_conversations_is_not_one(tmp_path):
-    rows = rows_of_conversations(tmp_path / "run", record_sampling_mask="false")
-    assert all(row["actor/logprob_drift_max"] > 0.05 for row in rows)
-
-
 def test_each_turn_of_a_conversation_keeps_its_sets():
     """Of a conversation of two turns, one of a single turn, and one that was lost."""
     conversations = [Conversation([7, 8]), Conversation([9])]
@@ -232,18 +225,14 @@ def test_rows_of_a_tree_keep_the_sets_of_their_tokens():
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    (("name=hf", "top_p=0.9"), None), (("name=hf",), None), (("name=vllm", "top_k=20"), None),
     (("name=vllm", "top_k=20", "top_p=0.9"), None), (("name=hf", "top_p=0.9", "do_sample=false"), None),
     (("name=vllm", "top_p=0.9"), "Set actor_rollout_ref.rollout.top_k=100, say, to record"),
     (("name=vllm", "top_k=20", "mode=async"), None),
-    (("name=vllm", "top_k=20", "mode=async", "agent.default_agent_loop=tool_agent"), None),
     (("name=vllm", "top_k=20", "prompt_queue=true"), "Set actor_rollout_ref.rollout.prompt_queue=false to"),
     (("name=sglang", "top_k=20"), "rollout.name=sglang cannot record"),
-    (("name=refine", "top_p=0.9"), "rollout.name=refine cannot record"),
     (("name=vllm", "top_k=20", "logprobs_mode=raw_logprobs"),
      "Set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs to"),
     (("name=vllm", "top_p=0.9", "mode=async", "record_sampling_mask=false"), "record_sampling_mask=true and "),
-    (("name=hf", "top_k=20", "record_sampling_mask=false"), "record_sampling_mask=true"),
     (("name=vllm", "repetition_penalty=1.1"), "repetition_penalty=1.1 biases"),
     (("name=sglang", "repetition_penalty=0.9", "do_sample=false"), "Set it to 1 in training"),
     (("name=hf", "repetition_penalty=1.1"), None),  # not read, which another check says

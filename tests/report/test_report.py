@@ -1,7 +1,6 @@
 """The report page: what it reads, what it shows, that it needs no network."""
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.report.asynchronous import async_panels, idle_cards
 from verl.report.metric_names import all_metrics, left_out
 from verl.report.page import collect_series, summary_cards, write_report
-from verl.report.plots import smooth
 from verl.utils.jsonl import read_objects
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,22 +82,6 @@ def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_p
     assert not re.search(r"""(src|href)=["'](https?:)?//""", page)
 
 
-def test_a_run_shows_mismatch_throughput_and_memory_first(tmp_path):
-    kl = [0.004, 0.002, 0.003]
-    rows = [{"step": i, "data": {
-        "rollout_corr/kl": value, "rollout_corr/k3_kl": value / 2, "rollout_corr/rollout_ppl": 2.0 + value,
-        "training/rollout_actor_probs_pearson_corr": 1 - value, "perf/throughput": 100.0 * i,
-        "perf/max_memory_resident_gb": 2.0 + i,
-    }} for i, value in enumerate(kl, 1)]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    page = write_report(tmp_path).read_text()
-    first, _, rest = page.partition("<details>")
-    titles = re.findall(r"<figcaption><b>(.*?)</b>", first)
-    assert titles == ["Rollout against trainer", "Correlation of rollout and trainer", "Throughput", "Memory"]
-    assert ">k3_kl<" in first and "rollout_corr/rollout_ppl" in rest and "rollout_corr/kl" not in rest
-    assert "<b>0.004 → 0.003</b><span>KL of rollout and trainer" in first and "<b>100 → 300</b>" in first
-
-
 def test_page_lists_starts_with_command_steps_and_end(tmp_path):
     rows = [
         {"start": 1, "step": 0, "total_steps": 60, "command": "python -m x a=1", "config": "1.yaml",
@@ -124,16 +107,6 @@ def test_cards_give_first_and_last_tenth_and_sums(tmp_path):
     assert cards["reward, first and last tenth"] == "0.25 → 3.85"  # means of 0.1..0.4 and of 3.7..4.0
     assert cards["seconds in steps"] == "80"
     assert cards["dropped samples"] == "40"
-
-
-def test_step_logged_twice_keeps_the_last_value():
-    series = collect_series([{"step": 3, "data": {"a": 1.0}}, {"step": 3, "data": {"a": 2.0, "text": "x"}}])
-    assert (series["a"].steps, series["a"].values) == ([3], [2.0])
-    assert set(series) == {"a"}
-
-
-def test_smooth_leaves_nan_out():
-    assert smooth([1.0, math.nan, 4.0], 2) == [1.0, 2.5, 4.0]
 
 
 def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_losses(tmp_path):
@@ -162,3 +135,67 @@ def test_the_command_makes_the_page_of_a_running_run_and_names_a_folder_without_
     assert ">40<" in (run / "report.html").read_text()
     refused = subprocess.run([*command, str(run / "none")], capture_output=True, text=True, cwd=ROOT)
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "holds no metrics.jsonl" in refused.stderr
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def timeline_rows(steps, servers=2, start=1.7e9):
+    """Steps of 1 s idle, 4 s of training in two rows, and a sync of 0.5 s; servers generate, one of them idles."""
+    rows, now = [], start
+    for step in range(1, steps + 1):
+        for what, seconds in (("idle", 1.0), ("train", 0.1), ("train", 3.9), ("sync", 0.5)):
+            rows.append({"who": "trainer", "what": what, "start": now, "end": now + seconds, "version": step - 1})
+            now += seconds
+        for server in range(servers):
+            begun = now - 5.5
+            for what, seconds in (("generate", 5.0 - 2 * server), ("idle", 2.0 * server), ("sync", 0.5)):
+                row = {"who": f"server_{server}", "what": what, "start": begun, "end": begun + seconds}
+                rows.append(row | {"version": step - 1})
+                begun += seconds
+    return rows
+
+
+def journal_rows(steps, samples=4):
+    """Every sample is drawn at version step - 2 and trained at `step`; the first one is interrupted once."""
+    rows = [{"time": 0.0, "event": "resume", "step": 0, "removed": 0}]
+    for step in range(1, steps + 1):
+        for k in range(samples):
+            again = ["interrupted", "running"] if k == 0 else []
+            states = ["drawn", "running", *again, "finished", "graded", "queued"]
+            oldest = max(0, step - 2)
+            rows += [{"time": 0.0, "sample": f"{step}/{k}", "state": state, "version": oldest} for state in states]
+            rows.append({"time": 0.0, "sample": f"{step}/{k}", "state": "trained", "version": oldest, "step": step})
+    return rows
+
+
+def asynchronous_run(folder, steps=20):
+    metrics = [{"step": i, "data": {"critic/score/mean": i / steps}} for i in range(1, steps + 1)]
+    write_rows(folder / "metrics.jsonl", metrics)
+    write_rows(folder / "async_timeline.jsonl", timeline_rows(steps))
+    write_rows(folder / "async_journal.jsonl", journal_rows(steps))
+    return folder
+
+
+def test_idle_shares_are_those_of_the_timeline(tmp_path):
+    cards = dict(idle_cards(asynchronous_run(tmp_path)))
+    assert cards == {"trainer idle": "18%", "servers idle": "18%"}  # 1 of 5.5 s, and 2 of 2 x 5.5 s
+
+
+def test_the_page_shows_timeline_and_histograms(tmp_path):
+    page = write_report(asynchronous_run(tmp_path)).read_text()
+    part = page.partition("<h2>Asynchronous training</h2>")[2].partition("<h2>Curves</h2>")[0]
+    assert re.findall(r"<figcaption><b>(.*?)</b>", part) == ["Timeline", "Staleness", "Partial generations"]
+    assert part.count("<svg") == 3 and "the last 12 weight syncs" in part
+    timeline = part.partition("<svg")[2].partition("</svg>")[0]
+    assert all(f">{name}<" in timeline for name in ("trainer", "server 0", "server 1", "generate", "sync", "idle"))
+    assert ">20</text>" in timeline and ">7</text>" not in timeline  # 12 syncs: steps 9 to 20
+    assert "<b>18%</b><span>trainer idle" in page
+
+
+@pytest.mark.parametrize("missing", ["async_timeline.jsonl", "async_journal.jsonl"])
+def test_what_has_no_file_is_not_shown(tmp_path, missing):
+    (asynchronous_run(tmp_path) / missing).unlink()
+    wide, narrow = async_panels(tmp_path)
+    assert (len(wide), len(narrow)) == ((0, 2) if missing.startswith("async_t") else (1, 0))

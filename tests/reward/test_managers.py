@@ -1,6 +1,5 @@
 """Reward managers: where the score stands, what functions are given, that errors name the row."""
 
-import asyncio
 import os
 
 import numpy as np
@@ -13,7 +12,7 @@ from tests.helpers.columns import object_columns
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.reward.test_judged_text import texts
-from verl.config.reward_model import RewardModelConfig, SandboxFusionConfig
+from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.loading import get_custom_reward_fn, load_reward_manager
 from verl.reward.managers import (
@@ -24,7 +23,7 @@ from verl.reward.managers import (
 )
 from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.pool import ExternFunction
-from verl.reward.rows import RewardError, drop_failed, split
+from verl.reward.rows import RewardError, drop_failed
 from verl.reward.rules import default_compute_score, gsm8k
 from verl.reward.sandbox import SandboxConfig
 from verl.trainer.ppo.reward import compute_reward
@@ -61,11 +60,6 @@ def test_a_score_stands_on_the_last_counted_position_or_valid_token():
         assert scores.tolist() == [first, [1, 0, 0, 0]]
 
 
-def test_an_empty_answer_keeps_its_score():
-    manager = NaiveRewardManager(TOKENIZER, 0, lambda **kw: 5.0)
-    assert manager(batch(answers=("", "7"))).sum(-1).tolist() == [5.0, 5.0]
-
-
 def test_function_sees_text_truth_and_extra_info():
     seen = []
 
@@ -91,17 +85,6 @@ def test_dict_results_become_aligned_extras():
     assert NaiveRewardManager(TOKENIZER, 0, length_score)(batch(), return_dict=True)["reward_extra_info"] == {}
 
 
-def test_async_functions_are_awaited_together():
-    running = []
-
-    async def score(solution_str, **kw):
-        running.append(solution_str)
-        await asyncio.sleep(0)
-        return float(len(running))  # 2 for both only if both started before either ended
-
-    assert NaiveRewardManager(TOKENIZER, 0, score)(batch()).sum(-1).tolist() == [2.0, 2.0]
-
-
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_an_error_names_the_row_and_keeps_its_cause(kind):
     def fails(solution_str, **kw):
@@ -118,17 +101,10 @@ def test_an_error_names_the_row_and_keeps_its_cause(kind):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("result", [None, "high", float("nan"), {"acc": 1.0}])
+@pytest.mark.parametrize("result", [None, "1.0", float("nan"), {"acc": 1.0}, {"score": "1.0"}])
 def test_what_is_no_score_is_refused(result):
     with pytest.raises(RewardError, match="row 0"):
         NaiveRewardManager(TOKENIZER, 0, lambda **kw: result)(batch())
-
-
-def test_missing_columns_are_named():
-    data = batch()
-    del data.non_tensor_batch["reward_model"]
-    with pytest.raises(RewardError, match="no column 'reward_model'"):
-        NaiveRewardManager(TOKENIZER, 0, length_score)(data)
 
 
 def test_given_scores_are_handed_back():
@@ -157,14 +133,6 @@ def test_batch_manager_calls_once_with_plural_names_and_tensors():
     assert calls == [(["x", "x"], ["1 2", "7"], ["0", "1"], extra_infos, [prompt] * 2, ids, 2)]
     assert result["reward_tensor"].sum(-1).tolist() == [0.25, 0.5]
     assert result["reward_extra_info"]["acc"] == [None, 1]
-
-
-def test_batch_manager_takes_functions_without_tensors_or_of_a_sample():
-    def score(data_sources, solution_strs, ground_truths, extra_infos):
-        return [1.0] * len(data_sources)
-
-    assert BatchRewardManager(TOKENIZER, 0, score).verify(batch()) == [1.0, 1.0]
-    assert BatchRewardManager(TOKENIZER, 0, length_score).verify(batch()) == [2, 1]
 
 
 def test_batch_manager_errors():
@@ -250,28 +218,11 @@ def test_custom_functions_from_a_file_with_bound_kwargs(tmp_path):
     assert load_reward_manager(judge, TOKENIZER, 0)(batch()).sum(-1).tolist() == [6, 5]
 
 
-def test_manager_class_from_a_file(tmp_path):
-    file = tmp_path / "manager.py"
-    file.write_text(
-        "from verl.reward.managers import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
-    )
-    config = reward_config(source="importlib", module={"path": str(file), "name": "Mine"})
-    assert type(load_reward_manager(config, TOKENIZER, 0)).__name__ == "Mine"
-
-
-def test_without_a_path_there_is_no_custom_function():
-    assert get_custom_reward_fn(reward_config()) is None
-    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score.function is default_compute_score
-
-
 @pytest.mark.parametrize(
     "text, truth, expected",
     [
-        ("so #### 72", "72", 1.0),
         ("#### 1,234.", "1234", 1.0),
         ("#### $5.0", "5", 1.0),
-        ("#### -3", "-3", 1.0),
-        ("#### 71", "72", 0.0),
         ("#### 1 then #### 72", "72", 1.0),
         ("the answer is 72", "72", 0.0),
     ],
@@ -331,11 +282,6 @@ def test_rows_without_a_score_are_marked_and_left_out(cls):
     assert scores.sum(-1).tolist() == [2.0, 2.0] and extras["acc"] == [1.0, 1.0] and "__lost__" not in extras
     assert [info["index"] for info in left.non_tensor_batch["extra_info"]] == [10, 13]
     assert failed == {"timeout": 1, "error": 2} and failed.total() + len(left) == len(data)
-
-
-@pytest.mark.process
-def test_nothing_is_marked_where_every_row_has_a_score():
-    assert "__lost__" not in manager(error="drop")(batch(), return_dict=True)["reward_extra_info"]
 
 
 @pytest.mark.process
@@ -444,12 +390,3 @@ def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
     assert bound["concurrent_semaphore"].number == 128 // made.workers(made.settings)
     assert bound["sandbox"] == SandboxConfig(seconds=3.0)
     assert (made.settings.error, made.settings.item_timeout, type(made)) == ("drop", 7.0, PrimeRewardManager)
-    assert made.settings.sandbox_fusion == SandboxFusionConfig(
-        url="http://x/run_code", max_concurrent=128, memory_limit_mb=99
-    )
-
-
-def test_a_score_in_quotes_is_no_number():
-    for result in ("1.0", {"score": "1.0"}):
-        assert "returned '1.0' as a score; return a number" in split(result).text
-    assert split({"score": np.float32(0.5), "acc": 1}) == (0.5, {"score": np.float32(0.5), "acc": 1})

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import rewards
 from verl.config.reward_model import RewardModelConfig
 from verl.reward.managers.naive import NaiveRewardManager
-from verl.reward.pool import ExternFunction, FatalGradingError, GradingPool, Slots
+from verl.reward.pool import ExternFunction, FatalGradingError, GradingPool
 
 pytestmark = pytest.mark.process
 HERE = "pkg://tests.helpers.rewards"
@@ -105,11 +105,6 @@ def test_a_function_that_starts_processes_is_told_what_permits_it(tmp_path):
     manager = NaiveRewardManager(None, 0, function)
     manager.settings = RewardModelConfig(num_workers=0)
     assert not manager.in_processes and function(**items("a")[0]) == 1.0
-
-
-def test_slots_are_counted_in_each_process_anew():
-    slots = Slots(2)
-    assert slots.acquire() and slots.__reduce__() == (Slots, (2,))
 
 
 def test_an_item_that_cannot_be_pickled_is_a_failure_of_its_own():

@@ -1,4 +1,4 @@
-"""Grading of samples that finished while others are still generated."""
+"""Grading of samples that finished while others are still generated; limits that all objects of a process share."""
 
 import asyncio
 import threading
@@ -12,8 +12,9 @@ from tests.helpers.columns import object_columns
 from tests.reward.test_managers import TOKENIZER, batch, length_score
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
-from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RateLimitedRewardManager
+from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RateLimitedRewardManager, limited
 from verl.reward.managers.batch import BatchRewardManager
+from verl.reward.managers.limited import AsyncTokenBucket
 from verl.reward.rows import GRADED, RewardError, drop_failed
 from verl.reward.stream import RewardStream, can_stream
 from verl.trainer.ppo.reward import compute_reward
@@ -95,9 +96,7 @@ def test_a_failed_sample_keeps_its_rule(make):
     assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
 
 
-def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart(monkeypatch):
-    for name, value in (("_max_concurrent", None), ("_loop", None)):
-        monkeypatch.setattr(RateLimitedRewardManager, name, value)
+def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart():
     running, most = 0, 0
 
     async def score(data_source, solution_str, ground_truth, extra_info):
@@ -108,8 +107,7 @@ def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart
         running -= 1
         return float(len(solution_str.split()))
 
-    data, manager = batch(("1 2", "7", "1 2 3", "1")), RateLimitedRewardManager(TOKENIZER, 0, score)
-    manager.settings = RewardModelConfig(max_concurrent=2)
+    data, manager = batch(("1 2", "7", "1 2 3", "1")), limited_manager(score, max_concurrent=2)
     assert can_stream(manager)
     grade(manager, data, [3, 1, 0, 2])
     assert compute_reward(data, manager)[0].sum(1).tolist() == [2, 1, 3, 1] and most == 2
@@ -195,3 +193,65 @@ def test_which_managers_grade_samples_singly():
     assert not can_stream(BatchRewardManager(TOKENIZER, 0, by_batch))
     assert not can_stream(Comparing(TOKENIZER, 0, length_score))
     assert not can_stream(length_score)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only `asyncio.sleep` of the limits moves; a list with the time."""
+    now = [100.0]
+
+    async def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(limited.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(limited.asyncio, "sleep", sleep)
+    return now
+
+
+async def test_a_bucket_refills_by_its_rate(clock):
+    bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4.0)
+    times = []
+    for tokens in (4, 1, 1, 6):  # full; half a second each; three seconds
+        await bucket.acquire(tokens)
+        times.append(clock[0] - 100)
+    clock[0] += 10  # more than it can hold
+    await bucket.acquire(4)
+    times.append(clock[0] - 100)
+    assert times == [0.0, 0.5, 1.0, 4.0, 14.0]
+    with pytest.raises(ValueError, match="rate_limit=0 must be above 0"):
+        AsyncTokenBucket(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_limits(monkeypatch):
+    monkeypatch.setattr(RateLimitedRewardManager, "_max_concurrent", None)
+    monkeypatch.setattr(RateLimitedRewardManager, "_loop", None)
+
+
+def limited_manager(function, **settings):
+    manager = RateLimitedRewardManager(TOKENIZER, 0, function)
+    manager.settings = RewardModelConfig(**settings)
+    return manager
+
+
+def test_limits_are_shared_and_kept(clock):
+    times = []
+
+    async def ask(**kwargs):
+        times.append(clock[0] - 100)
+        return 1.0
+
+    limits = {"max_concurrent": 1, "max_rpm": 60, "max_tpm": 120, "estimated_tokens_per_request": 4}
+    first, second = (limited_manager(ask, **limits) for _ in range(2))
+    first(batch(["1"] * 2))
+    second(batch(["1"]))
+    # One request a second; the 120 tokens of the first minute suffice for all three.
+    assert times == [0.0, 1.0, 2.0]
+
+
+def test_a_request_that_hangs_is_an_error():
+    async def hang(**kwargs):
+        await asyncio.sleep(60)
+
+    with pytest.raises(RewardError, match=r"row 0 .*TimeoutError.*2 of 2 rows have no score"):
+        limited_manager(hang, timeout=0.05)(batch())

@@ -106,3 +106,5 @@ def test_a_replica_class_of_the_users_own_comes_from_a_file():
     assert RolloutReplicaRegistry.of(RolloutConfig(**SETTINGS)) is vLLMReplica
     with pytest.raises(TypeError, match="agent.custom_async_server.name='SETTINGS'.*RolloutReplica is needed"):
         RolloutReplicaRegistry.of(config("SETTINGS"))
+    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: sglang, vllm"):
+        RolloutReplicaRegistry.get("hf")

@@ -20,8 +20,7 @@ from verl.rollout.replica import ServerClient
 from verl.rollout.sampling import GenerationRequest
 from verl.rollout.server_process import LocalServerError
 from verl.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
-from verl.rollout.sglang_rollout.sglang_rollout import ServerAdapter, pack_tensors
-from verl.training.parallel.sharding import buckets
+from verl.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.import_utils import is_sglang_available
 from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig
@@ -211,16 +210,6 @@ def test_a_batch_is_answered_in_order(served):
         with engine.eval_mode():
             expected = log_probs(engine.module, prompt, answer, 0.5)
         assert output["rollout_log_probs"][row, : len(answer)].tolist() == pytest.approx(expected, abs=1e-3)
-
-
-def test_tensors_are_sent_in_parts_each_in_one_buffer():
-    tensors = [("a", torch.randn(3, 5)), ("b", torch.tensor(2.5, dtype=torch.float64)), ("c", torch.ones(7).bfloat16())]
-    copies = pack_tensors(tensors)
-    assert [name for name, _ in copies] == ["a", "b", "c"]
-    assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True))
-    assert len({copy.untyped_storage().data_ptr() for _, copy in copies}) == 1
-    assert [[name for name, _ in part] for part in buckets(tensors, 68)] == [["a", "b"], ["c"]]  # 60 + 8 and 14 bytes
-    assert [[name for name, _ in part] for part in buckets(tensors, 1)] == [["a"], ["b"], ["c"]]
 
 
 def test_the_replica_wakes_and_sleeps_through_the_ranks(served):

@@ -93,27 +93,6 @@ def test_a_stop_token_ends_the_answer_and_counts(served):
     assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"input_ids": [7, 64]}, r"input_ids\[1\]=64 is not a token id of the model \(0..63\)"),
-        ({"input_ids": [-1]}, r"input_ids\[0\]=-1 is not a token id"),
-        ({"input_ids": []}, "at least one token id"),
-        ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
-        ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
-        ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
-        *(({"input_ids": [7], "sampling_params": {name: seed}}, f"{name}=.* must be an integer")
-          for name in ("seed", "sampling_seed") for seed in ("x", 1.5, True, 2**70)),
-    ],
-)  # fmt: skip
-def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
-    rollout, _ = served
-    with pytest.raises(ServiceError, match=message) as refused:
-        run(rollout, lambda c: c.post("generate", body))
-    assert refused.value.status == 400
-    assert len(run(rollout, lambda c: c.generate("b", [7], sampled(3), False)).token_ids) == 3
-
-
 def test_aborted_requests_are_answered_with_their_tokens(served):
     rollout, _ = served
     full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))

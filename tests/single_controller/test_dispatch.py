@@ -1,16 +1,21 @@
-"""Dispatch and collect functions on lists and small batches, without Ray."""
+"""Dispatch and collect functions on lists and small batches, without Ray; each call on ranks has a time limit."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.helpers.configs import compose_ppo
 from verl import DataProto
 from verl.protocol import DataProtoConfig
+from verl.roles.reward_server import RewardServerWorker
+from verl.rollout.replica_worker import RolloutReplicaWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base import decorator as d
-from verl.single_controller.base.worker_group import ResourcePool, registered_methods
+from verl.single_controller.base.worker_group import registered_methods
+from verl.single_controller.ray.watchdog import METHODS, phase_of
 from verl.utils.tensordict_utils import assert_tensordict_eq, get_tensordict
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 
 def group(world: int, **extra) -> SimpleNamespace:
@@ -25,27 +30,12 @@ def xs(parts) -> list[list[int]]:
     return [p.batch["x"].tolist() for p in parts]
 
 
-def test_one_to_all_gives_every_rank_everything():
-    assert d.dispatch_one_to_all(group(3), 7, k="a") == (([7, 7, 7],), {"k": ["a", "a", "a"]})
-
-
-def test_all_to_all_changes_nothing():
-    assert d.dispatch_all_to_all(group(2), [1, 2], k=3) == (([1, 2],), {"k": 3})
-    assert d.collect_all_to_all(group(2), ["a", "b"]) == ["a", "b"]
-
-
 def test_dp_compute_needs_one_entry_a_rank():
     assert d.dispatch_dp_compute(group(2), [1, 2]) == (([1, 2],), {})
     with pytest.raises(ValueError, match="argument 0 has 3 entries for 2 ranks"):
         d.dispatch_dp_compute(group(2), [1, 2, 3])
     with pytest.raises(ValueError, match="the output has 1 entries for 2 ranks"):
         d.collect_dp_compute(group(2), [1])
-
-
-def test_dp_compute_proto_cuts_and_joins_in_rank_order():
-    (parts,), kwargs = d.dispatch_dp_compute_data_proto(group(2), batch(4))
-    assert xs(parts) == [[0, 1], [2, 3]] and kwargs == {}
-    assert d.collect_dp_compute_data_proto(group(2), parts).batch["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_dp_compute_proto_does_not_pad_by_itself():
@@ -63,18 +53,6 @@ def test_auto_padding_repeats_the_last_row_and_returns_how_often():
 def test_plain_values_are_refused_where_batches_are_cut():
     with pytest.raises(TypeError, match="argument 'alpha' is a float"):
         d.dispatch_dp_compute_data_proto(group(2), batch(4), alpha=0.5)
-
-
-def test_with_func_replicates_the_function_only():
-    (funcs, parts), _ = d.dispatch_dp_compute_data_proto_with_func(group(2), len, batch(4))
-    assert funcs == [len, len] and xs(parts) == [[0, 1], [2, 3]]
-
-
-def test_nd_compute_gives_tensor_parallel_partners_the_same_object():
-    (parts,), _ = d.dispatch_nd_compute_dataproto([0, 0, 1, 1], 2, group(4), batch(4))
-    assert xs(parts) == [[0, 1], [0, 1], [2, 3], [2, 3]] and parts[0] is parts[1]
-    joined = d.collect_nd_compute_dataproto([True, False, True, False], group(4), parts)
-    assert joined.batch["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_lazy_compute_collects_in_the_order_of_dispatch():
@@ -98,11 +76,6 @@ def test_outputs_of_two_kinds_are_refused():
         d.collect_dp_compute_data_proto(group(2), [batch(1), None])
 
 
-def test_rank_zero_has_no_functions():
-    with pytest.raises(KeyError, match="execute_mode=Execute.RANK_ZERO"):
-        d.get_predefined_dispatch_fn(d.Dispatch.RANK_ZERO)
-
-
 def test_a_mode_can_be_added_and_replaced():
     d.register_dispatch_mode("test_reversed", lambda g, *a, **k: (a[::-1], k), d.collect_all_to_all)
     try:
@@ -115,6 +88,8 @@ def test_a_mode_can_be_added_and_replaced():
 
 
 def test_register_refuses_modes_it_does_not_know():
+    with pytest.raises(KeyError, match="execute_mode=Execute.RANK_ZERO"):
+        d.get_predefined_dispatch_fn(d.Dispatch.RANK_ZERO)
     with pytest.raises(TypeError, match="dispatch_mode='one_to_all'"):
         d.register(dispatch_mode="one_to_all")
     with pytest.raises(ValueError, match="lacks \\['collect_fn'\\]"):
@@ -136,12 +111,6 @@ def test_registered_methods_include_those_of_bases():
         "go": {"dispatch_mode": d.Dispatch.ONE_TO_ALL, "execute_mode": d.Execute.ALL, "blocking": False}
     }
     assert B().go() == 1
-
-
-def test_resource_pool_counts_ranks():
-    pool = ResourcePool([2, 1])
-    assert pool.world_size == 3
-    assert pool.local_rank_list() == [0, 1, 0] and pool.local_world_size_list() == [2, 2, 1]
 
 
 def tensordict(rows: int):
@@ -177,3 +146,22 @@ def test_a_mesh_is_registered_once_or_again_with_the_same_values(monkeypatch):
     assert other._query_dispatch_info("actor") == 1 and other.query_collect_info("actor") is True
     with pytest.raises(AssertionError, match=r"'actor' is registered on rank 0 with .* \(1, True\), not \(0, True\)"):
         worker._register_dispatch_collect_info("actor", dp_rank=0, is_collect=True)
+
+
+ROLES = (ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker, RewardModelWorker, RewardServerWorker,
+         RolloutReplicaWorker)  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_registered_method_has_a_phase_with_a_limit(role):
+    limits = compose_ppo("actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf").trainer.watchdog
+    for method in registered_methods(role):
+        assert limits[phase_of(method)] > 0, method
+        assert phase_of(f"actor_rollout_{method}") == phase_of(method)
+
+
+def test_phases_name_registered_methods_only_and_each_once():
+    named = [name for names in METHODS.values() for name in names]
+    assert len(named) == len(set(named))
+    of_other_workers = {"__ray_ready__", "reset", "compute_score_batch"}
+    assert of_other_workers < set(named) <= of_other_workers | {m for role in ROLES for m in registered_methods(role)}

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -80,12 +79,6 @@ def test_nothing_is_wrong_with_the_command_line_that_the_cases_change(sound, tmp
         {"+actor_rollout_ref.model.override_config.head_dim": 24},  # without vLLM any dimension will do
     ):  # fmt: skip
         assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 0, (changes, wrong_part(capsys))
-
-
-def test_a_missing_column_is_reported_once_per_file(sound, tmp_path, capsys):
-    dry_run(with_changes(sound, {"data.prompt_key": "question"}, tmp_path), known=compose_ppo())
-    reported = wrong_part(capsys)
-    assert [name for name in ("train.jsonl", "val.jsonl") if reported.count(f"{Path(name)}, row") != 1] == []
 
 
 def test_one_start_names_what_is_wrong_in_settings_model_machine_and_data(sound, tmp_path):

@@ -17,8 +17,8 @@ from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
 from verl.trainer.main_ppo import TaskRunner, create_rl_sampler
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction
-from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, stop_left_session, with_worker_env
 from verl.utils.problems import ConfigError
 
 
@@ -78,18 +78,6 @@ def test_a_critic_is_needed_by_gae_alone_unless_said_otherwise():
     config.critic.enable = False
     assert not need_critic(config)
     assert reads_reference(algorithm(use_kl_in_reward=True)) and not reads_reference(algorithm())
-
-
-def test_the_rollout_is_corrected_where_any_part_of_it_is_switched_on():
-    off = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "bypass_mode": False}
-    assert rollout_correction(algorithm()) is None and rollout_correction(algorithm(rollout_correction=off)) is None
-    for part in ({"rollout_is": "token"}, {"rollout_token_veto_threshold": 1e-4}, {"bypass_mode": True}):
-        assert rollout_correction(algorithm(rollout_correction=off | part)) is not None
-
-
-def test_local_ray_has_a_cpu_for_each_rank_and_the_runner():
-    config = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 100}})
-    assert logical_cpus(config) == 102
 
 
 def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monkeypatch):

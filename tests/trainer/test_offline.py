@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +25,6 @@ from verl.config.offline import EvaluationConfig
 from verl.planning.offline import generation_entry
 from verl.reward.rows import RewardError
 from verl.rollout.vllm_rollout import vLLMRollout
-from verl.rollout.vllm_rollout.vllm_rollout import HARMLESS
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
@@ -126,21 +123,14 @@ def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_l
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_vllm_rounds_float32_weights_as_their_conversion_does_and_does_not_warn_of_each(
-    tiny_llama, prompts, tmp_path, capfd
-):
+def test_vllm_rounds_float32_weights_as_their_conversion_does(tiny_llama, prompts, tmp_path):
     settings = ("data.n_samples=2", "rollout.name=vllm", "rollout.dtype=bfloat16")
     rounded = generate(prompts, tiny_llama, tmp_path / "1.parquet", *settings)
-    printed = capfd.readouterr()
-    assert "Attempted to load weight" not in printed.out + printed.err
     leave_group()
     converted = tmp_path / "converted"
     shutil.copytree(tiny_llama, converted)
     AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).save_pretrained(converted)
     assert generate(prompts, converted, tmp_path / "2.parquet", *settings) == rounded
-    name, text = next(pair for pair in HARMLESS if "with dtype" in pair[1])
-    lossy = logging.LogRecord(name, logging.WARNING, "", 0, text.replace("float32", "float8_e4m3fn"), (), None)
-    assert logging.getLogger(name).filter(lossy)
 
 
 def taken_from_the_queue(rank, world_size, together):
@@ -201,32 +191,13 @@ def test_a_worker_of_ray_selects_the_gpu_that_ray_gave_it(monkeypatch, noset, vi
     assert Worker().local_rank == int(expected)
 
 
-def test_messages_name_keys_of_this_command_and_a_long_prompt_anywhere_is_found_at_the_start(
-    tiny_llama, prompts, tmp_path
-):
-    out, rows = tmp_path / "out.parquet", [json.loads(line) for line in prompts.read_text().splitlines()]
+def test_a_long_prompt_anywhere_is_found_at_the_start(tiny_llama, prompts, tmp_path):
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     rows[4]["prompt"][0]["content"] = "1 + " * 9
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError) as raised:
-        generate(prompts, tiny_llama, out)
-    assert f"{prompts}, row 4: the prompt has 22 tokens, rollout.prompt_length=12. Raise it" in str(raised.value)
-    for row in rows:
-        row["messages"] = row.pop("prompt")
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bare = tmp_path / "bare"
-    shutil.copytree(tiny_llama, bare)
-    (bare / "chat_template.jinja").unlink()
-    for model, changes, named in (
-        (tiny_llama, (), "data.prompt_key"), (bare, (), "model.custom_chat_template"),
-        (tiny_llama, ("rollout.name=none", "data.prompt_key=messages"), "rollout.name"),
-    ):  # fmt: skip
-        given = (f"model.path={model}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *changes)
-        config = compose_ppo(*given, "rollout.prompt_length=40", config_name="generation")
-        with pytest.raises(SystemExit) as ended:
-            main_generation.main.__wrapped__(config)
-        said = str(ended.value).replace(str(prompts), "")
-        keys = re.findall(r"\b(actor_rollout_ref|data|model|rollout)\.([\w.]*\w)", said)
-        assert named in map(".".join, keys) and all(name in (config.get(section) or ()) for section, name in keys), said
+    said = f"{prompts}, row 4: the prompt has 22 tokens, rollout.prompt_length=12. Raise it"
+    with pytest.raises(ConfigError, match=said):
+        generate(prompts, tiny_llama, tmp_path / "out.parquet")
 
 
 def test_a_stopped_command_keeps_its_answers_and_resumes_with_the_same_settings_only(
@@ -264,16 +235,6 @@ def test_a_stopped_command_keeps_its_answers_and_resumes_with_the_same_settings_
     asked.clear()
     assert generate(prompts, tiny_llama, out, *settings, "data.batch_size=4", "rollout.max_num_seqs=2") == whole
     assert asked == [[3, 4]] and not folder.exists()
-
-
-def test_progress_is_that_of_all_ranks_and_each_percent_is_reported_once():
-    line = main_generation.progress(0, 256, 1024, 128.0)
-    assert line == "256 of 1,024 prompts answered (25%), 2 a second, 0:06:24 left"
-    # Two ranks with shares of 3 of 1,000 prompts; the last share is filled up to 1,002.
-    lines = [main_generation.progress(n, n + 3, 1000, 10.0) for n in range(0, 1002, 3)]
-    said = [line.split(" of ")[0] for line in lines if line]
-    assert len(said) == 100 and said[:3] == ["12", "21", "30"] and said[-1] == "1,000"
-    assert main_generation.progress(1002, 1005, 1000, 10.0) is None
 
 
 def test_columns_that_cannot_be_written_are_refused_before_answers_are_generated(tiny_llama, prompts, tmp_path):
@@ -365,12 +326,6 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
     with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers"):
         scored(tmp_path, [answer("a", "3", [])])
-    with pytest.raises(ValueError, match="row 0: column 'reward_model' has no 'ground_truth'"):
-        scored(tmp_path, [{**good, "reward_model": {}}])
-    with pytest.raises(ValueError, match="row 1: ground_truth='eighteen' is no number"):
-        row = answer("openai/gsm8k", "18", ["18"])
-        wrong = {**row, "reward_model": {"ground_truth": "eighteen"}}
-        scored(tmp_path, [row, wrong], "custom_reward_function.path=null")
     with pytest.raises(RewardError, match="no rule reward for data_source='a'"):
         scored(tmp_path, [good], "custom_reward_function.path=null")
 
@@ -388,15 +343,6 @@ def test_answers_that_are_programs_are_confined_as_in_training(tmp_path):
     for more, share in (((), 1.0), (("output_kb=1",), 0.5), (("seconds=0.5",), 0.0)):
         limits = [f"reward_model.sandbox.{limit}" for limit in more]
         assert scored(tmp_path, [answer("taco", tests, [code])], *given, *limits) == {"test_score/taco": share}
-
-
-@pytest.mark.process
-def test_a_misspelt_key_of_an_offline_entry_is_named(tmp_path):
-    command = [sys.executable, "-m", "verl.trainer.main_eval", "reward_modl.error=drop", "data.pth=x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stdout == ""
-    assert "reward_modl is not a known key; did you mean reward_model?" in done.stderr
-    assert "data.pth is not a known key; did you mean data.path?" in done.stderr
 
 
 def planned(capsys, entry, config_name, *overrides):

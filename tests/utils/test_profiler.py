@@ -156,14 +156,9 @@ def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
     assert options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:3"
     joined = compose_run(tmp_path, "unused", global_profiler__profile_continuous_steps="true", **settings)
     assert nsight_options(joined)["capture-range-end"] == "repeat-shutdown:2"
-    assert nsight_options(compose_run(tmp_path, "unused")) is None
     calls = compose_run(tmp_path, "unused", global_profiler__global_tool_config__nsys__discrete="true", **settings)
-    assert calls.actor_rollout_ref.actor.profiler.tool_config.nsys.discrete
     assert nsight_options(calls)["capture-range-end"] == "repeat"
-    assert nsight_options(calls, of_driver=True) == {
-        "trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph",
-        "o": f"{traces}/driver_%h_%p",
-    }  # fmt: skip
+    assert nsight_options(calls, of_driver=True)["o"] == f"{traces}/driver_%h_%p"
     assert traces.is_dir() and options["o"] == f"{traces}/rank_%h_%p"
     with open_dict(calls):
         calls.global_profiler.global_tool_config.nsys.worker_nsight_options["output"] = "my reports"

@@ -33,11 +33,6 @@ def run(*entries):
     tracking.finish()
 
 
-def test_console_line(capsys):
-    Tracking("p", "e").log({"a": 0.123456789, "b": 3, "text": "no", "t": torch.tensor(2.0)}, step=7)
-    assert capsys.readouterr().out == "step 7  a 0.1235  b 3  t 2\n"
-
-
 def test_the_console_shows_the_headlines_and_the_validation_only(capsys):
     data = {"critic/score/mean": 0.5, "actor/pg_loss": -1 / 3, "perf/mfu": 1.0, "timing_s/step": 4.25,
             "val-core/x/acc/mean@1": 0.75}  # fmt: skip

@@ -27,14 +27,10 @@ class AddTool(BaseTool):
         self.calls = {**getattr(self, "calls", {}), instance_id: 0}
         return instance_id, response
 
-    async def execute(self, instance_id, parameters, raises=False, hangs=False, words=1, **kwargs):
+    async def execute(self, instance_id, parameters, **kwargs):
         EVENTS.append(("execute", instance_id, parameters))
         self.calls[instance_id] += 1
-        if raises:
-            raise ZeroDivisionError("no")
-        if hangs:
-            await asyncio.sleep(3600)
-        return ToolResponse(text=" ".join([str(parameters["a"] + parameters["b"])] * words)), 0.25, {}
+        return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.25, {}
 
     async def calc_reward(self, instance_id, **kwargs):
         return float(self.calls[instance_id])

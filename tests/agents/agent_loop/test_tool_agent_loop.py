@@ -158,18 +158,6 @@ def test_rows_come_back_in_order_with_the_samples_of_a_prompt_adjacent(converse,
     assert not output.non_tensor_batch[LOST].any()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "failure"),
-    [({"raises": True}, "Error: 'add' raised ZeroDivisionError: no."), ({"words": 40}, "7 7")],
-)
-def test_a_failure_or_flood_of_a_tool_is_an_answer_within_its_limits(converse, model, kwargs, failure):
-    output = converse([{"tools": {"add": {"execute_kwargs": kwargs}}}], max_tool_response_length=20,
-                      tool_response_truncate_side="right")  # fmt: skip
-    words = [word for word, mask in shown(model, output)[1] if not mask]
-    assert words[0] == "tool" and len(words) <= 12
-    assert output.non_tensor_batch["tool_rewards"].tolist() == [[] if "raises" in kwargs else [0.25]]
-
-
 def test_an_interaction_answers_until_it_ends_the_conversation(converse, model):
     output = converse([{"text": "?", "interaction": {"turns": 2}}, {"text": "?", "interaction": {"turns": 1}}], True)
     columns = output.non_tensor_batch

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from verl.agents.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema
 
 
@@ -120,19 +120,11 @@ def test_the_message_of_a_turn_has_its_parts(name, text, expected):
     assert parser.message([ord(c) for c in text]) == {"role": "assistant", **expected}
 
 
-def test_a_call_is_a_message_if_it_can_be_read():
-    call, broken, listed = (FunctionCall(name="f", arguments=text, id="1") for text in ('{"a": [1]}', "{", "[1]"))
-    assert call.as_message() == {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
-    assert broken.as_message() is listed.as_message() is None
-    assert FunctionCall(name="f", arguments="{}", error="no").as_message() is None
-
-
 @pytest.mark.parametrize(
     ("name", "text", "ids"),
     [
         ("kimi_k2", SEVERAL["kimi_k2"].format(all="{}"), ["functions.find:3", "functions.now:4"]),
         ("mistral", SEVERAL["mistral"].format(all="{}"), ["call00003", None]),
-        ("mistral", CALLS["mistral"] % 1, ["call00000"]),
         ("hermes", CALLS["hermes"] % 1, [None]),
     ],
 )
@@ -145,31 +137,22 @@ def test_a_call_has_the_id_that_the_model_gave_it(name, text, ids):
     [
         ("hermes", "<tool_call>{'name': 'add'}</tool_call>", "", "the call is not valid JSON"),
         ("hermes", "<tool_call>" + "[" * 100_000, "", "the call is not valid JSON"),
-        ("hermes", "<tool_call>[1]</tool_call>", "", "a call is a JSON object"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "", "a call is a JSON object"),
         ("hermes", '<tool_call>{"name": 3}</tool_call>', "", "a call is a JSON object"),
         ("llama3_json", '<|python_tag|>{"name": ', "", "the call is not valid JSON"),
         ("qwen3_coder", "<tool_call><function=x>", "", "a call is written <function=name>"),
         ("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>", "add", "the call is not valid JSON"),
-        ("glm45", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", "a call is written name<"),
         ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>", "", "a call is written name<"),
-        ("glm45", '<tool_call>{"name": "add"}', "", "a call is written name<"),
-        ("minimax_m2", "<minimax:tool_call><invoke name=add></invoke></minimax:tool_call>", "", "a call is wri"),
         ("minimax_m2", '<minimax:tool_call><invoke name="add"><parameter name="a">1', "", "a call is written <invoke"),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_end|>", "", "a call is writt"),
         ("kimi_k2", CALLS["kimi_k2"] % "'1'", "add", "the call is not valid JSON"),
         ("kimi_k2", (CALLS["kimi_k2"] % 1).replace('{"a": 1}', "[1]"), "add", "the arguments are not a JSON object"),
-        ("deepseek_v3", CALLS["deepseek_v31"] % 1, "", "a call is written function"),
         ("deepseek_v3", CALLS["deepseek_v3"] % "", "add", "the call is not valid JSON"),
         ("deepseek_v31", CALLS["deepseek_v31"] % ("[" * 100_000), "add", "the call is not valid JSON"),
         ("mistral", "[TOOL_CALLS]add[ARGS]{'a': 1}", "add", "the call is not valid JSON"),
         ("mistral", '[TOOL_CALLS]{"name": "add"}', "", "the calls are not a JSON list: it is not a list"),
-        ("mistral", "[TOOL_CALLS][3]", "", "a call is a JSON object"),
         ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "", "the calls are not a JSON list"),
         ("llama4_pythonic", "[add(a=1)", "", "the calls are not a Python list"),
-        ("llama4_pythonic", "[add(a=1)] and more", "", "the calls are not a Python list"),
         ("llama4_pythonic", "[add(1)]", "", "a call is written name(key=value)"),
-        ("llama4_pythonic", "[add(**{'a': 1})]", "", "a call is written name(key=value)"),
         ("llama4_pythonic", "[add(a=__import__('os').system('true'))]", "add", "an argument is not a literal"),
         ("llama4_pythonic", "[add(a={1: 2})]", "add", "an argument is not a literal"),
         ("llama4_pythonic", "[add(a=1e999)]", "add", "an argument is not a literal"),

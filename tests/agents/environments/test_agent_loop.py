@@ -1,29 +1,43 @@
-"""The agent loop of an environment: every token by hand, with a model whose answers are given."""
+"""The agent loop of an environment, in this process and in workers that are Ray actors, on a scripted engine."""
 
 import asyncio
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
+import ray
+import torch
 
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.agents.environments.conftest import SKYRL_GYM
-from tests.helpers.configs import compose_ppo
+from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.models import WORDS, make_tokenizer
+from tests.helpers.watched_runs import becomes
 from verl.agents.agent_loop.base import DictConfigWrap
 from verl.agents.agent_loop.environment_agent_loop import EnvironmentAgentLoop
+from verl.agents.agent_loop.manager import AgentLoopManager
 from verl.agents.agent_loop.rows import is_lost
+from verl.agents.agent_loop.worker import AgentLoopWorkerBase
 from verl.agents.environments.processes import environment_rows
 from verl.config.environment import EnvironmentConfig
+from verl.protocol import DataProto
+from verl.reward.rows import LOST
+from verl.rollout.replica import ServerHandle
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 
 pytestmark = pytest.mark.process
-WORDS = "yes no crash again".split()
+ANSWERS = "yes no crash again".split()
 
 
 @pytest.fixture
 def run(files, tiny_llama):
     tokenizer = hf_tokenizer(tiny_llama)
-    tokenizer.add_tokens([word for word in WORDS if word not in tokenizer.get_vocab()])
+    tokenizer.add_tokens([word for word in ANSWERS if word not in tokenizer.get_vocab()])
     settings = EnvironmentConfig(name=SKYRL_GYM, size=4, val_size=1, max_turns=2)
     row = environment_rows(settings, files)["train"][3]
     config = compose_ppo(f"actor_rollout_ref.model.path={tiny_llama}", "actor_rollout_ref.rollout.name=vllm")
@@ -44,16 +58,6 @@ def run(files, tiny_llama):
     return conversation
 
 
-def test_the_environments_words_are_not_trained(run):
-    output, seen = run("no <eos>", "yes <eos>")
-    assert seen.decode(output.prompt_ids) == "q : 3 ? a :"
-    assert seen.decode(output.response_ids) == "no <eos> q : again a : yes <eos>"
-    assert output.response_mask == [1, 1, 0, 0, 0, 0, 0, 1, 1]
-    assert seen.asked[1] == output.prompt_ids + output.response_ids[:7]
-    assert output.extra_fields["reward_scores"] == {"score": 1.0, "acc": 1.0, "steps": 2}
-    assert output.extra_fields["end_reason"] == "stop" and output.num_turns == 4 and not is_lost(output)
-
-
 def test_limits_end_a_conversation_which_is_scored(run):
     output, _ = run("no <eos>", "no <eos>")  # the environment would ask a third time
     assert output.extra_fields["reward_scores"]["score"] == 0.0 and output.extra_fields["end_reason"] == "turns"
@@ -63,6 +67,66 @@ def test_limits_end_a_conversation_which_is_scored(run):
     assert output.extra_fields["end_reason"] == "length" and output.response_mask == [1, 1]
 
 
-def test_a_conversation_whose_environment_fails_is_lost_not_scored(run):
-    output, _ = run("crash <eos>")
-    assert is_lost(output) and output.extra_fields["reward_scores"] == {} and output.reward_score is None
+STUB = Path(__file__).parent / "stub"
+EOS, CRASHES = 2, 3
+
+
+class ScriptedWorker(AgentLoopWorkerBase):
+    """Answers no, then yes; in the conversation CRASHES an answer at which the environment raises."""
+
+    def __init__(self, *args, **kwargs):
+        sys.path.insert(0, str(STUB))
+        super().__init__(*args, **kwargs)
+        self.server_manager = ScriptedEngine(self.rollout_config, self.answer)
+
+    def answer(self, request_id, prompt_ids, sampling_params):
+        words = self.tokenizer.decode(prompt_ids).split()
+        word = "yes" if "again" in words else "crash" if words[2] == str(CRASHES) else "no"
+        return [*self.tokenizer(word)["input_ids"], EOS]
+
+    def children(self):
+        """The processes that this worker has started."""
+        return os.getpid(), [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+class Manager(AgentLoopManager):
+    agent_loop_workers_class = ScriptedWorker
+
+
+def test_each_worker_has_its_environment_and_rows_keep_their_order(ray_cluster, files, tmp_path):
+    tokenizer = make_tokenizer([*WORDS, "no", "yes", "crash", "again"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = EnvironmentConfig(name=SKYRL_GYM, size=8, val_size=1, max_turns=2)
+    rows = environment_rows(settings, files)["train"]
+    rollout = {"name": "vllm", "mode": "async", "prompt_length": 12, "response_length": 40, "agent.num_workers": 2}
+    config = compose_ppo(
+        *SOUND, f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"trainer.default_local_dir={tmp_path}/run",
+        *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()),
+    )  # fmt: skip
+    config.data.environment = dict(settings)
+    manager = Manager(config, SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")]))
+    try:
+        ids = torch.full((8, 4), 5)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+        columns = {"sample_index": np.arange(8), "raw_prompt": [row["prompt"] for row in rows],
+                   "extra_info": [row["extra_info"] for row in rows],
+                   "agent_name": [row["agent_name"] for row in rows]}  # fmt: skip
+        columns |= {name: np.fromiter(column, dtype=object) for name, column in columns.items() if name[0] != "s"}
+        meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1}
+        output = manager.generate_sequences(DataProto.from_dict(tensors, columns, meta))
+        processes = dict(ray.get([worker.children.remote() for worker in manager.agent_loop_workers]))
+    finally:
+        manager.close()
+    assert np.flatnonzero(output.non_tensor_batch[LOST]).tolist() == [CRASHES]
+    others = [i for i in range(8) if i != CRASHES]
+    prompts, responses = output.batch["prompts"][others], output.batch["responses"][others, :9]
+    assert [text.split()[-4] for text in tokenizer.batch_decode(prompts)] == [str(i) for i in others]
+    assert set(tokenizer.batch_decode(responses)) == {"no <eos> q : again a : yes <eos>"}
+    assert output.batch["response_mask"][others, :9].tolist() == [[1, 1, 0, 0, 0, 0, 0, 1, 1]] * 7
+    scores = output.non_tensor_batch["reward_scores"]
+    assert [scores[i] for i in others] == [{"score": 1.0, "acc": 1.0, "steps": 2}] * 7
+    metrics = output.meta_info["metrics"]
+    assert metrics["agent_loop/end/tool_failed"] == 1 / 8 and metrics["agent_loop/end/stop"] == 7 / 8
+    assert len(processes) == 2 and all(processes.values())
+    started = [pid for pids in processes.values() for pid in pids]
+    assert becomes(lambda: not any(map(psutil.pid_exists, started)))

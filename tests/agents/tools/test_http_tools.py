@@ -73,9 +73,8 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
     assert gone.failure == "exception" and "ClientConnectorError" in gone.response.text
 
 
-@pytest.mark.parametrize("answer", [[], {"result": 3}, {"result": [[{"text": "a"}]]}])
-def test_another_format_is_an_error_text(answer):
-    with serving(lambda request: (200, answer)) as (url, _):
+def test_another_format_is_an_error_text():
+    with serving(lambda request: (200, {"result": [[{"text": "a"}]]})) as (url, _):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
     assert result.failure == "exception" and "answered in another format" in result.response.text
 

@@ -1,13 +1,14 @@
-"""Tools and interactions from yaml files: what is built, and one message for what is wrong."""
+"""Tools from yaml files: what is built, and one message for what is wrong; the GSM8K tool's rewards by hand."""
 
 import json
 
 import pytest
 
-from tests.agents.tools.helpers import Counter
+from tests.agents.tools.helpers import Counter, schema
 from verl.agents.tools.code_tool import CodeTool
 from verl.agents.tools.gsm8k_tool import Gsm8kTool
 from verl.agents.tools.journal import ToolJournal
+from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.tool_registry import (
     ToolType,
     get_tool_class,
@@ -55,11 +56,9 @@ def test_a_file_with_schemas_given_and_brought_along(tmp_path, monkeypatch):
         ("tools: [3]", r"tools\[0\]: expected a mapping with a class_name"),
         ("tools: [{class_name: a.B, config: 3}]", r"tools\[0\]: config is a int, not a mapping"),
         ("tools: [{class_name: Tool}]", r"tools\[0\] \(Tool\): tool class 'Tool' must be a full dotted name"),
-        ("tools: [{class_name: no.such.Tool}]", r"tools\[0\] .*module 'no.such' cannot be imported"),
         ("tools: [{class_name: verl.tools.code_tool.Tool}]", r"tools\[0\] .*has no 'Tool'"),
         ("tools: [{class_name: builtins.dict}]", r"tools\[0\] .*no subclass of verl.agents.*base_tool.BaseTool"),
         ("tools: [{class_name: verl.tools.code_tool.CodeTool, config: {type: x}}]", "type='x' is unknown. Known: nat"),
-        ("tools: [{class_name: verl.tools.code_tool.CodeTool, config: {second: 1}}]", r"tools\[0\].*second"),
         ("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]", "Gsm8kTool has no schema of its own"),
         ("tools: [{class_name: verl.tools.search_tool.SearchTool}]", "retrieval_service_url is empty"),
         ("tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]", "sandbox_fusion_url is empty"),
@@ -109,3 +108,18 @@ def test_functions_of_a_python_file_follow_the_tools_of_a_yaml_file(tmp_path):
     journal = ToolJournal(tmp_path, both).identity
     functions.write_text(functions.read_text().replace("2 *", "3 *"))
     assert ToolJournal(tmp_path, both).identity != journal  # the calls of a changed function are made again
+
+
+async def test_rewards_of_three_answers_and_nothing_is_left():
+    judge = Gsm8kTool({}, schema("judge", {"answer": {"type": "string"}}, ["answer"]))
+    runner = ToolRunner([judge])
+    async with runner.conversation({"judge": {"create_kwargs": {"ground_truth": "72"}}}) as tools:
+        steps = [await tools.call("judge", {"answer": a}) for a in ("71", "#### 72", "72")]
+        rewards = await tools.calc_rewards()
+    assert [(step.reward, step.response.text) for step in steps] == [
+        (-0.05, "Current parsed answer='71' reward=0.0"), (0.0, "Current parsed answer='#### 72' reward=1.0"),
+        (-0.05, "Current parsed answer='72' reward=1.0"),
+    ]  # fmt: skip
+    assert rewards == {"judge": 1.0} and judge._instance_dict == {}
+    with pytest.raises(ValueError, match="create_kwargs.ground_truth"):
+        await judge.create()

@@ -15,11 +15,11 @@ Modules without a folder are in tests/trainer/fully_async.
 | a sample is recycled for ever | test_rollouter: prompts_that_are_too_old; test_journal: nothing_follows_an_end |
 | a cache of old weights is read | tests/rollout/test_interrupted: tokens_before_and_after_new_weights |
 | a dead engine counts as success | below: a_server_that_has_ended; test_rollouter: a_dead_server_ends_the_run |
-| a start waits for ever for CPUs | test_modes: too_few_cpus_for_the_servers |
+| a start waits for ever for CPUs | test_runs: too_few_cpus_for_the_servers |
 | a batch is older than the bound | below: an_update_refuses_a_batch_that_is_too_old; test_staleness |
 | a sample is trained twice | test_journal: nothing_follows_an_end; test_kills |
 | a failed grade of a checkpoint ends every resumed run | below: a_grade_that_failed; test_kills: reward |
-| parallel requests of a program end the run at a sync | below: parallel_requests; test_modes: programs |
+| parallel requests of a program end the run at a sync | below: parallel_requests; test_runs: programs |
 """
 
 import asyncio

@@ -13,8 +13,7 @@ import pytest
 from tests.helpers.rl_run import overrides
 from tests.helpers.spd_run import processes_of
 from tests.helpers.watched_runs import wait_until
-from tests.trainer.fully_async.test_modes import PROGRAM
-from tests.trainer.fully_async.test_runs import check_journal, rows
+from tests.trainer.fully_async.test_runs import PROGRAM, check_journal, rows
 from verl.training.checkpoint.publish import TRACKER
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -11,10 +11,8 @@ from verl.trainer.ppo.batching import (
     compute_response_mask,
     drop_lost,
     fill_groups,
-    group_rows,
     mark_without_baseline,
     resample_by_score,
-    shareable,
 )
 
 
@@ -68,29 +66,6 @@ def test_what_is_lost_alone_or_not_shared_evenly_goes(groups, lost, n, ranks, wh
     assert counted == DropCounts(requested=len(groups), **counts)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "n", "ranks", "whole", "count"),
-    [
-        ([4, 4, 4, 4, 4], 4, 2, False, 5),  # 20 samples
-        ([4, 4, 4, 4, 4], 4, 2, True, 4),
-        ([4, 4, 3, 4, 4], 4, 2, False, 4),  # a group of three stays on one rank
-        ([2, 2, 2], 2, 4, False, 2),  # 4 samples: 4 / gcd(2, 4) = 2 prompts
-        ([3], 4, 2, False, 0),
-        ([], 4, 2, False, 0),
-    ],
-)
-def test_the_groups_that_ranks_share_evenly(sizes, n, ranks, whole, count):
-    assert shareable(sizes, n, ranks, whole) == count
-
-
-def test_counts_before_and_after_the_rewards_add_up():
-    left, before = drop_lost(samples("aabbcc", "x....."), n=2, ranks=1, whole_groups=False)  # a goes whole
-    _, later = drop_lost(left.select_idxs(np.array([0, 2, 3])), n=2, ranks=1, whole_groups=False)  # one b had no reward
-    counts = before.after_rewards(1, later)
-    assert counts == DropCounts(requested=6, scored=2, lost=1, small_group=2, no_reward=1)
-    assert counts.metrics()["training/dropped_samples"] == 4
-
-
 def test_counts_that_do_not_add_up_are_a_fault():
     with pytest.raises(RuntimeError, match="10 samples were requested, but 8 scored \\+ 1 dropped"):
         DropCounts(requested=10, scored=8, lost=1).metrics()
@@ -106,11 +81,6 @@ def test_fillers_complete_a_group_without_counting_anywhere():
     assert numbers(filled.select_idxs(own)) == numbers(data)
 
 
-def test_full_groups_are_not_copied():
-    data = samples("abab")
-    assert fill_groups(data, n=2)[0] is data
-
-
 def test_rows_drawn_again_stand_in_groups_of_the_same_sizes():
     scores = torch.tensor([[0.0], [0.0], [1.0], [0.0], [0.0]])
     tensors = {"token_level_scores": scores, "attention_mask": torch.ones(5, 1), "group_index": torch.arange(5)}
@@ -122,10 +92,6 @@ def test_rows_drawn_again_stand_in_groups_of_the_same_sizes():
     assert batch.batch["group_index"].tolist() == [0, 1, 2, 3, 4] and batch.meta_info["global_token_num"] == [1] * 5
 
 
-def test_group_rows_follow_first_appearance():
-    assert [rows.tolist() for rows in group_rows(samples("babca"))] == [[0, 2], [1, 4], [3]]
-
-
 def heaviest_first(weights, parts):
     """A balancer of equal counts: deal out from the heaviest, there and back."""
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
@@ -134,11 +100,6 @@ def heaviest_first(weights, parts):
         lap, at = divmod(place, parts)
         shares[at if lap % 2 == 0 else parts - 1 - at].append(item)
     return shares
-
-
-def test_balance_evens_out_tokens_row_by_row():
-    order = balanced_order([[9, 1], [8, 2]], 2, 2, heaviest_first, whole_groups=False)
-    assert [sorted(s) for s in np.split(order, 2)] == [[0, 1], [2, 3]]  # 9 + 1 and 8 + 2
 
 
 def test_balance_keeps_groups_on_one_rank_with_rows_adjacent():

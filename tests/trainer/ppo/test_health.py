@@ -148,20 +148,8 @@ def test_answers_without_any_reward_are_described_once():
     assert "tool" not in said(new_health(), batch)[0]
     own = said(new_health("custom_reward_function.path=own.py"), batch)[0]
     assert "the scorer" not in own  # a function of one's own: it is not known what it looks for
-    extras = np.empty(4, dtype=object)
-    extras[:] = [{"pred": pred} for pred in (None, "[INVALID]", "7", "8")]
-    batch.non_tensor_batch[EXTRAS] = extras
-    assert "no answer to compare in 50%" in said(new_health("custom_reward_function.path=own.py"), batch)[0]
     batch.batch["token_level_scores"][0, 0] = 1.0
     assert said(new_health(tools), batch) == []
-
-
-def test_a_warning_is_given_again_after_a_while():
-    health = new_health()
-    with logged() as lines:
-        for step in range(1, 121):
-            health._warn(step, {"health/staleness": 1.0})
-    assert [line.split(":")[0] for line in lines] == ["step 1", "step 51", "step 101"]
 
 
 def test_what_a_run_does_not_compute_is_not_measured():

@@ -158,14 +158,6 @@ def test_a_step_without_a_sample_left_says_so(tmp_path, group, broken, why):
         fake_trainer(config, group).fit()
 
 
-@pytest.mark.parametrize("launched", ["false", "true"])
-def test_a_failing_step_is_named_with_its_cause_also_where_rewards_are_computed_meanwhile(tmp_path, launched):
-    config = breaking(tmp_path, [3], reward_model__launch_reward_fn_async=launched)
-    with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken") as failure:
-        fake_trainer(config).fit()
-    assert failure.value.step_name == "reward"
-
-
 class MoreColumns(FakeGroup):
     """Also log-probs of the rollout and of the trained model: -0.25 and -0.5 for every token."""
 
@@ -245,18 +237,6 @@ def test_a_run_whose_few_updates_are_all_skipped_is_no_success(tmp_path, group, 
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), group)
     with pytest.raises(StepFailed, match=f"{why} in every one of the 2 steps; those updates were skipped"):
         trainer.fit()
-
-
-def test_the_last_lines_name_the_share_of_prompts_and_samples_that_were_left_out(tmp_path, capsys):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), Losing)
-    trainer.train_dataset.dropped_overlong = 6  # of 30 rows
-    trainer.fit()
-    lines = capsys.readouterr().out.splitlines()
-    rows = metrics_rows(tmp_path)
-    assert rows[0]["training/overlong_prompts"] == pytest.approx(6 / 30)
-    share = rows[0]["training/dropped_samples"] / rows[0]["training/requested_samples"]
-    for said in ("20% of the prompts are longer", f"{share:.0%} of the requested samples were dropped"):
-        assert any(line.startswith(f"Over a tenth: {said}") for line in lines), lines
 
 
 def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
@@ -417,3 +397,39 @@ def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     again = fake_run(tmp_path, trainer__total_training_steps=2)
     assert [len(g) for g in again.actor_rollout_wg.generated] == [8]
     assert [r["training/weights_version"] for r in metrics_rows(tmp_path)] == [0, 1]
+
+
+class LosingGreedy(FakeGroup):
+    """Loses the greedy answers of these prompts of each batch."""
+
+    lost_greedy = (1, 4)
+
+    def generate_sequences(self, prompts):
+        self.lost_rows = () if prompts.meta_info["do_sample"] else self.lost_greedy
+        return super().generate_sequences(prompts)
+
+
+def remax(folder, **more):
+    return compose_run(folder, "unused", algorithm__adv_estimator="remax", trainer__total_training_steps=3, **more)
+
+
+def test_prompts_whose_greedy_answer_is_lost_are_dropped_and_counted(tmp_path):
+    trainer = fake_trainer(remax(tmp_path), LosingGreedy)
+    trainer.fit()
+    for row in metrics_rows(tmp_path):
+        assert row["training/requested_samples"] == 32 and row["training/scored_samples"] == 24
+        assert row["training/dropped_samples"] == row["training/dropped_samples/no_baseline"] == 2 * 4
+    update = trainer.actor_rollout_wg.updates[0].batch
+    assert len(update) == 24
+    numbers = (update["responses"] != 30).sum(-1)  # score of a row in sixths; the greedy answer's is 2
+    assert (update["advantages"][:, 0] * 6 - (numbers - 2)).abs().max() < 1e-5
+
+
+def test_prompts_whose_greedy_answer_has_no_reward_are_dropped_and_counted(tmp_path):
+    config = remax(tmp_path, reward_model__error="drop")
+    OmegaConf.update(config, "custom_reward_function.reward_kwargs.broken", [3], force_add=True)
+    fake_trainer(config).fit()
+    rows = metrics_rows(tmp_path)
+    assert sum(row["training/dropped_samples/no_baseline"] for row in rows) == 4  # one prompt of the epoch
+    assert all(row["training/requested_samples"] == row["training/scored_samples"] + row["training/dropped_samples"]
+               for row in rows)  # fmt: skip

@@ -66,22 +66,6 @@ def test_each_turn_is_a_row_after_its_own_prompt():
     assert to_rows(data).batch["group_index"].tolist() == [5, 5, 6, 6]
 
 
-def test_what_a_pass_gives_returns_to_the_tokens_of_the_conversation():
-    data = two()
-    rows = to_rows(data)
-    output = DataProto.from_dict({"old_log_probs": -rows.batch["responses"].float()})
-    merged = from_rows(output, data).batch["old_log_probs"]
-    assert merged.tolist() == (-data.batch["responses"] * data.batch["response_mask"]).float().tolist()
-
-
-def test_a_batch_without_turns_is_left_as_it_is():
-    data = two()
-    del data.non_tensor_batch[TURNS]
-    rows = to_rows(data)
-    assert ROWS_PER_SAMPLE not in rows.meta_info and rows.batch["input_ids"] is data.batch["input_ids"]
-    assert from_rows(rows, data) is rows
-
-
 def test_a_turn_is_cut_where_the_response_is():
     data = samples([[1]], [[11, 12, 13]], [[1, 1, 1]], [[(0, 2, [1]), (2, 9, [1, 5]), (7, 9, [1])]], length=3)
     rows = to_rows(data)

@@ -1,15 +1,26 @@
-"""Files of a run: those of earlier runs are kept, samples are picked."""
+"""Files of a run: those of earlier runs are kept, samples picked, answers dumped and reused, checkpoints copied."""
 
 import json
+import os
+import pathlib
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.models import make_tokenizer
+from tests.helpers.rl_run import compose_run, fake_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.run.checkpoints import Checkpoints
+from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.run_log import JsonlLog, RunLog, installed_versions
 from verl.trainer.run.samples import pick_samples, report_rows, write_jsonl
+from verl.training.checkpoint.publish import verify_manifest
 
 
 def steps_in(path) -> list[int]:
@@ -65,11 +76,6 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_jsonl_takes_numpy_values(tmp_path):
-    write_jsonl(tmp_path / "new" / "1.jsonl", [{"a": np.int64(3), "b": np.arange(2), "c": {1}}])
-    assert json.loads((tmp_path / "new" / "1.jsonl").read_text()) == {"a": 3, "b": [0, 1], "c": "{1}"}
-
-
 def test_half_a_surrogate_pair_is_written_without_loss(tmp_path):
     row = {"pred": "a \ud83c b", "\ude00": ["\U0001f600 é"]}
     write_jsonl(tmp_path / "1.jsonl", [row, row])
@@ -92,3 +98,105 @@ def test_conversations_have_segments_of_generated_and_given_text():
         ("generated", "a b"), ("given", "7"), ("generated", "c <eos>"),
     ]  # fmt: skip
     assert not single["segments"]
+
+
+@pytest.mark.process
+def test_validation_is_named_by_source_and_dumped(tmp_path):
+    config = compose_run(
+        tmp_path,
+        "unused",
+        trainer__val_only="true",
+        trainer__validation_data_dir=tmp_path / "val",
+        actor_rollout_ref__rollout__val_kwargs__n=2,
+    )
+    trainer = fake_trainer(config)
+    trainer.fit()
+    assert not trainer.actor_rollout_wg.updates
+    (row,) = metrics_rows(tmp_path)
+    assert row["val-core/letters/reward/mean@2"] == pytest.approx(2.5 / 6)
+    dumped = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
+    assert len(dumped) == 8
+    assert dumped[0]["gts"] == "a" and dumped[0]["words"] == 6 and dumped[0]["score"] == pytest.approx(2 / 6)
+
+
+def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="gives 24 prompts, fewer than one batch of 32"):
+        fake_trainer(compose_run(tmp_path, "unused", data__train_batch_size=32))
+
+
+@pytest.mark.process
+def test_skipped_rollouts_answer_from_the_first_generation(tmp_path):
+    """Except for validations and greedy baselines."""
+    skip = {"actor_rollout_ref__rollout__skip_rollout": "true", "trainer__total_training_steps": 3,
+            "actor_rollout_ref__rollout__skip_dump_dir": tmp_path / "kept", "trainer__test_freq": 3,
+            "algorithm__adv_estimator": "remax"}  # fmt: skip
+    for generations in (1 + 3 + 1, 3 + 1):  # the first step's, the baselines' and the validation's
+        trainer = fake_run(tmp_path, **skip)
+        assert trainer.actor_rollout_wg.calls.count("generate") == generations
+        shutil.rmtree(tmp_path / "out")
+    first, *later = (update.batch["responses"] for update in trainer.actor_rollout_wg.updates)
+    assert all(torch.equal(first, responses) for responses in later)
+
+
+def test_a_kept_generation_of_another_size_is_refused(tmp_path):
+    config = {"actor_rollout_ref": {"rollout": {"n": 2, "skip_dump_dir": str(tmp_path)}},
+              "data": {"train_batch_size": 2},
+              "trainer": {"experiment_name": "e", "project_name": "p"}}  # fmt: skip
+    workers = SimpleNamespace(generate_sequences=None)
+    skip = RolloutSkip(config, workers)
+    skip.dump(DataProto.from_dict({"responses": torch.ones(3, 3)}))
+    assert [folder.name for folder in tmp_path.iterdir()] == ["e_p_GBS2__N2"]
+    skip.wrap_generate_sequences()
+    with pytest.raises(ValueError, match="holds 3 samples; this run needs 4"):
+        workers.generate_sequences(DataProto.from_dict({"input_ids": torch.zeros(2, 3)}))
+
+
+class OnTwoNodes:
+    """A worker group whose second node has a folder of its own, or shares the first one's."""
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def nodes_that_see(self, path):
+        ranks = [("first", os.path.exists(path)), ("second", self.shared and os.path.exists(path))]
+        return [ranks, ranks]  # each rank answers for all
+
+
+def checkpoints(folder, shared, **trainer):
+    settings = {"default_local_dir": str(folder), "save_freq": 2, "nnodes": 2, **trainer}
+    return Checkpoints(OmegaConf.create(settings), {"actor": OnTwoNodes(shared)}, None, {}, None)
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused_before_the_first_save(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="default_local_dir=.*run.* is not the same folder on every node: second can"):
+        checkpoints(folder, shared=False)
+    checkpoints(folder, shared=True)
+    checkpoints(folder, shared=False, save_freq=0)
+    checkpoints(folder, shared=False, nnodes=1)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_published_checkpoint_is_copied_to_the_remote_folder(tmp_path):
+    class Part:
+        def save_checkpoint(self, local_path, *args):
+            pathlib.Path(local_path).mkdir()
+            (pathlib.Path(local_path) / "weights").write_text("w")
+
+    remote = tmp_path / "remote"
+    settings = {"default_local_dir": str(tmp_path / "run"), "save_freq": 1, "nnodes": 1}
+    rows = [{"x": i} for i in range(4)]
+    state = {"counters": {}, "best": {}, "kl_controller": {}, "variant": {}}
+
+    def saved(default_hdfs_dir):
+        trainer = OmegaConf.create(settings | {"default_hdfs_dir": str(default_hdfs_dir)})
+        stream = PromptStream(StatefulDataLoader(rows, batch_size=2))
+        Checkpoints(trainer, {"actor": Part()}, stream, {}, None).save(1, **state)
+
+    saved(remote)
+    assert (remote / "latest_checkpointed_iteration.txt").read_text() == "1"
+    verify_manifest(remote / "global_step_1")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(RuntimeError, match="trainer.default_hdfs_dir=.*global_step_1 could not be copied there"):
+        saved(blocked)
