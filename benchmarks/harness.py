@@ -1,6 +1,5 @@
 """Times alternatives in turn within one run, and keeps medians with their range."""
 
-import ctypes
 import json
 import operator
 import os
@@ -8,11 +7,9 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from rich.console import Console
@@ -63,20 +60,6 @@ def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPE
             if repetition:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-@contextmanager
-def exact_peaks() -> Iterator[None]:
-    """Every buffer above 128 KiB is mapped by itself (glibc): a peak is what is alive, not what malloc keeps for later.
-
-    Slow, so for memory only. Afterwards the limit is 32 MiB, where glibc's own rule ends up with buffers like ours.
-    """
-    threshold, libc = -3, ctypes.CDLL(None)  # M_MMAP_THRESHOLD of malloc.h
-    libc.mallopt(threshold, 128 << 10)
-    try:
-        yield
-    finally:
-        libc.mallopt(threshold, 32 << 20)
 
 
 def restart_peak() -> None:
@@ -147,12 +130,3 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound], alone: bool = 
         cells = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
         table.add_row(r.name, *cells, verdict(r.value, wanted.get(r.name)))
     console.print(table)
-
-
-def run_modules(modules: Sequence[ModuleType]) -> list[Row]:
-    """The rows of all modules; each has `run`, and its docstring says what it measures."""
-    rows: list[Row] = []
-    for module in modules:
-        say(module.__doc__)
-        rows += module.run()
-    return rows

@@ -4,11 +4,10 @@
     python scripts/spd_decode.py --target DIR --draft DIR --rule margin --threshold 2 --prompts questions.jsonl
 
 Without --prompt and --prompts each line of standard input is a prompt. The text shows where each token comes from; the
-table below it compares both ways of decoding on the same prompts in the same batches.
+lines below it compare both ways of decoding.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,9 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
 
@@ -28,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipe.spd.data.blocks import Block, Judge  # noqa: E402
-from recipe.spd.rollout.answers import extract_answer, is_correct  # noqa: E402
 from recipe.spd.rollout.decoder import (  # noqa: E402
     FROM_MATCH,
     FROM_MISMATCH,
@@ -44,12 +40,10 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig  # noqa: E402
 from verl.data.chat_template import render_chat  # noqa: E402
 from verl.data.rl_dataset import read_rows  # noqa: E402
 from verl.utils.accelerator import default_dtype  # noqa: E402
-from verl.utils.fs import output_file  # noqa: E402
 from verl.utils.tokenizer import check_tokenizers, hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
 MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}
-PROMPT_COLUMNS = ("prompt_ids", "prompt", "question")
 
 
 @dataclass
@@ -58,7 +52,6 @@ class Request:
 
     text: str
     ids: list[int]
-    ground_truth: str | None = None
 
 
 @dataclass
@@ -71,8 +64,7 @@ class Segment:
 
 
 class WantedTokens:
-    """Collects the target's token at every drafted mismatch: `at[question][position]`, 0 = the answer's first token.
-    """
+    """The target's token at every drafted mismatch: `at[question][position]`, 0 = the answer's first token."""
 
     def __init__(self, requests: Sequence[Request]):
         self.prompt_lengths = [len(request.ids) for request in requests]
@@ -124,13 +116,10 @@ class Session:
         limits = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "eos_token_id": self.eos}
         return {**limits, **changed}
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of an answer, special tokens left out."""
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def word(self, token: int) -> str:
-        """Text of one token, a special token by its name."""
-        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    def decode(self, tokens: Sequence[int], **more: bool) -> str:
+        """Text of an answer, special tokens left out unless `more` says otherwise."""
+        settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False, **more}
+        return self.tokenizer.decode(list(tokens), **settings)
 
 
 def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.Module:
@@ -151,62 +140,28 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
 
 
 def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
-    """The prompts of --prompt, --prompts or standard input, as token ids ; exits for an invalid one."""
+    """The prompts of --prompt, --prompts or standard input, as token ids; exits for an invalid one."""
+    if args.prompts is not None and not args.prompts.is_file():
+        raise SystemExit(f"--prompts {args.prompts}: the file does not exist.")
+    if args.chat_template and tokenizer.chat_template is None:
+        raise SystemExit(f"--target {args.target} has no chat template: leave out --chat-template.")
     if args.prompts is not None:
-        if not args.prompts.is_file():
-            raise SystemExit(f"--prompts {args.prompts}: the file does not exist.")
-        rows = read_rows(args.prompts)
-    elif args.prompt is not None:
-        rows = [{"prompt": text} for text in args.prompt]
+        texts = [row.get("prompt") or row.get("question") for row in read_rows(args.prompts)]
     else:
-        rows = [{"prompt": line} for line in sys.stdin.read().splitlines() if line.strip()]
-    if not rows:
+        texts = args.prompt or [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not texts:
         raise SystemExit("there is no prompt: give --prompt TEXT, --prompts FILE.jsonl, or lines on standard input.")
-    return [read_request(row, f"prompt {number}", args, tokenizer) for number, row in enumerate(rows, 1)]
-
-
-def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any) -> Request:
-    """One row with prompt_ids (taken as they are), prompt (text or chat messages) or question (text)."""
-    given = [name for name in PROMPT_COLUMNS if isinstance(row, dict) and row.get(name) is not None]
-    if not given:
-        raise SystemExit(f"{where} has none of {', '.join(PROMPT_COLUMNS)}: {json.dumps(row)[:80]}.")
-    content = row[given[0]]
-    if given[0] == "prompt_ids":
-        if not isinstance(content, list) or not all(isinstance(i, int) and 0 <= i < len(tokenizer) for i in content):
-            raise SystemExit(f"{where}: prompt_ids must be a list of token ids from 0 to {len(tokenizer) - 1}.")
-        ids = content
-        text = row.get("question") or tokenizer.decode(ids)
-    else:
-        chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in chat):
-            raise SystemExit(f"{where}: {given[0]} must be a text or a list of {{role, content}} messages.")
-        text = "\n".join(message["content"] for message in chat)
-        if not text.strip():
-            raise SystemExit(f"{where} is empty; write something there.")
-        if args.chat_template or not isinstance(content, str):
-            if tokenizer.chat_template is None:
-                raise SystemExit(f"--target {args.target} has no chat template: leave out --chat-template, messages.")
-            filled = render_chat(tokenizer, chat, add_generation_prompt=True)
-            ids = tokenizer(filled, add_special_tokens=False)["input_ids"]  # the template brings its own
+    requests = []
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str) or not text.strip():
+            raise SystemExit(f"prompt {number} is empty or no text (--prompts reads the columns prompt and question).")
+        if args.chat_template:
+            filled = render_chat(tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True)
+            ids = tokenizer(filled, add_special_tokens=False)["input_ids"]  # the template has its own
         else:
-            ids = tokenizer(content)["input_ids"]
-    if not ids:
-        raise SystemExit(f"{where} is empty; give it at least one token.")
-    truth = row.get("ground_truth")
-    return Request(text, list(ids), None if truth is None else str(truth))
-
-
-def check_positions(requests: Sequence[Request], session: Session) -> None:
-    """Refuse a prompt that leaves no room for the answer, before decoding; exits."""
-    for option, model in (("target", session.target), ("draft", session.draft)):
-        limit = model.config.get_text_config().max_position_embeddings
-        for number, request in enumerate(requests, 1):
-            if len(request.ids) + session.args.max_new_tokens > limit:
-                raise SystemExit(
-                    f"prompt {number} has {len(request.ids)} tokens; with --max-new-tokens "
-                    f"{session.args.max_new_tokens} it does not fit into the {limit} positions of --{option}: "
-                    "shorten it or lower --max-new-tokens."
-                )
+            ids = tokenizer(text)["input_ids"]
+        requests.append(Request(text, list(ids)))
+    return requests
 
 
 def token_texts(session: Session, tokens: Sequence[int]) -> list[str]:
@@ -228,7 +183,7 @@ def segments_of(session: Session, result: SpecResult, question: int, wanted: dic
     texts = token_texts(session, result.tokens[question])
     for i, (origin, text) in enumerate(zip(result.origin[question], texts, strict=True)):
         if origin == FROM_MISMATCH:
-            segments.append(Segment(origin, text, session.word(wanted[i])))
+            segments.append(Segment(origin, text, session.decode([wanted[i]], skip_special_tokens=False)))
         elif segments and segments[-1].origin == origin:
             segments[-1].text += text
         else:
@@ -256,73 +211,36 @@ def visible(text: str) -> str:
 
 
 def records(
-    session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult, wanted: WantedTokens
+    requests: Sequence[Request], fast: SpecResult, plain: SpecResult, wanted: WantedTokens
 ) -> list[dict[str, Any]]:
-    """One plain record a prompt, as --json writes them; an answer is None if the text has none."""
-    rows = []
-    for k, request in enumerate(requests):
-        text, greedy_text = session.decode(fast.tokens[k]), session.decode(plain.tokens[k])
-        row = {
-            "prompt": request.text, "prompt_ids": request.ids, "text": text, "tokens": fast.tokens[k],
-            "origin": fast.origin[k], "wanted": {i: t for i, t in wanted.at[k].items() if i < len(fast.tokens[k])},
-            "target_forwards": fast.rounds[k], "accepted": fast.accepted[k],
-            "accepted_mismatches": fast.accepted_mismatches[k], "finished": fast.finished[k],
-            "answer": extract_answer(text), "greedy_text": greedy_text, "greedy_tokens": plain.tokens[k],
-            "greedy_finished": plain.finished[k], "greedy_answer": extract_answer(greedy_text),
-        }  # fmt: skip
-        if request.ground_truth is not None:
-            row["ground_truth"] = request.ground_truth
-            for name in ("", "greedy_"):
-                row[f"{name}correct"] = row[f"{name}finished"] and is_correct(row[f"{name}text"], request.ground_truth)
-        rows.append(row)
-    return rows
+    """One plain record a prompt."""
+    return [
+        {"prompt": request.text, "prompt_ids": request.ids, "tokens": fast.tokens[k], "origin": fast.origin[k],
+         "wanted": {i: t for i, t in wanted.at[k].items() if i < len(fast.tokens[k])}, "accepted": fast.accepted[k],
+         "accepted_mismatches": fast.accepted_mismatches[k], "finished": fast.finished[k],
+         "greedy_tokens": plain.tokens[k]}
+        for k, request in enumerate(requests)
+    ]  # fmt: skip
 
 
-def comparison(args: argparse.Namespace, fast: SpecResult, plain: SpecResult) -> Table:
-    """Both ways of decoding side by side, pooled over the prompts."""
-    name = args.rule if args.threshold is None else f"{args.rule} {args.threshold:g}"
-    table = Table("", name, "plain greedy", box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    runs = (fast, plain)
-    forwards = [sum(run.rounds) for run in runs]
-    tokens = [sum(map(len, run.tokens)) for run in runs]
-    accepted = [sum(run.accepted) for run in runs]
-    for title, values, form in (
-        ("tokens per target forward", [t / f for t, f in zip(tokens, forwards, strict=True)], ".2f"),
-        ("accepted draft tokens per forward", [a / f for a, f in zip(accepted, forwards, strict=True)], ".2f"),
-        ("target forwards", forwards, "d"),
-        ("tokens", tokens, "d"),
-        ("cut at the token limit", [r.finished.count(False) for r in runs], "d"),
-        ("seconds", [r.seconds for r in runs], ".2f"),
-    ):
-        table.add_row(title, *(format(value, form) for value in values))
-    return table
-
-
-def summary(rows: Sequence[dict[str, Any]], fast: SpecResult, plain: SpecResult) -> list[str]:
-    """How far the two ways agree."""
+def summary(fast: SpecResult, plain: SpecResult) -> list[str]:
+    """What was accepted, and how far the two ways agree."""
+    accepted, forwards = sum(fast.accepted), sum(fast.rounds)
     ratio = sum(map(len, fast.tokens)) / sum(map(len, plain.tokens))
-    lines = [
-        f"output length ratio {ratio:.3f}; {plain.seconds / fast.seconds:.2f} times as fast as plain greedy",
+    same = sum(a == b for a, b in zip(fast.tokens, plain.tokens, strict=True))
+    return [
+        f"draft tokens accepted: {accepted} in {forwards} target forwards, {accepted / forwards:.2f} a forward",
         f"mismatches accepted: {sum(fast.accepted_mismatches)} of {sum(fast.judged_mismatches)} judged",
-        f"same text: {sum(a == b for a, b in zip(fast.tokens, plain.tokens, strict=True))} of {len(rows)}",
+        f"same text as plain greedy decoding: {same} of {len(fast.tokens)}; output length ratio {ratio:.3f}; "
+        f"{plain.seconds / fast.seconds:.2f} times as fast",
     ]
-    answered = [row for row in rows if row["answer"] is not None or row["greedy_answer"] is not None]
-    agree = sum(row["answer"] == row["greedy_answer"] for row in answered)
-    none = "" if len(answered) == len(rows) else f"; {len(rows) - len(answered)} without any answer"
-    lines.append(f"same answer: {agree} of {len(answered)}{none}" if answered else "no text has an answer to compare")
-    known = [row for row in rows if "ground_truth" in row]
-    if known:
-        right = [sum(row[name] for row in known) for name in ("correct", "greedy_correct")]
-        lines.append(f"correct: {right[0]} of {len(known)}, plain greedy {right[1]}")
-    return lines
 
 
-def show(session: Session, requests: Sequence[Request], rows: Sequence[dict[str, Any]], fast: SpecResult,
-         plain: SpecResult, wanted: WantedTokens) -> None:  # fmt: skip
-    """Print every answer with its marks, then the comparison."""
-    colour = sys.stdout.isatty() and not session.args.no_color
+def show(
+    session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult, wanted: WantedTokens
+) -> None:
+    """Print every answer with its marks, then the summary."""
+    colour = sys.stdout.isatty()
     console = Console(no_color=not colour, highlight=False, soft_wrap=True, markup=False)
     legend = [
         Segment(FROM_TARGET, "from the target, "), Segment(FROM_MATCH, "drafted, the same as the target's token"),
@@ -331,15 +249,12 @@ def show(session: Session, requests: Sequence[Request], rows: Sequence[dict[str,
     for number, request in enumerate(requests, 1):
         console.print(Text(f"[{number}] {visible(request.text)}", style="bold"))
         console.print(marked(segments_of(session, fast, number - 1, wanted.at[number - 1]), colour))
-        row = rows[number - 1]
-        if row["answer"] != row["greedy_answer"]:
-            greedy = f"    plain greedy answers {row['greedy_answer']}: {visible(row['greedy_text'])}"
-            console.print(Text(greedy, style="dim"))
+        if fast.tokens[number - 1] != plain.tokens[number - 1]:
+            greedy = visible(session.decode(plain.tokens[number - 1]))
+            console.print(Text(f"    plain greedy decoding: {greedy}", style="dim"))
         console.print()
     console.print(marked(legend, colour))
-    console.print(comparison(session.args, fast, plain))
-    for line in summary(rows, fast, plain):
-        console.print(line)
+    console.print(*summary(fast, plain), sep="\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -352,7 +267,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threshold", type=float, help="scorer: accept where z lies above (default 0); margin: largest gap of logits")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
-    source.add_argument("--prompts", type=Path, metavar="FILE", help="jsonl or parquet: prompt_ids, prompt or question")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="jsonl or parquet with a text prompt or question")
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=256)
     add("--batch-size", type=int, default=64, help="prompts decoded at once")
@@ -360,8 +275,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
         "and on CPUs with instructions for it, else float32)")
     add("--chat-template", action="store_true", help="wrap each prompt as a user's message")
-    add("--json", type=output_file, metavar="FILE", help="write one record a prompt")
-    add("--no-color", action="store_true", help="plain markers on a terminal too")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or default_dtype(args.device)
     args.rule = args.rule or ("scorer" if args.scorer else "exact")
@@ -388,21 +301,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     try:
         session = Session(args)
         requests = read_requests(args, session.tokenizer)
+        # Warm-up: the first forwards of a process allocate memory and load kernels.
+        session.speculative(requests[:1], max_new_tokens=2)
+        session.greedy(requests[:1], max_new_tokens=2)
+        wanted = WantedTokens(requests)
+        fast = session.speculative(requests, on_block=wanted)
+        plain = session.greedy(requests)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    check_positions(requests, session)
-    # Warm-up: the first forwards of a process allocate memory and load kernels.
-    session.speculative(requests[:1], max_new_tokens=2)
-    session.greedy(requests[:1], max_new_tokens=2)
-    wanted = WantedTokens(requests)
-    fast = session.speculative(requests, on_block=wanted)
-    plain = session.greedy(requests)
-    rows = records(session, requests, fast, plain, wanted)
-    show(session, requests, rows, fast, plain, wanted)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return rows
+    show(session, requests, fast, plain, wanted)
+    return records(requests, fast, plain, wanted)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@
 Not covered: the results themselves; `make bench` prints each next to its bound.
 """
 
-
 import pytest
 import torch
 
 from benchmarks.harness import alternate, resident_bytes, restart_peak, row, verdict
-from benchmarks.spd_judging import TimedDecoding
-from benchmarks.spd_step import PROMPTS
 
 
 def test_variants_run_in_turn_and_the_first_round_is_not_counted():
@@ -47,18 +44,3 @@ def test_the_peak_counts_what_was_freed_again_and_starts_anew():
 )  # fmt: skip
 def test_a_bound_is_met_or_missed(bound, value, text):
     assert verdict(value, bound) == text
-
-
-def test_judging_is_timed_next_to_the_forward_before_it_in_full_batches_only():
-    class Block:
-        def __init__(self, rows):
-            self.rows = torch.arange(rows)
-            self.mismatch = torch.ones(rows, 3, dtype=torch.bool)
-
-    target, judged = torch.nn.Identity(), []
-    timed = TimedDecoding(target, {"own": judged.append})
-    for rows in (PROMPTS, PROMPTS, PROMPTS - 1):
-        target(torch.zeros(1))
-        assert not timed(Block(rows)).any()  # exact match: every judge sees the same blocks
-    assert len(judged) == 2 and {name: len(s) for name, s in timed.seconds.items()} == {"forward": 2, "own": 2}
-    assert all(s > 0 for s in timed.seconds["forward"])

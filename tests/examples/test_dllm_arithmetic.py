@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
 from examples.dllm_arithmetic import acceptance, corpus, demo, evaluate
 
@@ -95,15 +94,3 @@ def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):
     with pytest.raises(PhaseFailed, match="ended with 3"):
         run_side_by_side([(long, tmp_path / "a"), (wrong, tmp_path / "b")])
     assert time.monotonic() - begun < 40
-
-
-@pytest.mark.benchmark
-def test_the_benchmark_measures_what_it_names(monkeypatch, small):
-    sizes = {"INSTRUCTION": 24, "RESPONSE": 6, "ROWS": 2, "REPETITIONS": 1, "NEW_TOKENS": 12, "WALL_PROMPTS": 2}
-    for name, value in {**sizes, "MEMORY_SHAPE": (4, 8, 2), "DEMO_MODEL": small / "model"}.items():
-        monkeypatch.setattr(benchmark, name, value)
-    rows = {row.name: row.value for row in benchmark.run()}
-    assert rows["kv_share_gradient_difference_k2"] < 1e-5 and rows["kv_share_gradient_difference_k4"] < 1e-5
-    assert rows["round_gradient_difference"] < 1e-6 and rows["lossless_wall_same_tokens"] == 1.0
-    for name in ("memory_k4_over_k1", "kv_share_speedup_k4", "generation_cache_speedup", "lossless_wall_speedup"):
-        assert rows[name] > 0, name

@@ -182,7 +182,7 @@ def test_a_mutated_file_is_read_correctly_or_refused_with_one_message(bench, kin
         pairs = zip(lengths_of(dataset), lengths_of(bench.whole), strict=True)
         assert all(a in (None, b) for a, b in pairs) and (not lost or "baseline_length" in done), case
         outcomes["read"] += 1
-    assert outcomes["refused"] > outcomes["read"] > 0
+    assert min(outcomes["refused"], outcomes["read"]) >= 10
     assert sum(outcomes.values()) == COUNTS[kind]
 
 

@@ -27,9 +27,13 @@ class AddTool(BaseTool):
         self.calls = {**getattr(self, "calls", {}), instance_id: 0}
         return instance_id, response
 
-    async def execute(self, instance_id, parameters, **kwargs):
+    async def execute(self, instance_id, parameters, raises=False, hangs=False, **kwargs):
         EVENTS.append(("execute", instance_id, parameters))
         self.calls[instance_id] += 1
+        if raises:
+            raise ZeroDivisionError("no")
+        if hangs:
+            await asyncio.sleep(3600)
         return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.25, {}
 
     async def calc_reward(self, instance_id, **kwargs):
