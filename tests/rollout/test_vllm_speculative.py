@@ -7,15 +7,81 @@ import torch
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from benchmarks.lossless import LENGTH, WORDS, answer_log_probs, numbers_of, p_value, request, save_toy
 from tests.helpers.engines import leave_group, rl_batch
 from tests.rollout.test_vllm_rollout import Hybrid, difference
 from verl.config.rollout import RolloutConfig, SpeculativeConfig
 from verl.planning.rollouts import check_drafter
+from verl.protocol import DataProto
 from verl.rollout.vllm_rollout.drafter import Drafter
 from verl.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+
+WORDS, LENGTH, PROMPT = 8, 3, (5, 6, 7, 5, 6, 7)
+LEAST_EXPECTED = 5  # answers that are expected less often share a cell
+
+
+def save_toy(folder, seed, change=0.0, tied=False):
+    """A random model of 8 words with uneven probabilities, and heads of the width that vLLM has CPU kernels for.
+
+    With `change`, a model that resembles it: that share of the weights' spread is added as noise.
+    """
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        dtype="float32", tie_word_embeddings=tied,
+    ))  # fmt: skip
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.add_(change * weight.std() * torch.randn_like(weight)).mul_(4.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def request(n, **meta):
+    """The prompt, for n samples."""
+    ids = torch.tensor([PROMPT])
+    mask = torch.ones_like(ids)
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1},
+        meta_info={"n": n, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "global_steps": 1} | meta,
+    )
+
+
+def answer_log_probs(engine, temperature):
+    """[8^3, 3]: log-probs of the tokens of every answer, which are numbered in base 8."""
+    answers = torch.cartesian_prod(*[torch.arange(WORDS)] * LENGTH)
+    with torch.no_grad(), engine.eval_mode():
+        rows = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], 1)
+        logits = engine.module(input_ids=rows).logits[:, -LENGTH - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1)
+
+
+def numbers_of(responses):
+    """Answers [N, 3] -> their numbers [N]."""
+    return responses @ torch.tensor([WORDS**2, WORDS, 1])
+
+
+def p_value(numbers, log_probs):
+    """Of Pearson's chi-squared test that answers [N] have these log-probs [8^3, 3]."""
+    expected = len(numbers) * log_probs.double().sum(-1).exp()
+    seen = torch.bincount(numbers, minlength=len(expected)).double()
+    common = expected >= LEAST_EXPECTED
+    if not common.all():
+        expected, seen = (torch.cat([part[common], part[~common].sum()[None]]) for part in (expected, seen))
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
+    return torch.special.gammaincc(freedom / 2, statistic / 2).item()
+
 
 
 def hybrid_of(folder, method, tied=False, **more):
