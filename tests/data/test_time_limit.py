@@ -1,6 +1,8 @@
 """Limits of the time of calls in place, by a forked process, and of processor time."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -76,3 +78,14 @@ def test_processor_time_does_not_pass_while_a_call_waits(run):
 def test_a_call_that_only_waits_ends_too():
     with pytest.raises(TimeoutError):
         call_interruptibly(time.sleep, ProcessorSeconds(0.02), 60)  # after 20 times that
+
+
+@pytest.mark.process
+def test_mathematics_is_compared_without_torch():
+    script = (
+        "import sys\n"
+        "from verl.reward.rules import default_compute_score\n"
+        "print(default_compute_score('lighteval/MATH', '\\\\boxed{2+2}', '4'), 'torch' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "1.0 False\n", ran.stderr

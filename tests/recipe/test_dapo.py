@@ -15,7 +15,7 @@ from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
-from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer
+from verl.trainer.ppo.dapo_trainer import RayDAPOTrainer, _merged
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -332,3 +332,10 @@ def test_the_papers_script_passes_the_dry_run(tmp_path):
     run = subprocess.run([script, *more], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     assert "512 prompts x 16" in run.stdout and "16 of 512 samples" in run.stdout
+
+
+def test_metrics_of_all_generations_are_kept():
+    draws = [{"actor/reward_kl_penalty": 1.0, "training/requested_samples": 4, "training/epoch": 0},
+             {"actor/reward_kl_penalty": 2.0, "training/requested_samples": 8, "training/epoch": 1}]
+    assert _merged(draws) == {"actor/reward_kl_penalty": 1.5, "training/requested_samples": 12, "training/epoch": 1,
+                              "train/num_gen_batches": 2}

@@ -19,9 +19,11 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.helpers.watched_runs import family
 from tests.reward.test_managers import batch
+from verl.config.reward_model import RewardModelConfig, RewardModelModelConfig, RewardModelRolloutConfig
 from verl.reward.loading import load_served_reward
 from verl.reward.served import RewardModelManager, ServedRewardManager
 from verl.reward.stream import can_stream
+from verl.roles.reward_server import RewardModelServer
 from verl.rollout.replica import ServerHandle
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.trainer.main_ppo import TaskRunner
@@ -221,3 +223,21 @@ def test_the_configured_manager_passes_the_address_of_the_servers(tiny_llama, tm
         load_served_reward(config, make_tokenizer(), "127.0.0.1:9")
     config.custom_reward_function.path = None
     assert isinstance(load_served_reward(config, make_tokenizer(), "127.0.0.1:9"), ServedRewardManager)
+
+
+def test_settings_of_the_server_are_options_of_vllm(tiny_llama, tmp_path, monkeypatch):
+    given = []
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setattr(LocalVllmServer, "__init__", lambda self, *arguments: given.extend(arguments))
+    rollout = RewardModelRolloutConfig(
+        name="vllm", cudagraph_capture_sizes=[1, 4], expert_parallel_size=2, tensor_model_parallel_size=2,
+        limit_images=3, prompt_length=8, response_length=8,
+    )  # fmt: skip
+    config = RewardModelConfig(rollout=rollout, model=RewardModelModelConfig(path=tiny_llama))
+    RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1", token="secret")
+    assert given[5] == "secret" and "secret" not in given[3]
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args(given[3])
+    assert options.compilation_config.cudagraph_capture_sizes == [1, 4] and options.enable_expert_parallel
+    assert options.limit_mm_per_prompt == {"image": 3}

@@ -11,11 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipe.spd.rollout.decoder import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, speculative_generate
+from recipe.spd.rollout.decoder import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, SpecResult, speculative_generate
 from scripts import spd_decode as command
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import SPECIAL, WORDS, make_tokenizer, save_tiny_llama
+from verl.utils.accelerator import default_dtype
 
 VOCAB = len(SPECIAL) + len(WORDS)
 ENDS = [2, 11, 30]
@@ -180,3 +181,20 @@ def test_options_that_do_not_go_together_are_refused(options, sentence, capsys):
     with pytest.raises(SystemExit):
         command.parse(["--target", "t", "--draft", "d", "--prompt", "a", *options])
     assert sentence in capsys.readouterr().err
+
+
+def test_models_have_the_dtype_that_is_asked_for_or_the_cpus(house):
+    folders = [f"--{name}={house / name}" for name in ("target", "draft")] + ["--device", "cpu"]
+    for dtype in ("float32", "bfloat16", default_dtype("cpu")):
+        session = command.Session(command.parse([*folders, f"--dtype={dtype}"]))
+        assert session.target.dtype == session.draft.dtype == getattr(torch, dtype)
+    assert command.parse(folders).dtype == dtype
+
+
+def test_the_summary_by_hand():
+    fast = SpecResult([[5] * 9, [5] * 3], [[0] * 9, [0] * 3], [2, 1], [7, 2], [4, 1], [3, 0], [True, False], 2.0)
+    plain = SpecResult([[5] * 9, [6]], [[0] * 9, [0]], [9, 1], [0, 0], [0, 0], [0, 0], [True, True], 5.0)
+    assert command.summary(fast, plain) == [
+        "draft tokens accepted: 9 in 3 target forwards, 3.00 a forward", "mismatches accepted: 3 of 5 judged",
+        "same text as plain greedy decoding: 1 of 2; output length ratio 1.200; 2.50 times as fast",
+    ]  # fmt: skip

@@ -18,7 +18,7 @@ from recipe.spd.rollout.decoder import SpecResult
 from scripts import eval_spd_scorer
 from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.pool import Run
+from scripts.spd_evaluation.pool import Job, Run
 from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
@@ -424,3 +424,10 @@ def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
     whole, joined = worker.decode(run), run.joined([worker.decode(part) for part in parts])
     whole.result.seconds = joined.result.seconds = 0.0
     assert joined == whole and len(joined.correct) == 12
+
+
+def test_all_models_have_the_dtype_that_is_asked_for(house, tmp_path):
+    words = given(house, save_scorer(house, "target", tmp_path / "scorer"), "o", "--dtype", "bfloat16")
+    worker = Worker(Job(eval_spd_scorer.parse(words), {}, [], []), multiprocessing.Value("q", 0))
+    scorer = worker._load_scorers()["scorer"]  # its head stays in float32
+    assert [model.dtype for model in (worker.target, worker.draft, scorer.backbone)] == 3 * [torch.bfloat16]

@@ -50,14 +50,15 @@ def build(path: str, kind: str, **model):
     return make_engine(path, loader=loader, contents=("model", "optimizer", "extra", "hf_model"), **model)
 
 
-def step(engine, rank: int, world_size: int, seed: int) -> dict:
+def step(engine, rank: int, world_size: int, seed: int, remove_padding: bool = False, **cut) -> dict:
     """Metrics of this rank's share of one update, with the old log-probs computed first as in training."""
     rows = PROMPTS * N // world_size
-    config = FSDPActorConfig(
-        ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=N, rollout_n=N, share_prompt_forward=True, grad_clip=1.0
-    )
+    config = FSDPActorConfig(**{
+        "ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": N, "rollout_n": N, "share_prompt_forward": True,
+        "grad_clip": 1.0, **cut,
+    })  # fmt: skip
     policy = get_policy("bernoulli", share=True)
-    policy.set_forward(remove_padding=False, share_prompt=True)
+    policy.set_forward(remove_padding=remove_padding, share_prompt=True)
     actor = DataParallelPPOActor(config, engine, policy)
     mine = judged_blocks(seed)[rank * rows : (rank + 1) * rows]
     mine.batch["old_log_probs"] = actor.compute_log_prob(mine)[0]
@@ -135,3 +136,22 @@ def test_two_ranks_train_the_head_of_a_bfloat16_target_as_one_does(tied_llama, t
     assert exact[0] == [["torch.float32"], ["torch.float32"]]
     for name in ("actor/pg_loss", "actor/grad_norm"):  # the states have eight bits
         assert metrics[0][name] == pytest.approx(exact[1][0][name], rel=0.05, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_checkpointed_layers_and_micro_batches_by_tokens_change_no_update(tiny_llama, kind):
+    plain, saving = build(tiny_llama, kind), build(tiny_llama, kind, enable_gradient_checkpointing=True)
+    forwards = []
+    layer = next(m for m in saving.module.modules() if "LlamaDecoderLayer" in type(m).__name__)
+    layer.register_forward_pre_hook(lambda module, args: forwards.append(torch.is_grad_enabled()))
+    # Blocks have 17 to 20 ids, actions included: two fit into a micro-batch.
+    by_tokens = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40, "ppo_micro_batch_size_per_gpu": None}
+    for seed in (1, 2):
+        one = step(plain, 0, 1, seed)
+        two = step(saving, 0, 1, seed, remove_padding=kind == "adapters", **by_tokens)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert forwards.count(True) == 2 * 2 * 2  # steps, micro-batches, the forward and its repetition in the backward
+    for name, value in weights_of(saving).items():
+        assert np.mean(np.abs(value - weights_of(plain)[name]) > 1e-4) < 0.01, name

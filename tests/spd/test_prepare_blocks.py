@@ -13,12 +13,14 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.spd_arithmetic import corpus, prepare_blocks, questions
+from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
 from examples.spd_arithmetic.blocks import DraftedBlock, drawn_offsets
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
+from examples.spd_arithmetic.pair import PairFiles
 from examples.spd_arithmetic.questions import PromptStyle
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
 from tests.helpers.models import make_tokenizer
+from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).parents[2]
 FILES = ("blocks_train.parquet", "blocks_val.parquet", "metadata_train.parquet", "metadata_val.parquet")
@@ -197,3 +199,10 @@ def test_half_of_the_offsets_are_0_and_the_others_are_drawn_evenly_from_the_seed
     assert drawn == drawn_offsets(9000, 8, 0) != drawn_offsets(9000, 8, 1)
     assert 4300 < drawn.count(0) < 4700 and all(480 < drawn.count(offset) < 650 for offset in range(1, 9))
     assert drawn_offsets(3, 0, 0) == [0, 0, 0]
+
+
+def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_path):
+    assert prepare_blocks.parse_arguments(["--out", str(tmp_path)]).dtype == default_dtype("cpu")
+    files = PairFiles(Path(given[1]).parent, "cpu", 1, 4, max_new_tokens=8, batch_size=2, dtype="bfloat16")
+    models = hf_tasks._load(files)
+    assert [models[name].dtype for name in ("target", "draft")] == [torch.bfloat16, torch.bfloat16]

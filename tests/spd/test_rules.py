@@ -54,6 +54,8 @@ def test_typical_acceptance_by_hand():
     # 0.02 > 0.025 * 0.793 = 0.0198, not > 0.026 * 0.793 = 0.0206
     assert rules.typical(1.0, 0.025)(BLOCK).tolist() == [[True, True]]
     assert rules.typical(1.0, 0.026)(BLOCK).tolist() == [[True, False]]
+    assert rules.entropy(0.5)(BLOCK).tolist() == [[True, False]]
+    assert rules.STATISTICS["probability"](BLOCK)[0].tolist() == pytest.approx([math.log(0.3), math.log(0.02)])
 
 
 @pytest.mark.parametrize(("count", "gap", "expected"), [

@@ -17,7 +17,7 @@ from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
 from verl.trainer.main_ppo import TaskRunner, create_rl_sampler
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction
 from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, stop_left_session, with_worker_env
 from verl.utils.problems import ConfigError
 
@@ -121,3 +121,10 @@ def test_a_node_of_a_cluster_tries_the_folder_of_the_run_before_anything_is_load
     config = to_settings(compose_ppo("trainer.default_local_dir=/dev/null/run"), PPOConfig)
     with pytest.raises(ConfigError, match="trainer.default_local_dir: /dev/null/run cannot be written: /dev/null is"):
         TaskRunner().make_trainer(config)
+
+
+def test_the_rollout_is_corrected_where_any_part_of_it_is_switched_on():
+    off = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "bypass_mode": False}
+    assert rollout_correction(algorithm()) is None and rollout_correction(algorithm(rollout_correction=off)) is None
+    for part in ({"rollout_is": "token"}, {"rollout_token_veto_threshold": 1e-4}, {"bypass_mode": True}):
+        assert rollout_correction(algorithm(rollout_correction=off | part)) is not None

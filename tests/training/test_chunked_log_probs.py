@@ -247,3 +247,14 @@ def test_a_bfloat16_heads_gradient_is_summed_over_chunks_in_float32():
         gradients.append(head.weight.grad.float())
     assert head.weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(*gradients, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_second_backward_pass_gives_the_same_gradients(config):
+    """The first one overwrites the last chunk's logits with a gradient."""
+    head, hidden, labels = problem()
+    final = FinalLogits.of(PretrainedConfig(**config))
+    actual = log_probs_of(head, final, hidden, labels, with_entropy=True, chunk_tokens=4)
+    loss = actual[0].sum() + 0.3 * actual[1].sum()
+    first, second = (torch.autograd.grad(loss, [hidden, head.weight], retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)

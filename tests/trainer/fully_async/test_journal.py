@@ -40,6 +40,12 @@ def test_every_change_is_a_row_and_the_counts_add_up(book, tmp_path):
         book.check()
 
 
+def test_a_state_that_was_left_out_is_refused(book):
+    book.record("2/0", "drawn")
+    with pytest.raises(JournalError, match="cannot become trained"):
+        book.record("2/0", "trained")
+
+
 @pytest.mark.parametrize("end", ["trained", "dropped_stale", "dropped_failed"])
 def test_nothing_follows_an_end(book, end):
     for state in (*PATH[:7], end):

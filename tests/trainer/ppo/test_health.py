@@ -213,3 +213,11 @@ def test_pass_at_k_needs_the_reward_to_say_what_is_right():
     batch.non_tensor_batch[EXTRAS] = column
     values = health.measure(batch, 1, metrics)
     assert [values[f"health/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
+
+
+def test_a_warning_is_given_again_after_a_while():
+    health = new_health()
+    with logged() as lines:
+        for step in range(1, 121):
+            health._warn(step, {"health/staleness": 1.0})
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 51", "step 101"]

@@ -433,3 +433,15 @@ def test_prompts_whose_greedy_answer_has_no_reward_are_dropped_and_counted(tmp_p
     assert sum(row["training/dropped_samples/no_baseline"] for row in rows) == 4  # one prompt of the epoch
     assert all(row["training/requested_samples"] == row["training/scored_samples"] + row["training/dropped_samples"]
                for row in rows)  # fmt: skip
+
+
+def test_the_last_lines_name_the_share_of_prompts_and_samples_that_were_left_out(tmp_path, capsys):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), Losing)
+    trainer.train_dataset.dropped_overlong = 6  # of 30 rows
+    trainer.fit()
+    lines = capsys.readouterr().out.splitlines()
+    rows = metrics_rows(tmp_path)
+    assert rows[0]["training/overlong_prompts"] == pytest.approx(6 / 30)
+    share = rows[0]["training/dropped_samples"] / rows[0]["training/requested_samples"]
+    for said in ("20% of the prompts are longer", f"{share:.0%} of the requested samples were dropped"):
+        assert any(line.startswith(f"Over a tenth: {said}") for line in lines), lines
