@@ -5,7 +5,7 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-pretrained-dllm     iterative refinement of that model after fine-tuning, next to plain SFT, in vLLM's server too (hours on 2 cores; resumes)
-#                                 both take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"
+#                                 both take MODEL=DIR, OUT=DIR and SEEDS="0 1 2"; the latter GSM8K=DIR, too, for questions of GSM8K
 #   make demo-pretrained-spd      a scorer for speculative decoding of Qwen2.5-Coder-1.5B-Instruct with the 0.5B model's drafts on GSM8K=DIR
 #                                 (train.jsonl, test.jsonl), up to vLLM's server (hours on 2 cores; resumes); of another pair by TARGET=DIR
 #                                 DRAFT=DIR, and OUT=DIR, SEEDS="0 1 2"
@@ -84,7 +84,7 @@ demo-pretrained-spd: env
 
 demo-pretrained-dllm: env
 	@$(PRETRAINED)
-	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL)) $(OUT_AND_SEEDS)
+	@$(PY) -m examples.pretrained.dllm.demo $(if $(MODEL),--model $(MODEL)) $(if $(GSM8K),--gsm8k $(GSM8K)) $(OUT_AND_SEEDS)
 
 demo-gsm8k: env
 	@$(PRETRAINED)

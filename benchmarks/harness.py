@@ -22,7 +22,7 @@ REPETITIONS = 7
 SEEDS = (0, 1, 2)  # of a demo that is repeated
 Bound = tuple[str, float]
 """A key of COMPARE, and the limit."""
-COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "under": operator.lt}
+COMPARE = {"at least": operator.ge, "at most": operator.le}
 console = Console()
 if not console.is_terminal:
     console.width = 160  # a log needs no narrower rows
@@ -50,11 +50,18 @@ def mean_row(name: str, values: list[float], unit: str) -> Row:
     return Row(name, statistics.mean(values), unit, min(values), max(values), len(values))
 
 
-def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike."""
+def alternate(
+    variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, rest: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike.
+
+    `rest` is called, untimed, before each run.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repetition in range(repetitions + 1):
         for name, work in variants.items():
+            if rest is not None:
+                rest()
             started = time.perf_counter()
             work()
             if repetition:

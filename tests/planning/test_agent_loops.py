@@ -77,7 +77,7 @@ def test_the_reward_of_a_tool_is_computed_after_its_example(tools, tmp_path):
 
 @pytest.mark.parametrize(("kwargs", "what"), [
     ({"subtract": {}}, "names the tool 'subtract'; loaded are: add"),
-    ({"add": {"kwargs": {}}}, "add has 'kwargs'; known are: create_kwargs, "),
+    ({"add": {"kwargs": {}}}, "add has 'kwargs'; known are: create_kwargs, "), ("{}", "is '{}', not a dict"),
 ])  # fmt: skip
 def test_rows_name_tools_that_exist(tools, kwargs, what):
     rows = [{"extra_info": {"tools_kwargs": given}} for given in ({"add": {"create_kwargs": {}}}, None, kwargs)]

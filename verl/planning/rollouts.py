@@ -98,10 +98,12 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
             what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
             how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
             yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
-        elif tools and not problems and parser and (text := _call_not_read(encoder, parser, schemas)):
+        elif tools and not problems and parser:
             key = f"{MULTI_TURN}.format"
-            what = f"{key}={settings.format} finds no call in what the chat template writes for one, {one_line(text)!r}"
-            yield Problem(UNUSED, key, f"{what}. Unless the model calls tools in another format, set its parser.")
+            if text := try_call(key, _call_not_read, encoder, parser, schemas):
+                what = f"{key}={settings.format} finds no call in what the chat template writes for one"
+                how = "Unless the model calls tools in another format, set its parser."
+                yield Problem(UNUSED, key, f"{what}, {one_line(text)!r}. {how}")
     unnamed = rows and not any(row.get("agent_name") for row in rows)
     if (tools or interactions) and unnamed and rollout.agent.default_agent_loop == "single_turn_agent":
         key = f"{ROLLOUT}.agent.default_agent_loop"
@@ -134,7 +136,8 @@ def _rows_that_the_tools_refuse(tools: list[BaseTool], datasets: Mapping[str, An
     for key, dataset in datasets.items():
         for i, row in enumerate(getattr(dataset, "rows", ())):
             try:
-                runner.conversation((row.get("extra_info") or {}).get("tools_kwargs"))
+                extra = row.get("extra_info")
+                runner.conversation(extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
             except ValueError as error:
                 yield wrong(key, f"{key}: {dataset.error(i, str(error))}.")
                 break

@@ -7,6 +7,7 @@ conversations before each question (default 2), in which the tool is called, sho
 """
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from examples.data_preprocess.local_files import save
 from examples.pretrained import fetch
 from examples.pretrained.gsm8k.questions import WORKED_ENDING
 from examples.pretrained.spd.labels import FEW_SHOT, read_gsm8k
+from verl.data.rl_dataset import DatasetError
 from verl.utils.fs import output_folder
 
 TOOL = "check_answer"
@@ -36,14 +38,19 @@ def worked_conversation(question: str, steps: str, number: str) -> list[dict[str
     ]
 
 
-def asked(worked: int, row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
-    """A row of GSM8K in the RL data format, with the right answer for the tool; ValueError as of `convert`."""
-    converted = convert(row, number, split)
+def beginning(worked: int) -> list[dict[str, Any]]:
+    """The messages before a question: the system message, and that many worked conversations."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for example in read_gsm8k(FEW_SHOT)[:worked]:
         steps, _, answer = example["answer"].rpartition(WORKED_ENDING)
         messages += worked_conversation(example["question"], steps.strip(), answer.rstrip("."))
-    messages.append({"role": "user", "content": converted["extra_info"]["question"]})
+    return messages
+
+
+def asked(before: list[dict[str, Any]], row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
+    """A row of GSM8K in the RL data format, with the right answer for the tool; ValueError as of `convert`."""
+    converted = convert(row, number, split)
+    messages = [*before, {"role": "user", "content": converted["extra_info"]["question"]}]
     create = {"create_kwargs": {"ground_truth": converted["reward_model"]["ground_truth"]}}
     extra = {**converted["extra_info"], "need_tools_kwargs": True, "tools_kwargs": {TOOL: create}}
     return {**converted, "agent_name": "tool_agent", "prompt": messages, "extra_info": extra}
@@ -54,10 +61,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     fetch.add_gsm8k(parser)
     parser.add_argument("--out", type=output_folder, required=True)
-    parser.add_argument("--worked", type=int, default=2, help="worked conversations, at most 2")
+    parser.add_argument("--worked", type=int, default=2, choices=range(3), help="worked conversations")
     args = parser.parse_args(argv)
-    for file in save(partial(asked, args.worked), fetch.gsm8k_folder(args.gsm8k), Path(args.out)):
-        print(file)
+    try:
+        for file in save(partial(asked, beginning(args.worked)), fetch.gsm8k_folder(args.gsm8k), Path(args.out)):
+            print(file)
+    except (DatasetError, OSError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
