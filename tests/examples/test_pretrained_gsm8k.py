@@ -16,13 +16,9 @@ from benchmarks import gsm8k as benchmark
 from benchmarks.run import WANTED
 from examples.data_preprocess.gsm8k import DATA_SOURCE, convert
 from examples.pretrained import stages
-from examples.pretrained.gsm8k import demo, questions, select, serve, tool_questions
+from examples.pretrained.gsm8k import demo, questions, select, serve
 from examples.pretrained.gsm8k.reward import compute_score, number_after
 from tests.examples.test_grpo_demo import trained_config
-from tests.helpers.chat_templates import FORMATS, byte_tokenizer
-from verl.agents.agent_loop.tool_parser import HermesToolParser
-from verl.agents.tools.tool_registry import initialize_tools_from_config
-from verl.data.rl_dataset import RLHFDataset
 from verl.utils.accelerator import default_dtype
 
 
@@ -55,21 +51,6 @@ def test_there_are_five_prompts_of_which_one_is_upstreams():
         prompts = json.loads(select.SELECTION.read_text())["prompts"]
         assert prompts.keys() == questions.CANDIDATES.keys()
         assert questions.CHOSEN == max(prompts, key=lambda name: prompts[name]["right"])
-
-
-def test_worked_conversations_show_the_calls_that_the_parser_reads(gsm8k, tmp_path):
-    tool_questions.main(["--gsm8k", str(gsm8k), "--out", str(tmp_path / "data"), "--worked", "2"])
-    rows = pd.read_parquet(tmp_path / "data" / "train.parquet").to_dict("records")
-    assert len(rows) == 8 and rows[3]["agent_name"] == "tool_agent"
-    assert rows[3]["extra_info"]["tools_kwargs"] == {"check_answer": {"create_kwargs": {"ground_truth": "6"}}}
-    tokenizer = byte_tokenizer(FORMATS["qwen2.5"])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    dataset = RLHFDataset(str(tmp_path / "data" / "train.parquet"), tokenizer, {"max_prompt_length": 4096})
-    content, calls = HermesToolParser(tokenizer).parse(dataset.prompt_text(3))
-    assert [json.loads(call.arguments) for call in calls] == [{"answer": "26"}, {"answer": "60"}]
-    assert [call.name for call in calls] == ["check_answer"] * 2 and "What is 3 + 3 in train?" in content
-    (tool,) = initialize_tools_from_config(str(Path(tool_questions.__file__).with_name("tools.yaml")))
-    assert tool.name == tool_questions.TOOL
 
 
 @pytest.mark.parametrize(
