@@ -116,10 +116,13 @@ class Session:
         limits = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "eos_token_id": self.eos}
         return {**limits, **changed}
 
-    def decode(self, tokens: Sequence[int], **more: bool) -> str:
-        """Text of an answer, special tokens left out unless `more` says otherwise."""
-        settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False, **more}
-        return self.tokenizer.decode(list(tokens), **settings)
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of an answer, special tokens left out."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def word(self, token: int) -> str:
+        """Text of one token, a special token by its name."""
+        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
 
 def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.Module:
@@ -183,7 +186,7 @@ def segments_of(session: Session, result: SpecResult, question: int, wanted: dic
     texts = token_texts(session, result.tokens[question])
     for i, (origin, text) in enumerate(zip(result.origin[question], texts, strict=True)):
         if origin == FROM_MISMATCH:
-            segments.append(Segment(origin, text, session.decode([wanted[i]], skip_special_tokens=False)))
+            segments.append(Segment(origin, text, session.word(wanted[i])))
         elif segments and segments[-1].origin == origin:
             segments[-1].text += text
         else:

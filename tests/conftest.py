@@ -122,7 +122,7 @@ def pytest_runtest_makereport(item, call):
 
 # Folders and files whose tests all belong to one group of the Makefile.
 GROUPS = {
-    "benchmarks": "benchmark", "examples": "demo", "dllm_reasoning/test_arithmetic_example.py": "demo",
+    "benchmarks": "benchmark", "examples": "demo",
     "spd/test_frontier.py": "demo", "spd/test_testbed.py": "demo", "scripts/test_audit.py": "audit",
     "scripts/test_departures.py": "audit", "reward/test_served.py": "long",
     "agents/agent_loop/test_async_run.py": "long", "spd/test_submit.py": "long",

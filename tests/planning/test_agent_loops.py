@@ -25,7 +25,7 @@ def problems(*overrides, template=TEMPLATE, rows=(), tokenizer=None):
     tokenizer = tokenizer or make_tokenizer(WORDS)
     tokenizer.chat_template = template
     dataset = SimpleNamespace(rows=list(rows), error=lambda i, what: f"row {i}: {what}")
-    findings = SimpleNamespace(datasets={"data.train_files": dataset}, tokenizer=tokenizer, tools={}, problems=[])
+    findings = Findings(datasets={"data.train_files": dataset}, tokenizer=tokenizer)
     reported = list(check_agent_loops(to_settings(compose_ppo(*SOUND, *overrides), PPOConfig), findings))
     return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in reported]
 
@@ -65,7 +65,7 @@ class UngradedTool(AddTool):
 
 
 def test_the_reward_of_a_tool_is_computed_after_its_example(tools, tmp_path):
-    findings = SimpleNamespace(datasets={}, tokenizer=None, tools={}, problems=[])
+    findings = Findings()
     config = to_settings(compose_ppo(*SOUND, *SERVED, tools(**SUM)), PPOConfig)
     assert list(check_agent_loops(config, findings)) == []
     assert findings.tools == {"add": "answers '3' to its example_arguments"}

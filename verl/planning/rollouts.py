@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import MultiTurnConfig
 from verl.data.chat_template import ChatTemplateError
-from verl.planning.checks import ModelError, load_model_part
+from verl.planning.checks import ROWS_AT_START, ROWS_CHECKED, ModelError, load_model_part
 from verl.rollout.replica import RolloutReplicaRegistry
 from verl.utils.problems import UNUSED, Problem, absent, one_line, wrong
 from verl.utils.tokenizer import check_tokenizers, hf_tokenizer, stop_ids
@@ -63,7 +64,9 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
             text = one_line(error)
             problems.append(wrong(key, f"{key}={one_line(select(config, key))}: {text}"))
             # The data sets read the tools, too: the same error under data.train_files says less.
-            findings.problems[:] = [problem for problem in findings.problems if not problem.message.endswith(text)]
+            findings.problems[:] = [
+                p for p in findings.problems if not (p.key.startswith("data.") and p.message.endswith(text))
+            ]
 
     try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
     names = set(_agent_loop_registry)
@@ -111,7 +114,8 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
         what += "agent_name"
         yield wrong(key, f"{what}. Set {key}=tool_agent.")
     elif tools and not problems:
-        yield from _rows_that_the_tools_refuse(tools, findings.datasets)
+        checked = ROWS_AT_START if findings.to_start else ROWS_CHECKED
+        yield from _rows_that_the_tools_refuse(tools, findings.datasets, checked)
     yield from problems
 
 
@@ -124,17 +128,19 @@ def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[di
         ids = encoder.prompt([USER, {**CALLING, "tool_calls": calls}], schemas, add_generation_prompt=False)
     except ChatTemplateError:
         return ""
-    written = ids[len(os.path.commonprefix([begun, ids])) :]
+    written = ids[len(os.path.commonprefix([begun, ids])) :]  # which compares lists item by item
     text = encoder.tokenizer.decode(written)
     _, read = asyncio.run(parser.extract_tool_calls(written))
     return text if name in text and name not in [call.name for call in read] else ""
 
 
-def _rows_that_the_tools_refuse(tools: list[BaseTool], datasets: Mapping[str, Any]) -> Iterator[Problem]:
-    """The first row of each data set whose extra_info.tools_kwargs name a tool or a method that does not exist."""
+def _rows_that_the_tools_refuse(
+    tools: list[BaseTool], datasets: Mapping[str, Any], checked: int
+) -> Iterator[Problem]:
+    """The first of the `checked` rows of each data set whose extra_info.tools_kwargs the tools cannot take."""
     runner = ToolRunner(tools)
     for key, dataset in datasets.items():
-        for i, row in enumerate(getattr(dataset, "rows", ())):
+        for i, row in enumerate(islice(getattr(dataset, "rows", ()), checked)):
             try:
                 extra = row.get("extra_info")
                 runner.conversation(extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)

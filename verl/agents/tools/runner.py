@@ -91,9 +91,10 @@ class ToolRunner:
                 calc_reward_kwargs, release_kwargs}}. None, which parquet writes for absent keys, counts as absent.
             journal: has the results of calls before the run was started again, and gets those of new ones.
         """
-        if not isinstance(tools_kwargs or {}, Mapping):
+        tools_kwargs = tools_kwargs or {}
+        if not isinstance(tools_kwargs, Mapping):
             raise ValueError(f"extra_info.tools_kwargs is {tools_kwargs!r:.80}, not a dict")
-        kwargs = {name: given for name, given in (tools_kwargs or {}).items() if given is not None}
+        kwargs = {name: given for name, given in tools_kwargs.items() if given is not None}
         for name, given in kwargs.items():
             if name not in self.tools:
                 raise ValueError(f"extra_info.tools_kwargs names the tool {name!r}; loaded are: {self._names()}")
