@@ -47,7 +47,7 @@ CANDIDATES = {
     "boxed": Prompt("\\boxed{", "The answer is \\boxed{{{}}}."),
     "brief": Prompt("The answer is", "The answer is {}.", system=SYSTEM),
 }
-CHOSEN = "brief"
+CHOSEN = "answer_is"  # by selection.json
 
 
 def messages(prompt: Prompt, question: str) -> list[dict[str, str]]:
