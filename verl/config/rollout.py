@@ -248,7 +248,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
         "Engines take prompts from one queue as they have room (max_num_seqs) instead of an equal share each; offline "
         "generation always does.",
     )
-    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: the sum over all ranks; use the key with _per_gpu.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples per old log-prob forward of one rank.", low=1
     )
