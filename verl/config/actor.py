@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_CHOICES
 from verl.config.base import BaseConfig
-from verl.config.common import COMPILED, SEQUENCE_RANKS, CheckpointConfig
+from verl.config.common import COMPILED, SEQUENCE_RANKS, SUM_OVER_RANKS, CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
@@ -49,7 +49,7 @@ class ActorConfig(BaseConfig, section="actor"):
     #: for losses written for verl; the config that the actor gives them has the counts of the mini-batch here
     global_batch_info: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
-    ppo_micro_batch_size: int | None = setting(None, "Deprecated: the sum over all ranks; use the key with _per_gpu.", low=1)
+    ppo_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
@@ -131,7 +131,7 @@ class FSDPRefConfig(BaseConfig, section="ref"):
         None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
     )
     use_torch_compile: bool = setting(False, COMPILED)
-    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: the sum over all ranks; use the key with _per_gpu.", low=1)
+    log_prob_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)
