@@ -48,7 +48,7 @@ async def complete(session: Session, body: dict[str, Any]) -> tuple[Answer, dict
         raise RequestError("logprobs=true needs actor_rollout_ref.rollout.calculate_log_probs=true; or leave it out")
     if body.get("top_logprobs"):
         given = one_line(body["top_logprobs"])
-        raise RequestError(f"top_logprobs={given}: rollout servers return those of generated tokens only; leave it out")
+        raise RequestError(f"top_logprobs={given}: only generated tokens have log-probs here; leave it out")
     tools = None if body.get("tool_choice") == "none" else template_tools(body.get("tools"))
     limit, messages = positive(body, "max_completion_tokens", "max_tokens"), template_messages(body.get("messages"))
     answer = await session.generate(messages, tools, n=n, max_tokens=limit, stop=tuple(stop))
