@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from loguru import logger
 
@@ -24,7 +23,6 @@ from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor, torch_dtype_of
 from verl.reward.pool import ExternFunction, Failure, GradingPool
 from verl.trainer.run.ranks import all_gather_object
-from verl.utils.accelerator import get_device_id
 from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import one_line
@@ -81,7 +79,7 @@ def _fingerprint(config: IterativeRefineConfig, dataset: IterativeSFTDataset, it
     names = ("prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys", "max_length")
     facts = [
         weights, config.model.fsdp_config.dtype, [dataset.settings[name] for name in names], settings.max_new_tokens,
-        settings.ground_truth_key, settings.reward_function.name, dataset.tokenizer.eos_token,
+        settings.item_timeout, settings.ground_truth_key, settings.reward_function.name, dataset.tokenizer.eos_token,
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts).encode())
     path = settings.reward_function.path
@@ -101,7 +99,7 @@ def _answer(
     dtype = torch_dtype_of(config.model.fsdp_config.dtype, "model.fsdp_config.dtype")
     model = create_huggingface_actor(copy_to_local(config.model.partial_pretrain), automodel_kwargs={
         "dtype": dtype, "trust_remote_code": config.model.trust_remote_code})  # fmt: skip
-    model.to(torch.device("cuda", get_device_id()) if config.trainer.device == "cuda" else "cpu")
+    model.to(config.trainer.device)
     # Token by token, unless the model was trained to be fast: both give its greedy answer.
     mode = {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
     generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": limit,

@@ -33,6 +33,7 @@ from recipe.spd.rollout.samples import grade_blocks, judged_block
 from recipe.spd.rollout.spd_rollout import SPDRollout
 from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
 from recipe.spd.scorer.token_tree import alike
+from verl.config.batch_sizes import micro_batch_size, rank_count
 from verl.config.common import CheckpointConfig, RunConfig
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.engine import FSDPEngineConfig
@@ -52,6 +53,107 @@ BLOCKS_AT_A_TIME = 512  # labelled together
 
 # Number of a block -> the labels of its first mismatches: 1 harmless, 0 harmful, or a share between.
 Labels = Mapping[int, Sequence[float]]
+
+
+def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
+    """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
+
+    `budget` is the number of completions that labels may use, or of labels that the blocks have; None: all of them.
+    Validation blocks, if they are others than the training blocks, are labelled without a budget; their cross-entropy
+    after each epoch decides which weights are saved, and the training ends after `patience` epochs without a lower one
+    (None: after all steps). Raises ValueError for a file without a block that can be labelled.
+    """
+    model = config.actor_rollout_ref.model
+    tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
+    labelled, completions = _labelled(config, tokenizer, budget)
+    harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
+    logger.info(
+        "{} of {} blocks labelled by {} completions, {} with a label below 1/2; left out: those whose own answer by "
+        "the target is wrong, and those beyond --label-budget",
+        len(labelled[0]), len(labelled[0].blocks), completions, harmful,
+    )  # fmt: skip
+    trainer = SupervisedScorerTrainer(config, patience, _settings(config, len(labelled[0])), tokenizer, *labelled)
+    code = trainer.fit()
+    if not trainer.validation:
+        trainer.save_scorer()
+    destroy_global_process_group()
+    if code:
+        sys.exit(code)
+    folder = Path(trainer.config.trainer.default_local_dir)
+    figures = {"blocks": len(labelled[0]), "harmful": harmful, "completions": completions, **_results(trainer)}
+    (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
+    return folder
+
+
+def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], int]:
+    """The labelled blocks of training and, from a file of their own, validation; completions used for the former."""
+    files = [config.data.train_files]
+    if config.data.val_files != config.data.train_files:
+        files.append(config.data.val_files)
+    sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
+    orders = [list(range(len(blocks))) for blocks in sets]
+    random.Random(config.data.seed).shuffle(orders[0])
+    labelled, completions = [], []
+    with ExitStack() as stack:
+        rollout = None
+        for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
+            infos = [blocks[row]["extra_info"] for row in order]
+            labels, used = given_labels(infos, limit), 0
+            if not any(info.get("labels") for info in infos):
+                if rollout is None:
+                    settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+                    rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
+                    stack.callback(rollout.close)
+                limits = rollout.eos, rollout.settings.rollout.max_tokens, limit
+                labels, used = label_blocks(infos, rollout.completer, tokenizer, *limits)
+            if not labels:
+                within = "" if limit is None else f" within --label-budget {limit}"
+                remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"
+                raise ValueError(f"{file}: no block got a label{within}, neither from the data nor by completions of a "
+                                 f"block whose own answer by the target is right. {remedy}.")  # fmt: skip
+            labelled.append(LabelledBlocks(blocks, order, labels))
+            completions.append(used)
+    return labelled, completions[0]
+
+
+def _results(trainer: SupervisedScorerTrainer) -> dict[str, Any]:
+    """Steps, losses and the saved step for supervised.json, after a warning if the scorer memorised its blocks."""
+    validation, count, epoch = trainer.validation, trainer.global_steps, trainer.config.trainer.test_freq
+    best = min(validation, key=validation.get, default=count)
+    if validation and validation[count] > MEMORISED * validation[best]:
+        last = trainer.losses[-epoch:]
+        logger.warning(
+            "cross-entropy in validation was lowest at step {} ({:.4f}) and rose to {:.4f} at step {}, while that in "
+            "training fell to {:.4f}: the scorer memorises its {} blocks. The weights of step {} are saved. Use more "
+            "blocks, or fewer steps.", best, validation[best], validation[count], count, sum(last) / len(last),
+            len(trainer.blocks[0]), best,
+        )  # fmt: skip
+    return {"steps": count, "loss": trainer.losses, "validation": validation, "saved_step": best}
+
+
+def _settings(config: DictConfig, blocks: int) -> DictConfig:
+    """The settings of the supervised trainer for a GRPO config and a number of labelled blocks."""
+    data, actor, run = config.data, config.actor_rollout_ref.actor, config.trainer
+    size = min(data.train_batch_size, blocks)
+    epoch = -(-blocks // data.train_batch_size)
+    if actor.use_dynamic_bsz:
+        micro = actor.ppo_max_token_len_per_gpu // data.max_prompt_length
+    else:  # GRPO has n samples of each block
+        micro = micro_batch_size(actor, config, rank_count(config)) // config.actor_rollout_ref.rollout.n
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        settings = compose("sft_trainer")
+    settings.data.update({
+        "train_files": data.train_files, "val_files": data.val_files, "train_batch_size": size,
+        "micro_batch_size_per_gpu": max(1, micro), "dataloader_num_workers": 0,
+    })  # fmt: skip
+    settings.model.partial_pretrain = config.actor_rollout_ref.model.path
+    settings.trainer.update({f.name: run[f.name] for f in fields(RunConfig) if f.name in run})
+    settings.trainer.update({
+        "seed": config.spd.seed, "test_freq": epoch, "val_before_train": False,
+        "total_training_steps": run.total_training_steps or run.total_epochs * epoch,
+        "default_local_dir": str(Path(run.default_local_dir) / FOLDER),
+    })  # fmt: skip
+    return settings
 
 
 class LabelledBlocks(Dataset):
@@ -106,12 +208,15 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     policy_type = BernoulliPolicy
     shares_type = SampledShares
 
-    def __init__(self, training: DictConfig, patience: int | None, *arguments: Any) -> None:
+    def __init__(
+        self, training: DictConfig, patience: int | None, settings: DictConfig, tokenizer: Any, train: LabelledBlocks,
+        val: LabelledBlocks | None = None,
+    ) -> None:  # fmt: skip
         self.training, self.patience = training, patience
         self.losses: list[float] = []  # of each step
         self.validation: dict[int, float] = {}  # after a step
-        self.blocks: list[LabelledBlocks] = [each for each in arguments if isinstance(each, LabelledBlocks)]
-        super().__init__(*arguments)
+        self.blocks = [train] if val is None else [train, val]
+        super().__init__(settings, None, None, tokenizer, train, val)
 
     def engine_parts(self, config: Any) -> tuple[Any, ...]:
         actor = self.training.actor_rollout_ref.actor
@@ -137,6 +242,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         return super().fit()
 
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
+        """Sum over a micro-batch's labelled mismatches: labels [b, gamma] float32, loss_mask [b, 1 + gamma] -> []."""
         labels = micro["labels"]
         with self.engine.autocast():
             z = fit_width(self.policy.scores(self.engine.module, micro), labels.shape[1])
@@ -226,94 +332,3 @@ def given_labels(infos: Sequence[dict[str, Any]], budget: int | None) -> dict[in
                 break
             labels[i] = given
     return labels
-
-
-def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
-    """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
-
-    `budget` is the number of completions that labels may use, or of labels that the blocks have; None: all of them.
-    Validation blocks, if they are others than the training blocks, are labelled without a budget; their cross-entropy
-    after each epoch decides which weights are saved, and the training ends after `patience` epochs without a lower one
-    (None: after all steps).
-    """
-    model = config.actor_rollout_ref.model
-    tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
-    files = [config.data.train_files]
-    if config.data.val_files != config.data.train_files:
-        files.append(config.data.val_files)
-    sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
-    orders = [list(range(len(blocks))) for blocks in sets]
-    random.Random(config.data.seed).shuffle(orders[0])
-    labelled, completions = [], []
-    with ExitStack() as stack:
-        rollout = None
-        for blocks, order, limit in zip(sets, orders, (budget, None), strict=False):
-            infos = [blocks[row]["extra_info"] for row in order]
-            labels, used = given_labels(infos, limit), 0
-            if not any(info.get("labels") for info in infos):
-                if rollout is None:
-                    settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
-                    rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
-                    stack.callback(rollout.close)
-                limits = rollout.eos, rollout.settings.rollout.max_tokens, limit
-                labels, used = label_blocks(infos, rollout.completer, tokenizer, *limits)
-            labelled.append(LabelledBlocks(blocks, order, labels))
-            completions.append(used)
-    for blocks, what in zip(labelled, ("training", "validation"), strict=False):
-        if not len(blocks):
-            raise ValueError(f"no block of the {what} data has a label, or a right baseline to label; prepare others.")
-    harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
-    logger.info(
-        "{} of {} blocks labelled by {} completions, {} with a label below 1/2; left out: those whose own answer by "
-        "the target is wrong, and those beyond --label-budget",
-        len(labelled[0]), len(orders[0]), completions[0], harmful,
-    )  # fmt: skip
-
-    settings = _settings(config, len(labelled[0]))
-    trainer = SupervisedScorerTrainer(config, patience, settings, None, None, tokenizer, *labelled)
-    code = trainer.fit()
-    folder = Path(trainer.config.trainer.default_local_dir)
-    if not trainer.validation:
-        trainer.save_scorer()
-    destroy_global_process_group()
-    if code:
-        sys.exit(code)
-    validation, count, epoch = trainer.validation, trainer.global_steps, settings.trainer.test_freq
-    best = min(validation, key=validation.get, default=count)
-    if validation and validation[count] > MEMORISED * validation[best]:
-        last = trainer.losses[-epoch:]
-        logger.warning(
-            "cross-entropy in validation was lowest at step {} ({:.4f}) and rose to {:.4f} at step {}, while that in "
-            "training fell to {:.4f}: the scorer memorises its {} blocks. The weights of step {} are saved. Use more "
-            "blocks, or fewer steps.", best, validation[best], validation[count], count, sum(last) / len(last),
-            len(labelled[0]), best,
-        )  # fmt: skip
-    figures = {"blocks": len(labelled[0]), "harmful": harmful, "completions": completions[0], "steps": count,
-               "loss": trainer.losses, "validation": validation, "saved_step": best}  # fmt: skip
-    (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
-    return folder
-
-
-def _settings(config: DictConfig, blocks: int) -> DictConfig:
-    """The settings of the supervised trainer for a GRPO config and a number of labelled blocks."""
-    data, actor, run = config.data, config.actor_rollout_ref.actor, config.trainer
-    size = min(data.train_batch_size, blocks)
-    epoch = -(-blocks // data.train_batch_size)
-    if actor.use_dynamic_bsz:
-        micro = actor.ppo_max_token_len_per_gpu // data.max_prompt_length
-    else:
-        micro = actor.ppo_micro_batch_size_per_gpu // config.actor_rollout_ref.rollout.n  # GRPO has n samples of each
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        settings = compose("sft_trainer")
-    settings.data.update({
-        "train_files": data.train_files, "val_files": data.val_files, "train_batch_size": size,
-        "micro_batch_size_per_gpu": max(1, micro), "dataloader_num_workers": 0,
-    })  # fmt: skip
-    settings.model.partial_pretrain = config.actor_rollout_ref.model.path
-    settings.trainer.update({f.name: run[f.name] for f in fields(RunConfig) if f.name in run})
-    settings.trainer.update({
-        "seed": config.spd.seed, "test_freq": epoch, "val_before_train": False,
-        "total_training_steps": run.total_training_steps or run.total_epochs * epoch,
-        "default_local_dir": str(Path(run.default_local_dir) / FOLDER),
-    })  # fmt: skip
-    return settings

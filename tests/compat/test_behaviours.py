@@ -152,7 +152,8 @@ def test_shared_sequences_need_batches_without_padding():
         ppo_micro_batch_size_per_gpu=1,
     )  # fmt: skip
     config.validate(2, 4, {"use_remove_padding": True})
-    with pytest.raises(ValueError, match="use_remove_padding"):
+    config.validate(2, 4, {})  # as HFModelConfig
+    with pytest.raises(ValueError, match="Set actor_rollout_ref.model.use_remove_padding=true"):
         config.validate(2, 4, {"use_remove_padding": False})
 
 

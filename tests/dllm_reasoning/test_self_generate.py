@@ -146,7 +146,8 @@ def test_the_file_of_own_answers_depends_on_everything_that_affects_them(assets,
              fingerprint_of("data.use_chat_template=true", "data.chat_template='{{ messages[0].content }} ?'"),
              fingerprint_of("data.max_length=20"), fingerprint_of("iterative.self_generate.max_new_tokens=11"),
              fingerprint_of("data.prompt_key=output", "data.response_key=instruction"),
-             fingerprint_of("iterative.self_generate.ground_truth_key=output")]  # fmt: skip
+             fingerprint_of("iterative.self_generate.ground_truth_key=output"),
+             fingerprint_of("iterative.self_generate.item_timeout=600")]  # fmt: skip
     runs.save_model(model, seed=1)
     results.append(fingerprint_of())
     (reward := tmp_path / "reward.py").write_text(REWARD)
@@ -155,7 +156,7 @@ def test_the_file_of_own_answers_depends_on_everything_that_affects_them(assets,
     dataset = IterativeRefineTrainer.build_val_dataset(str(train), config, tokenizer)
     reward.write_text(REWARD + "# changed")
     results.append(self_generate._fingerprint(config, dataset, range(len(dataset))))
-    assert len(set(results)) == len(results) == 10
+    assert len(set(results)) == len(results) == 11
 
 
 def test_validation_rows_never_become_own_answers(assets, tmp_path, monkeypatch):

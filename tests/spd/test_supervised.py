@@ -10,7 +10,7 @@ import torch
 import train_spd_scorer as entry
 from recipe.spd.rollout.client import CompletionCounts
 from recipe.spd.rollout.store import Completion
-from recipe.spd.supervised import SampledShares, given_labels, label_blocks
+from recipe.spd.supervised import SampledShares, _settings, given_labels, label_blocks
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 
@@ -166,11 +166,26 @@ def test_labels_of_the_data_need_no_server(tiny_llama, tmp_path):
              zip(Path(blocks).read_text().splitlines(), ([1, 1], [0]), strict=True)]  # fmt: skip
     Path(blocks).write_text("".join(json.dumps(line) + "\n" for line in lines))
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
-    code = entry.main([
+    options = [
         "--blocks", blocks, "--metadata", metadata, "--model", tiny_llama, "--tokenizer",
         str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "trainer.device=cpu", "--supervised",
         "data.train_batch_size=2", "trainer.total_training_steps=20",
-    ])  # fmt: skip
+    ]  # fmt: skip
+    code = entry.main(options)
     figures = json.loads((tmp_path / "run" / "supervised" / "supervised.json").read_text())
     assert code == 0 and figures["completions"] == 0 and figures["blocks"] == 2 and figures["harmful"] == 1
     assert figures["loss"][-1] < 0.5 * figures["loss"][0]
+    rows = Path(blocks).read_text().splitlines()
+    Path(blocks).write_text(rows[0] + "\n" + rows[0].replace("harmless", "first") + "\n")  # two labels each
+    with pytest.raises(ValueError, match="train.parquet: no block got a label within --label-budget 1, .* Raise the"):
+        entry.main([*options, "--label-budget", "1"])
+
+
+def test_a_micro_batch_has_the_blocks_of_grpos_samples_on_a_rank():
+    actor = "actor_rollout_ref.actor."
+    config, _ = entry.compose_config([
+        "data.train_files=a", "data.val_files=a", "actor_rollout_ref.model.path=m", "trainer.default_local_dir=d",
+        "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n=8", f"{actor}use_dynamic_bsz=false",
+        f"{actor}ppo_micro_batch_size_per_gpu=null", f"{actor}ppo_micro_batch_size=48",
+    ])  # fmt: skip
+    assert _settings(config, blocks=5).data.micro_batch_size_per_gpu == 3  # 48 samples on 2 ranks, 8 of a block

@@ -17,7 +17,7 @@ from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
 from verl.trainer.main_ppo import TaskRunner, create_rl_sampler
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, rollout_correction
 from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, stop_left_session, with_worker_env
 from verl.utils.problems import ConfigError
 
@@ -70,6 +70,7 @@ def test_roles_by_name():
     with pytest.raises(ValueError, match="did you mean 'critic'"):
         Role.from_string("critc")
     assert need_reference_policy({Role.RefPolicy: object}) and not need_reference_policy({Role.ActorRollout: object})
+    assert need_reward_model({Role.RewardModel: object}) and not need_reward_model({Role.RefPolicy: object})
 
 
 def test_a_critic_is_needed_by_gae_alone_unless_said_otherwise():
@@ -126,5 +127,7 @@ def test_a_node_of_a_cluster_tries_the_folder_of_the_run_before_anything_is_load
 def test_the_rollout_is_corrected_where_any_part_of_it_is_switched_on():
     off = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "bypass_mode": False}
     assert rollout_correction(algorithm()) is None and rollout_correction(algorithm(rollout_correction=off)) is None
-    for part in ({"rollout_is": "token"}, {"rollout_token_veto_threshold": 1e-4}, {"bypass_mode": True}):
+    parts = ({"rollout_is": "token"}, {"rollout_rs": "token"}, {"rollout_token_veto_threshold": 1e-4},
+             {"bypass_mode": True})  # fmt: skip
+    for part in parts:
         assert rollout_correction(algorithm(rollout_correction=off | part)) is not None

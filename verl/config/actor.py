@@ -1,4 +1,4 @@
-"""Settings of the actor: PPO's mini-batches, clipping, losses."""
+"""Settings of the actor's update (mini-batches, clipping, losses) and of the reference policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl.config.algorithm import KL_CHOICES
 from verl.config.base import BaseConfig
-from verl.config.common import COMPILED, SEQUENCE_RANKS, CheckpointConfig
+from verl.config.common import COMPILED, SEQUENCE_RANKS, SUM_OVER_RANKS, CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
@@ -49,7 +49,7 @@ class ActorConfig(BaseConfig, section="actor"):
     #: for losses written for verl; the config that the actor gives them has the counts of the mini-batch here
     global_batch_info: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
-    ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    ppo_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
@@ -113,11 +113,13 @@ class FSDPActorConfig(ActorConfig):
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """As ActorConfig.validate; with `model_config` also ValueError for shared sequences with padding."""
         super().validate(n_gpus, train_batch_size, model_config)
-        padded = model_config is not None and not model_config.get("use_remove_padding", False)
+        default = HFModelConfig.use_remove_padding
+        padded = model_config is not None and not model_config.get("use_remove_padding", default)
         if self.ulysses_sequence_parallel_size > 1 and padded:
             raise ValueError(
-                f"actor.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} needs batches without "
-                "padding. Set model.use_remove_padding=true."
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size="
+                f"{self.ulysses_sequence_parallel_size} needs batches without padding. Set "
+                "actor_rollout_ref.model.use_remove_padding=true."
             )
 
 
@@ -129,7 +131,7 @@ class FSDPRefConfig(BaseConfig, section="ref"):
         None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
     )
     use_torch_compile: bool = setting(False, COMPILED)
-    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    log_prob_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)

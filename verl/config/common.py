@@ -9,6 +9,7 @@ from verl.config.fields import setting
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 # Help of settings that several sections have.
 SEQUENCE_RANKS = "Neighbouring ranks that share each sequence; their rows are computed together."
+SUM_OVER_RANKS = "Deprecated: the sum over all ranks; use the key with _per_gpu, the number on one rank."
 LAYER_RANKS = "Neighbouring ranks that split each layer; their rows are computed together."
 TOKEN_PARTS = "Let the ranks that split a layer (tensor_parallel_size) keep parts of the tokens between layers."
 COMPILED = "Compile log-probs and entropy with torch.compile, which takes time at their first use."

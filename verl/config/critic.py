@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.config.actor import LOSS_AGG_MODES
 from verl.config.base import BaseConfig
-from verl.config.common import RECOMPUTED, SEQUENCE_RANKS, BaseModelConfig, CheckpointConfig
+from verl.config.common import RECOMPUTED, SEQUENCE_RANKS, SUM_OVER_RANKS, BaseModelConfig, CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
@@ -43,7 +43,7 @@ class CriticConfig(BaseConfig, section="critic"):
     cliprange_value: float = setting(0.5, "Clip range of the value's change.", low=0)
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
     loss_scale_factor: int | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: response length.", low=1)
-    ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    ppo_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-5), "Optimizer of the critic.")
     model: BaseModelConfig = setting(BaseModelConfig, "The value model.")
     model_config: Any = None
@@ -62,7 +62,7 @@ class CriticConfig(BaseConfig, section="critic"):
 class FSDPCriticConfig(CriticConfig):
     """CriticConfig on FSDP2."""
 
-    forward_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    forward_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     forward_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)

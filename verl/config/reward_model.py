@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.base import BaseConfig
-from verl.config.common import SEQUENCE_RANKS, BaseModelConfig
+from verl.config.common import SEQUENCE_RANKS, SUM_OVER_RANKS, BaseModelConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.profiler import ProfilerConfig
@@ -116,7 +116,7 @@ class RewardModelConfig(GradingConfig):
     estimated_tokens_per_request: int = setting(2000, "Manager rate_limited: tokens that one request counts.", low=1)
     timeout: float = setting(300.0, "Manager rate_limited: seconds of one request.", above=0)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
-    micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
     ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)

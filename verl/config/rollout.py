@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.config.base import BaseConfig
-from verl.config.common import ModuleConfig
+from verl.config.common import SUM_OVER_RANKS, ModuleConfig
 from verl.config.fields import setting
 from verl.config.inert import NO_ENGINE
 from verl.config.inert import ROLLOUTS_OF_THE_ACTOR as ROLLOUTS_OF_THE_ACTOR
@@ -248,7 +248,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
         "Engines take prompts from one queue as they have room (max_num_seqs) instead of an equal share each; offline "
         "generation always does.",
     )
-    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
+    log_prob_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples per old log-prob forward of one rank.", low=1
     )

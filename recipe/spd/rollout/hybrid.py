@@ -1,4 +1,4 @@
-"""Accept/reject actions of drafted blocks, and the hybrid contexts that they lead to."""
+"""Draws accept/reject actions for drafted blocks and builds the hybrid contexts that they lead to."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ def uniform_draws(
     seed: int, global_steps: int, sample_indices: Sequence[int], draft_lens: Sequence[int], n: int, width: int
 ) -> torch.Tensor:
     """Uniform numbers [B, n, width] float32 from (seed, step, sample_index) only: the same on any number of ranks."""
+    # 1 is never below a probability: beyond the draft of a row all actions are 0.
     draws = np.ones((len(sample_indices), n, width), dtype=np.float32)
     for row, (index, g) in enumerate(zip(sample_indices, draft_lens, strict=True)):
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, global_steps, index])))
@@ -70,5 +71,5 @@ def counted_positions(
     draft_ids: Sequence[int], target_ids: Sequence[int], reached: int, loss_positions: str
 ) -> list[int]:
     """1 where a position counts in the loss, [g]: mismatches up to the first rejection (`judged`), or `all`."""
-    last = reached if loss_positions == "judged" else len(draft_ids)
+    last = {"judged": reached, "all": len(draft_ids)}[loss_positions]
     return [int(i < last and d != t) for i, (d, t) in enumerate(zip(draft_ids, target_ids, strict=False))]

@@ -73,7 +73,7 @@ class OwnBackboneScorer(ScoringActor):
             position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, int(layout[:, 3].max()))
         mask = None
-        if self.config.attention != "causal":
+        if self.config.attention in MASKS:
             # A packing is laid out on the host.
             described = (text, layout) if pack else (attention_mask, spd_layout)
             mask = MASKS[self.config.attention](*described, next(self.backbone.parameters()).dtype)
@@ -88,7 +88,7 @@ class OwnBackboneScorer(ScoringActor):
         draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
         steps = torch.arange(draft_ids.shape[1], device=states.device)
         at_target = rows_at(states, target_start + steps)
-        if self.config.head_inputs == "state":
+        if isinstance(self.head, ScoreHead):
             z = self.head(at_target)
         else:
             before_draft = rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
@@ -190,7 +190,11 @@ def with_adapters(backbone: nn.Module, config: ScoringModelConfig) -> nn.Module:
 def cut_context(
     attention_mask: torch.Tensor, spd_layout: torch.Tensor, keep: int
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """The same blocks with the last `keep` tokens of each context: first column, mask [B, W], spd_layout [B, 5]."""
+    """The same blocks with the last `keep` tokens of each context: the first column that a row needs, then the mask
+    [B, P - first] int64 and spd_layout [B, 5] int64 of the columns from there.
+
+    attention_mask [B, P] int64 and spd_layout [B, 5] int64 are on the host.
+    """
     layout = spd_layout.clone()
     layout[:, 0] += (spd_layout[:, 1] - keep).clamp(min=0)
     layout[:, 1] = spd_layout[:, 1].clamp(max=keep)

@@ -168,7 +168,7 @@ def begun(folder, seconds, worker=Worker, failures=None, saved=None, **options):
 
 
 def wait_until(run, condition):
-    run.rollouter.call(run.rollouter._until(condition), 30)
+    run.rollouter.call(run.rollouter._until(condition), limit=30)
 
 
 def test_parallel_requests_of_a_conversation_are_interrupted_and_continue(tmp_path):

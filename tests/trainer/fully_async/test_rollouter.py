@@ -184,7 +184,11 @@ def test_prompts_that_take_longer_are_trained_as_often_as_others(start, interrup
     assert run.rollouter.dropped == 0
     seen = run.states()
     assert all(states[-1] == "trained" for states in seen.values())
-    assert any("interrupted" in states for states in seen.values()) is interrupt
+    interruptions = [states.count("interrupted") for states in seen.values()]
+    assert any(interruptions) is interrupt
+    counts, seconds = run.rollouter.take_counts()
+    expected = (20 * N, sum(map(bool, interruptions)), max(interruptions))
+    assert (counts["samples"], counts["partial"], counts["longest"]) == expected and len(seconds) == 20 * N
 
 
 def test_prompts_that_are_too_old_are_dropped_and_replaced(start):
@@ -228,6 +232,16 @@ def test_a_step_without_a_batch_ends_within_the_time_limit(start):
     run = start(lambda number: 3600.0)
     with pytest.raises(RuntimeError, match="no complete batch within trainer.watchdog.generate=0.2 s.*'running': 4"):
         run.rollouter.take(1, 0.2)
+
+
+@pytest.mark.parametrize("limit", [30, None])
+def test_a_timeout_of_a_conversation_is_not_taken_for_that_of_the_step(start, limit):
+    def out_of_time(number):
+        raise TimeoutError("tool took 3 s")
+
+    run = start(out_of_time)
+    with pytest.raises(TimeoutError, match="^tool took 3 s$"):
+        run.rollouter.take(1, limit)
 
 
 def test_a_checkpoint_has_the_prompts_that_are_neither_trained_nor_dropped(start):

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, fake_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
@@ -73,7 +74,28 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path):
     with log:
         log.open(0)
         log.write(1, {"a": 1.0})
+        log.write_samples(None, None, 1, is_last=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_fails_is_made_later_by_the_command_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.report.page.write_report", lambda folder: 1 / 0)
+    log = make_log(tmp_path, total_steps=1)
+    log.config.trainer.report = True
+    log.write(1, {"a": 1.0})
+    with logged() as lines:
+        log.write_report()
+    assert f"training continues. Make it later: python -m verl.report {tmp_path}" in lines[0]
+
+
+@pytest.mark.parametrize(("name", "own"), [(None, ""), ("reasoning_gym", ", data.environment.seed=0")])
+def test_a_start_logs_the_seeds_that_are_not_the_runs(tmp_path, name, own):
+    log = make_log(tmp_path, total_steps=1)
+    environment = {"name": name, "seed": 0, "val_seed": 1}
+    log.plain_config |= {"data": {"seed": 5, "environment": environment}, "critic": {"data_loader_seed": None}}
+    with logged("INFO") as lines:
+        log.open(0)
+    assert any(line.startswith(f"seeds: trainer.seed=1, data.seed=5{own} (roles") for line in lines)
 
 
 def test_half_a_surrogate_pair_is_written_without_loss(tmp_path):

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from verl.agents.gateway.messages import RequestError, template_messages, template_tools
 from verl.agents.gateway.session import Answer, Choice, Session
+from verl.utils.problems import one_line
 
 MOST_CHOICES = 64
 
@@ -37,16 +38,20 @@ async def complete(session: Session, body: dict[str, Any]) -> tuple[Answer, dict
     if n > MOST_CHOICES:
         raise RequestError(f"n={n} must be at most {MOST_CHOICES}")
     stop = body.get("stop") or []
-    stop = tuple([stop] if isinstance(stop, str) else stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise RequestError("stop must be a text or a list of texts")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise RequestError(f"stop={one_line(stop)} must be a text or a list of texts, none of them empty")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError(f'stream_options={one_line(options)} must be an object: {{"include_usage": true}}')
     if body.get("logprobs") and "logprobs" in session.sampling and not session.sampling["logprobs"]:
-        raise RequestError("logprobs=true needs actor_rollout_ref.rollout.calculate_log_probs=true")
+        raise RequestError("logprobs=true needs actor_rollout_ref.rollout.calculate_log_probs=true; or leave it out")
     if body.get("top_logprobs"):
-        raise RequestError("top_logprobs: rollout servers return the log-probs of the generated tokens only")
+        given = one_line(body["top_logprobs"])
+        raise RequestError(f"top_logprobs={given}: only generated tokens have log-probs here; leave it out")
     tools = None if body.get("tool_choice") == "none" else template_tools(body.get("tools"))
-    limit = positive(body, "max_completion_tokens", "max_tokens")
-    answer = await session.generate(template_messages(body.get("messages")), tools, n=n, max_tokens=limit, stop=stop)
+    limit, messages = positive(body, "max_completion_tokens", "max_tokens"), template_messages(body.get("messages"))
+    answer = await session.generate(messages, tools, n=n, max_tokens=limit, stop=tuple(stop))
     about = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": str(body.get("model") or "policy")}
     return answer, about
 

@@ -72,7 +72,7 @@ class NaiveRewardManager(SampleRewardManager):
         """The reward function's result for each row, where it runs by default: a number, a dict, or a Failure."""
         items = [{**self.arguments(row), **self.reward_kwargs} for row in rows]
         if self.in_processes:
-            results = self._in_processes(items)
+            results = self._call_in_processes(items)
         else:
             results = asyncio.run(BatchedCalls(self.compute_score)(items))
         return [
@@ -80,7 +80,7 @@ class NaiveRewardManager(SampleRewardManager):
             for result, row in zip(results, rows, strict=True)
         ]
 
-    def _in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
+    def _call_in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
         workers, seconds = self.workers(self.settings), self.settings.item_timeout
         is_async = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
         if self._pool is None:

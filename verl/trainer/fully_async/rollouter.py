@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from loguru import logger
@@ -212,14 +212,22 @@ class Rollouter:
 
     # For other threads.
 
-    def call(self, coroutine: Coroutine, limit: float | None = None) -> Any:
-        """The result of a coroutine that runs in the loop; TimeoutError after `limit` seconds."""
+    def call(self, coroutine: Coroutine, what: str = "a call did not end", limit: float | None = None) -> Any:
+        """The result of a coroutine that runs in the loop, or what it raises.
+
+        After `limit` seconds RuntimeError begins with `what`, unless `check_servers` raises.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(limit)
-        except TimeoutError:
-            future.cancel()
-            raise
+        wait([future], limit)
+        if future.done():
+            return future.result()
+        future.cancel()
+        states = Counter(sample.state for group in list(self.groups.values()) for sample in group.samples)
+        self.check_servers()
+        raise RuntimeError(
+            f"{what} within trainer.watchdog.generate={limit:g} s; states of the started samples: {dict(states)}. "
+            "Raise the limit if generation is only slow."
+        )
 
     def _in_loop(self, work: Callable[[], Any]) -> Any:
         """The result of a function that runs in the loop."""
@@ -248,7 +256,7 @@ class Rollouter:
         samples are waited for. `servers` are the names in the timeline. RuntimeError after `limit` seconds.
         """
         work = self._sync(version, servers, interrupt, send)
-        self._call_in_time(work, f"the weight sync of version {version} did not end", limit)
+        self.call(work, f"the weight sync of version {version} did not end", limit)
 
     async def _sync(self, version: int, servers: list[str], interrupt: bool, send: Callable[[], None]) -> None:
         self._may_run = False
@@ -280,19 +288,7 @@ class Rollouter:
 
         RuntimeError after `limit` seconds.
         """
-        return self._call_in_time(self._take(step), f"step {step} had no complete batch", limit)
-
-    def _call_in_time(self, coroutine: Coroutine, what: str, limit: float | None) -> Any:
-        """As `call`. After `limit` seconds RuntimeError begins with `what`, unless `check_servers` raises."""
-        try:
-            return self.call(coroutine, limit)
-        except TimeoutError:
-            states = Counter(sample.state for group in list(self.groups.values()) for sample in group.samples)
-            self.check_servers()
-            raise RuntimeError(
-                f"{what} within trainer.watchdog.generate={limit:g} s; states of the started samples: {dict(states)}. "
-                "Raise the limit if generation is only slow."
-            ) from None
+        return self.call(self._take(step), f"step {step} had no complete batch", limit)
 
     async def _take(self, step: int) -> list[Group]:
         def chosen() -> list[Group] | None:
@@ -334,8 +330,12 @@ class Rollouter:
 
     def release(self) -> None:
         """Draw prompts again."""
-        self._held = False
-        self.call(self._notify())
+
+        async def resume() -> None:
+            self._held = False
+            await self._notify()
+
+        self.call(resume())
 
     def restore(self, groups: list[Group], dropped: int, step: int) -> None:
         """Take the groups of a checkpoint of `step`; those that were started go on with `begin`."""
@@ -351,7 +351,7 @@ class Rollouter:
                     if sample.state == journal.QUEUED and isinstance(sample.result, Failure):
                         sample.result, tokens = UNGRADED, len(sample.output.response_ids)
                         self._enter(sample, journal.FINISHED, tokens=tokens, reason="resume")
-                    elif sample.state == journal.RUNNING or sample.output is None and sample.state in RESTARTED:
+                    elif sample.state == journal.RUNNING or (sample.output is None and sample.state in RESTARTED):
                         sample.restart()
                         if sample.state == journal.RUNNING:
                             self._enter(sample, journal.INTERRUPTED, tokens=0, reason="resume")
@@ -376,7 +376,10 @@ class Rollouter:
         try:
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(20)
         except Exception as error:
-            logger.warning(f"conversations did not end: {type(error).__name__}: {error}")
+            logger.warning(
+                f"{len(self.running)} conversations are left open, and programs and connections of theirs may go on: "
+                f"closing them failed with {error!r}"
+            )
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
         if self.reward is not None:

@@ -1,11 +1,11 @@
-"""Roles of the workers, and which of them a run has."""
+"""Names the roles of workers and tells which roles and corrections a run has."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from verl.config.roles import need_critic as need_critic  # verl's name for it is here
+from verl.config.roles import need_critic as need_critic  # code written for verl imports it from this module
 from verl.utils.registry import nearest
 
 if TYPE_CHECKING:

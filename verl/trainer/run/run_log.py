@@ -105,12 +105,11 @@ class RunLog:
         for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps, origin.start):
             logger.warning("changed since the checkpoint: {}", line)
         self._leave_other_runs(resumed_step, origin)
-        seed = self.config.trainer.seed
-        values = {k: v for k, v in leaves(self.plain_config) if k.endswith("seed") and v not in (None, seed)}
-        if self.plain_config.get("data", {}).get("environment", {}).get("name") is None:  # no environment has a seed
-            values = {k: v for k, v in values.items() if not k.startswith("data.environment.")}
-        own = [f"{k}={v}" for k, v in values.items()]
-        seeds = ", ".join([f"trainer.seed={seed}", *own])
+        settings, seed = dict(leaves(self.plain_config)), self.config.trainer.seed
+        own = {k: v for k, v in settings.items() if k.endswith("seed") and v not in (None, seed)}
+        if settings.get("data.environment.name") is None:  # its seeds are not read
+            own = {k: v for k, v in own.items() if not k.startswith("data.environment.")}
+        seeds = ", ".join(f"{k}={v}" for k, v in {"trainer.seed": seed, **own}.items())
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 
     def _leave_other_runs(self, step: int, origin: Origin) -> None:
@@ -170,6 +169,8 @@ class RunLog:
 
         Reads token_level_scores [B, R], the reward's extras, and what `sample_rows` reads.
         """
+        if not self.writes:
+            return
         directory = self.config.trainer.rollout_data_dir
         sampled = is_last or step == 1 or step % self.sample_every == 0
         if not directory and not sampled:
@@ -192,7 +193,10 @@ class RunLog:
         try:
             write_report(self.run_dir)
         except Exception:
-            logger.exception(f"{self.run_dir}/report.html could not be written; training continues")
+            logger.exception(
+                "{0}/report.html could not be written; training continues. Make it later: python -m verl.report {0}",
+                self.run_dir,
+            )
 
 
 def update_best(best: dict[str, Any], metrics: Mapping[str, float], step: int, better: Callable[..., float]) -> None:
