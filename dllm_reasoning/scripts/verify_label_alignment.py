@@ -1,8 +1,9 @@
-"""Checks on a model and its tokenizer that labels, response mask and shift are aligned; exits 1 if one is wrong.
+"""Checks on a model with its tokenizer that labels, response mask, loss, decoding are aligned.
 
     python -m dllm_reasoning.scripts.verify_label_alignment [--model_path DIR] [--instruction TEXT] [--response TEXT]
 
 Without --model_path it takes a small random Llama whose tokenizer knows the words of the sample.
+Exits 1 if a check fails.
 """
 
 import argparse
@@ -54,13 +55,14 @@ def alignment_errors(
     labels = torch.where(responses, ids, IGNORED)
     expected = float(model(input_ids=ids, labels=labels).loss) * int(responses.sum())
     variants = (("iid", False), ("iid", True), ("packed", True))
-    for pattern, split in variants[:1] if mask_problem(model) else variants:
+    problem = mask_problem(model)
+    for pattern, split in variants[:1] if problem else variants:
         loss = IterativeLoss([1.0], 1.0, share=split)
         losses = loss.run(model, layout_of(pattern, split=split), None, scale=1.0, ar_scale=1.0)
         actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
         if error is None and abs(actual - expected) > 1e-4 * max(1.0, expected):
             error = f"{pattern}: loss {actual:.6f}, Hugging Face's own {expected:.6f}"
-    yield "loss", error
+    yield f"loss (of full rows only: the model {problem})" if problem else "loss", error
 
     error = None
     predicted = model(input_ids=ids).logits.argmax(-1)
@@ -89,14 +91,16 @@ def random_model(words: list[str]) -> tuple[nn.Module, PreTrainedTokenizerFast]:
 def main(argv: list[str] | None = None) -> int:
     """Run every check; returns 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path")
-    parser.add_argument("--instruction", default="2 + 3 =")
-    parser.add_argument("--response", default="5 . 5 + 1 = 6")
+    parser.add_argument("--model_path", help="folder of a model with its tokenizer")
+    parser.add_argument("--instruction", default="2 + 3 =", help="text that is read")
+    parser.add_argument("--response", default="5 . 5 + 1 = 6", help="text that is learned; EOS is added")
     args = parser.parse_args(argv)
     if args.model_path is None:
         model, tokenizer = random_model(f"{args.instruction} {args.response}".split())
     else:
         model, tokenizer = create_huggingface_actor(args.model_path).eval(), hf_tokenizer(args.model_path)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"--model_path {args.model_path}: the tokenizer has no EOS token; add one to tokenizer_config.json.")
     segments = [(args.instruction, False), (f"{args.response}{tokenizer.eos_token}", True)]
     ids, learned = (torch.tensor([values]) for values in encode_segments(tokenizer, segments))
     failed = False

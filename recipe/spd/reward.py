@@ -24,9 +24,13 @@ def scenario_of(effective_len: int, hybrid_correct: bool, baseline_correct: bool
 
 
 def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, float]:
-    for name in ("effective_len", "is_correct_hybrid", "is_correct_baseline"):
+    ids = ("draft_ids", "target_ids") if config.length == "gain" else ()
+    for name in ("effective_len", "is_correct_hybrid", "is_correct_baseline", *ids):
         if extra_info.get(name) is None:
-            raise ValueError(f"extra_info has no '{name}'; the spd rollout writes it. It has: {', '.join(extra_info)}.")
+            raise ValueError(
+                f"extra_info.{name} is {'null' if name in extra_info else 'missing'}; there are: "
+                f"{', '.join(extra_info)}. The spd rollout writes it: set actor_rollout_ref.rollout.name=spd."
+            )
     accepted = int(extra_info["effective_len"])
     hybrid, baseline = bool(extra_info["is_correct_hybrid"]), bool(extra_info["is_correct_baseline"])
     scenario = scenario_of(accepted, hybrid, baseline)
@@ -45,7 +49,8 @@ def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, 
         if None in lengths:
             raise ValueError(
                 f"spd.reward.length_penalty={config.length_penalty} needs the lengths of both outputs, but extra_info "
-                f"has hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}."
+                f"has hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}. "
+                "The spd rollout writes them: set actor_rollout_ref.rollout.name=spd, or length_penalty=0."
             )
         cost = config.length_penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
     return {
@@ -59,8 +64,11 @@ def compute_score(
 ) -> dict[str, float]:
     """The score of one judged block with its parts; `settings` are fields of SPDRewardConfig.
 
-    Reads effective_len (L), is_correct_hybrid (S_h), is_correct_baseline (S_t) from `extra_info`. L = 0 gives 0, else
-    S_t S_h alpha L + S_t (1-S_h) penalty_break + (1-S_t)(1-S_h) useless + (1-S_t) S_h (correct_base + alpha L).
+    Reads effective_len (L), is_correct_hybrid (S_h), is_correct_baseline (S_t) from `extra_info`; with length=gain
+    also draft_ids and target_ids, whose leading matches are L0; with a length_penalty of a right answer (S_h = 1) also
+    hybrid_length (H), baseline_length (B), in tokens. N is L, or L - min(L, L0) with length=gain. L = 0 gives 0; else
+    S_t S_h alpha N + S_t (1-S_h) penalty_break + (1-S_t)(1-S_h) useless + (1-S_t) S_h (correct_base + alpha N)
+    - S_h length_penalty max(0, H - B) / max(1, B). Raises ValueError if one of these is missing or null.
     """
     return _score(extra_info, reward_config(settings))
 

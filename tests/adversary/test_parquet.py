@@ -13,7 +13,7 @@ import pytest
 
 from recipe.spd.data.columns import read_table_rows, row_batches
 from verl.data import parquet
-from verl.data.parquet import EXPANSION, SMALL_BYTES, open_parquet
+from verl.data.parquet import EXPANSION, SMALL_BYTES, ParquetTooLarge, open_parquet
 from verl.data.rl_dataset import DatasetError, RLHFDataset, read_rows
 from verl.data.sft_dataset import SFTDataset
 
@@ -38,6 +38,11 @@ def nested(rows, text):
     return pa.ListArray.from_arrays(pa.array(range(0, 2 * rows + 1, 2), pa.int32()), messages)
 
 
+def mapped(rows, text):
+    """Maps of one entry, the text to itself."""
+    return pa.MapArray.from_arrays(pa.array(range(rows + 1), pa.int32()), constant(rows, text), constant(rows, text))
+
+
 BOMBS = {
     "many numbers": {"a": lambda: pa.repeat(1, 10_000_000)},
     "many nulls": {"a": lambda: pa.nulls(20_000_000, pa.int8())},
@@ -49,6 +54,7 @@ BOMBS = {
     "a text in each row": {"prompt": lambda: constant(400, TEXT)},
     "bytes in each row": {"prompt": lambda: constant(400, TEXT.encode(), pa.binary())},
     "a text in messages": {"prompt": lambda: nested(200, TEXT)},
+    "texts in a map": {"prompt": lambda: mapped(400, TEXT)},
     "fixed bytes": {"a": lambda: constant(400, TEXT.encode(), pa.binary(1_000_000))},
 }  # fmt: skip
 
@@ -85,6 +91,15 @@ def test_a_file_that_expands_is_refused_before_it_is_read(bombs, bomb, reader):
     size = os.path.getsize(path)
     assert str(path) in str(caught.value) and f"{size} bytes that expand to at least" in str(caught.value)
     assert "more than 1000 times the file's size" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bomb", ["many numbers", "a text in each row"])  # refused by metadata, by indices
+def test_a_refused_file_is_closed(bombs, bomb):
+    path = bombs(bomb)
+    with pytest.raises(ParquetTooLarge) as caught:  # whose traceback keeps the local variables
+        open_parquet(path)
+    opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert os.path.realpath(path) not in opened and caught.tb is not None
 
 
 def test_compressible_data_is_read_as_it_is(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,8 +121,11 @@ def test_label_alignment_holds_on_a_real_model_and_on_a_case_of_its_own(model_pa
         assert capsys.readouterr().out.count(": ok") == 4
 
 
-@pytest.mark.parametrize("broken", ["labels", "mask", "shift"])
-def test_broken_label_alignment_is_reported(model_path, capsys, monkeypatch, broken):
+@pytest.mark.parametrize(
+    ("broken", "wrong"),
+    [("labels", ["next-token labels", "loss"]), ("mask", ["response mask"]), ("shift", ["decode shift"])],
+)
+def test_broken_label_alignment_is_reported(model_path, capsys, monkeypatch, broken, wrong):
     if broken == "labels":
         monkeypatch.setattr(layouts, "_next_labels", lambda ids, answers: torch.where(answers, ids, -100))
     elif broken == "mask":
@@ -132,4 +136,18 @@ def test_broken_label_alignment_is_reported(model_path, capsys, monkeypatch, bro
         monkeypatch.setattr(verify_label_alignment, "greedy_decode_response", unshifted)
     arguments = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
     assert verify_label_alignment.main(arguments) == 1
-    assert "WRONG" in capsys.readouterr().out
+    lines = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _, outcome in lines if outcome.startswith("WRONG: ")] == wrong
+
+
+def test_label_alignment_says_which_losses_it_does_not_compare(capsys, monkeypatch):
+    monkeypatch.setattr(verify_label_alignment, "mask_problem", lambda model: "takes no position_ids")
+    assert verify_label_alignment.main([]) == 0
+    assert "\nloss (of full rows only: the model takes no position_ids): ok\n" in capsys.readouterr().out
+
+
+def test_label_alignment_needs_a_tokenizer_with_an_end(model_path, monkeypatch):
+    endless = SimpleNamespace(eos_token=None, eos_token_id=None)
+    monkeypatch.setattr(verify_label_alignment, "hf_tokenizer", lambda path: endless)
+    with pytest.raises(SystemExit, match=f"--model_path {model_path}: the tokenizer has no EOS token; add one to"):
+        verify_label_alignment.main(["--model_path", model_path])

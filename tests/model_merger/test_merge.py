@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_merged_model_gives_the_same_logits_in_plain_transformers(llama, tmp_p
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert run("test", "--local_dir", folder, "--test_hf_dir", tmp_path / "hf") == 0
     assert run("test", "--local_dir", folder, "--test_hf_dir", llama) == 1  # the update moved it
+
+
+def test_every_option_of_the_command_line_and_none(tmp_path, monkeypatch):
+    asked, target = [], tmp_path / "hf"
+    monkeypatch.setattr("verl.model_merger.merge.merge", lambda *given: asked.append(given))
+    monkeypatch.setattr("verl.model_merger.merge.differences", lambda *given: asked.append(given[:2]) or 0)
+    common, flags = ("--local_dir", "a"), ("--tie-word-embedding", "--trust-remote-code", "--is-value-model")
+    values = ("--hf_model_path", "m", "--dtype", "fp16", "--backend", "fsdp", "--use_cpu_initialization")
+    assert run("merge", *common, "--target_dir", target) == 0
+    assert run("merge", *common, *values, *flags, "--max_shard_size", "1MB", "--target_dir", target) == 0
+    assert run("test", *common, "--test_hf_dir", "b") == 0
+    assert run("test", *common, *values, *flags, "--test_hf_dir", "b") == 0
+    plain = MergeOptions(Path("a"))
+    true = {"tie_word_embedding": True, "trust_remote_code": True, "is_value_model": True}
+    full = MergeOptions(Path("a"), Path("m"), "fp16", **true)
+    sharded, other = replace(full, max_shard_size="1MB"), Path("b")
+    assert asked == [(plain, target), (sharded, target), (plain, other), (full, other)]
 
 
 def test_lora_is_merged_into_the_model_that_it_was_trained_on(llama, tmp_path):

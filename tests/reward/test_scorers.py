@@ -62,6 +62,7 @@ def test_another_source_is_refused_with_the_fix():
         ("a \\boxed{1} b \\boxed{\\frac{1}{2}} c", "\\boxed{\\frac{1}{2}}"),
         ("$\\boxed 5$ end", "\\boxed 5"),
         ("\\boxed {4} or $5$", "\\boxed {4}"),
+        ("\\boxed{2} or \\fbox{3}", "\\fbox{3}"),
         ("\\boxed{never closed", None),
         ("\\boxed{4} no, \\boxed\\frac{1}{2}", None),
         ("\\boxed5, as \\frac{1}{2} shows", None),
@@ -77,8 +78,11 @@ def test_what_stands_in_a_box():
     assert math_reward.remove_boxed("\\boxed 5") == "5" and math_reward.remove_boxed("\\fbox{x}") == "x"
     assert math_reward.remove_boxed("\\boxed {4}") == "4" == math_reward.remove_boxed("\\boxed\n{4}")
     for text in ("5", "\\boxed5", "\\boxed{5"):
-        with pytest.raises(ValueError, match="is no"):
+        with pytest.raises(ValueError, match="is no.*; take it from last_boxed_only_string"):
             math_reward.remove_boxed(text)
+    with pytest.raises(ValueError) as caught:
+        math_reward.remove_boxed("5" * 1_000_000)
+    assert len(str(caught.value)) < 200
 
 
 BOXED = (MATH, "numina_cn_k12", "hiyouga/geometry3k")
@@ -98,10 +102,14 @@ def test_a_box_that_cannot_be_read_is_no_answer(source):
     [
         ("\\frac12", "\\frac{1}{2}"),
         ("\\tfrac{3}4", "\\frac{3}{4}"),
+        ("\\dfrac12", "\\frac{1}{2}"),
+        ("\\cfrac12", "\\frac{1}{2}"),
+        ("1\\,000\\!\\;", "1000"),
         ("-3/4", "\\frac{-3}{4}"),
         ("\\sqrt3", "\\sqrt{3}"),
         ("\\sqrt[3]{2}", "\\sqrt[3]{2}"),
         (".5", "\\frac{1}{2}"),
+        ("x=-.25", "-0.25"),
         ("k = 7", "7"),
         ("5\\text{ cm}^2", "5"),
         ("5\\text{ square units}^{-3}$.", "5"),
@@ -123,6 +131,8 @@ def test_math_score_is_of_the_text():
     assert math_reward.compute_score("thus \\boxed{\\frac12}", "0.5") == 1.0
     assert math_reward.compute_score("thus \\boxed{2}", "3") == 0.0
     assert math_reward.compute_score("thus 3", "3") == 0.0
+    assert math_reward.compute_score("thus \\fbox{3}", "3") == 1.0
+    assert math_reward.is_equiv("0.50", "0.5") and math_reward.is_equiv("5.0\\%", "5")  # before, after strip_string
     assert math_reward.is_equiv(None, None) and not math_reward.is_equiv("1", None)
 
 

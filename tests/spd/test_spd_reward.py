@@ -53,7 +53,7 @@ def test_length_penalty_costs_right_answers_that_grew():
     assert score(4, 1, 1, length_penalty=2.0, hybrid_length=8, baseline_length=10)["score"] == 2.0
     at_once = {"hybrid_length": 3, "baseline_length": 0}  # the target would have ended there
     assert score(4, 1, 1, length_penalty=2.0, **at_once)["score"] == 2.0 - 2.0 * 3
-    with pytest.raises(ValueError, match="baseline_length=None"):
+    with pytest.raises(ValueError, match="baseline_length=None.*set actor_rollout_ref.rollout.name=spd, or length"):
         score(4, 1, 1, length_penalty=2.0, hybrid_length=8)
 
 
@@ -72,6 +72,19 @@ def test_batch_form_scores_each_row_alike_and_names_the_bad_one():
     assert [row["score"] for row in got] == [2.0, -7.0]
     with pytest.raises(ValueError, match="row 1 .*is_correct_hybrid"):
         compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], [rows[0], info(4, None, 1)], COEFFICIENTS)
+
+
+READ = ["effective_len", "is_correct_hybrid", "is_correct_baseline", "draft_ids", "target_ids"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_value_that_is_missing_or_null_is_named_with_its_row(name):
+    row, settings = info(4, 1, 1), COEFFICIENTS | {"length": "gain"}
+    absent = {key: value for key, value in row.items() if key != name}
+    for wrong, state in ((row | {name: None}, "null"), (absent, "missing")):
+        message = rf"row 1 .*extra_info\.{name} is {state}; there are: index, .* set actor_rollout_ref.rollout.name=spd"
+        with pytest.raises(ValueError, match=message):
+            compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], [row, wrong], settings)
 
 
 def test_a_misspelt_coefficient_is_refused():

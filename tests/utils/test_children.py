@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.watched_runs import becomes
+from verl.utils import supervisor
 from verl.utils.children import (
     PROCESS_STARTS,
     ChildDied,
@@ -249,3 +250,29 @@ def test_arguments_keep_their_names():
     child = ForkedChild(functools.wraps(work)(lambda **given: given))
     assert child.call(20.0, seconds=1, self=2) == {"seconds": 1, "self": 2}
     child.end()
+
+
+def test_a_signal_that_the_kernel_refuses_is_an_error():
+    with pytest.raises(OSError, match=r"prctl\(1, 9999\): Invalid argument"):
+        supervisor.end_with_parent(9999)
+
+
+def test_a_program_with_limits_does_not_start_where_the_kernel_lists_no_children(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).endswith("/children"))
+    monkeypatch.setattr(signal, "signal", lambda *given: None)  # the handlers of this process stay
+    read_end, write_end = os.pipe()
+    supervisor.supervise(write_end, os.getppid(), LIMITS, ["touch", str(tmp_path / "ran")])
+    assert os.read(read_end, 100)[4:] == b'{"exit": 127, "stopped": null}' and not (tmp_path / "ran").exists()
+    assert "limits need /proc/PID/task/TID/children: use a Linux kernel with CONFIG_PROC_CHILDREN" in (
+        capsys.readouterr().err
+    )
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_the_folder_of_a_session_whose_driver_ended_first_is_removed(tmp_path):
+    driver, folder = subprocess.Popen(["true"]), tmp_path / "session"
+    driver.wait()
+    (folder / "sockets").mkdir(parents=True)
+    supervisor.guard_ray_session(-1, driver.pid, str(folder))
+    assert not folder.exists()

@@ -17,6 +17,10 @@ CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
 DIFFERENT = "it renders earlier turns differently once the message follows"
 
 
+class NotAppendable(ValueError):
+    """The chat template does not support messages that are appended to a generated turn."""
+
+
 class MessageEncoder:
     """Encodes prompts and appended messages.
 
@@ -58,7 +62,7 @@ class MessageEncoder:
 
         Either all messages have the role "tool" and follow a turn with tool calls, or none has. `after` is the last
         generated id. Templates whose messages begin with the stop token of the previous turn need it: this stop token
-        is left out if it was generated, or if `after` is None. Raises ValueError if the template does not support
+        is left out if it was generated, or if `after` is None. Raises NotAppendable if the template does not support
         appending: it raises an error, changes earlier turns, or ends a turn without a token of `stop_ids`.
         """
         role = messages[0]["role"]
@@ -77,7 +81,7 @@ class MessageEncoder:
                     self._systems = [system]
                     return ids
                 problem = problem or reason
-        raise ValueError(f"messages of role {role!r} cannot be added by the chat template: {problem}")
+        raise NotAppendable(f"messages of role {role!r} cannot be added by the chat template: {problem}")
 
     def without_separator(self, ids: list[int]) -> list[int]:
         """The ids up to the stop token of the last turn, without the separator that follows it."""
@@ -169,7 +173,7 @@ class MessageEncoder:
         if not at_once:
             try:
                 return self.encode_appended(messages, tools)
-            except ValueError as error:
+            except NotAppendable as error:
                 with suppress(ChatTemplateError):
                     self._checked(role, texts, tools, at_once=True)
                     raise ValueError(f"{error}. Set rollout.multi_turn.row_per_turn=true for this template") from None

@@ -68,7 +68,8 @@ class BaseRollout(ABC):
         """Answer left-padded prompts [B, P]; `meta_info["n"]` answers each, those of one prompt adjacent.
 
         Gives prompts [B*n, P], responses [B*n, R] (right-padded), input_ids, attention_mask and position_ids
-        [B*n, P+R], response_mask [B*n, R].
+        [B*n, P+R], response_mask [B*n, R], all int64. attention_mask is 1 on tokens, 0 on padding; response_mask is 1
+        on generated tokens with their EOS, 0 after it.
         """
 
 
@@ -81,8 +82,7 @@ def engine_group(size: int, timeout: timedelta | None = None) -> dist.ProcessGro
         return None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % size:
-        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        raise ValueError(f"{key}={size} does not divide the {ranks} ranks; use a divisor.")
+        raise ValueError(f"{KEY}.tensor_model_parallel_size={size} does not divide the {ranks} ranks; use a divisor.")
     starts = range(0, ranks, size)
     groups = [dist.new_group(range(first, first + size), backend="gloo", timeout=timeout) for first in starts]
     return groups[dist.get_rank() // size]
@@ -91,7 +91,7 @@ def engine_group(size: int, timeout: timedelta | None = None) -> dist.ProcessGro
 # (name, mode) -> class, or its dotted name: what comes with verl is imported when it is requested, since some rollouts
 # need packages of their own.
 _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry(
-    "actor_rollout_ref.rollout.{name,mode}",
+    f"{KEY}.{{name,mode}}",
     "Your own: register it with register_rollout in a module named by actor_rollout_ref.model.external_lib.",
 )
 _ROLLOUT_REGISTRY |= {
@@ -101,7 +101,19 @@ _ROLLOUT_REGISTRY |= {
     ("vllm", "async"): "verl.rollout.vllm_rollout.vllm_async_rollout.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
 }
-_ROLLOUT_REGISTRY |= {tuple(name.rsplit(".", 1)): value for name, value in installed_plugins("rollouts").items()}
+
+
+def _register_installed() -> None:
+    """Register the rollouts of installed packages; ValueError for one without a mode or with the name of another."""
+    for point, path in installed_plugins("rollouts").items():
+        name, _, mode = point.rpartition(".")
+        if not name or not mode:
+            text = f"entry point {point!r} of the group verl.rollouts ({path}) names no mode"
+            raise ValueError(f"{text}; use <rollout.name>.<rollout.mode>.")
+        _ROLLOUT_REGISTRY.register((name, mode))(path)
+
+
+_register_installed()
 
 
 def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:
@@ -115,14 +127,14 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
     if not modes:
         hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
         known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
-        what = f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{hint}"
+        what = f"{KEY}.name={rollout_name!r} is unknown{hint}"
         raise ValueError(f"{what} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
     if mode == "async" and "sync" in modes and mode not in modes:
         mode = "sync"  # a step generates in one call either way
     if mode not in modes:
         raise ValueError(
-            f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
-            f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
+            f"{KEY}.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
+            f"it has: {', '.join(modes)}. Set {KEY}.mode={modes[0]}."
         )
     rollout = _ROLLOUT_REGISTRY[rollout_name, mode]
     return load_class_from_fqn(rollout, "rollout") if isinstance(rollout, str) else rollout

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 F_SETSIG = 10  # linux/fcntl.h
@@ -33,6 +34,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
     """Have the kernel send a signal to this process when the one that started it is gone (Linux; else nothing).
 
@@ -41,7 +48,7 @@ def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> 
     """
     if sys.platform == "linux":
         parent = os.getppid() if parent is None else parent
-        _LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        _prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), number)
 
@@ -60,11 +67,11 @@ def kill_when_closed(descriptor: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_group(group: int, reap) -> None:
+def _end_group(group: int, reap: Callable[[], object]) -> None:
     """End a process group and wait until none of it is left; `reap()` collects our own dead child."""
     for kill in (
         lambda: os.killpg(group, signal.SIGTERM),
-        lambda: kill_all_but_trackers(group),
+        lambda: _kill_all_but_trackers(group),
         lambda: os.killpg(group, signal.SIGKILL),
     ):
         try:
@@ -81,7 +88,7 @@ def end_group(group: int, reap) -> None:
             time.sleep(0.05)
 
 
-def kill_all_but_trackers(group: int) -> None:
+def _kill_all_but_trackers(group: int) -> None:
     """SIGKILL the members of a process group but for Python's resource trackers; on systems without /proc none.
 
     Trackers end by themselves, after they have removed the semaphores of processes that were killed.
@@ -109,14 +116,14 @@ def guard(group: int, *closed: int) -> int:
             for descriptor in (write_end, *closed):
                 os.close(descriptor)
             os.read(read_end, 1)
-            end_group(group, lambda: None)
+            _end_group(group, lambda: None)
         os._exit(0)
     os.waitpid(first, 0)
     os.close(read_end)
     return write_end
 
 
-def descendants(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     """The process ids of all children of a process, and of theirs."""
     pids, waiting = [], [pid]
     while waiting:
@@ -130,32 +137,32 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
-def memory_of(pids: list[int]) -> int:
+def _memory_of(pids: list[int]) -> int:
     """Bytes of memory in use by processes; pages that they share count for each of them."""
     pages = 0
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:  # it has ended
             pages += int(file.read().split()[1])
     return pages * PAGE
 
 
-def end_descendants() -> None:
+def _end_descendants() -> None:
     """Kill all descendants: they are stopped first, so that they start no others meanwhile."""
-    while pids := descendants(os.getpid()):
+    while pids := _descendants(os.getpid()):
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it has ended
                     os.kill(pid, sign)
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.002)
 
 
-def report(channel: int, **content: object) -> None:
+def _report(channel: int, **content: object) -> None:
     """Send the owner a message as connections of multiprocessing do, unless it is gone."""
     message = json.dumps(content).encode()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it is gone
         os.write(channel, len(message).to_bytes(4, "big") + message)
 
 
@@ -166,23 +173,25 @@ def supervise(channel: int, owner: int, limits: dict[str, float] | None, command
     compared ten times a second, this process is the subreaper of the program: processes that detach themselves are its
     children as well, and are killed too. Without limits the program is a server, whose process group is ended gently,
     also when this process is killed or gets a signal. The report: {exit, stopped}, the exit code (below 0 for a
-    signal), and null or why the program was ended.
+    signal, 127 if the program cannot start), and null or why the program was ended.
     """
     stopping: list[int] = []
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # handled, not ignored, which the program would inherit
         signal.signal(sign, lambda number, frame: stopping.append(number))
     me, stopped = os.getpid(), None
     deadline = time.monotonic() + (limits["seconds"] if limits else float("inf"))
-    if limits:
-        _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
+        if limits:
+            if not os.path.exists(f"/proc/{me}/task/{me}/children"):
+                raise OSError("limits need /proc/PID/task/TID/children: use a Linux kernel with CONFIG_PROC_CHILDREN")
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
         child = subprocess.Popen(
             command, stdin=None if limits else subprocess.DEVNULL, start_new_session=True,
             preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
         )  # fmt: skip
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:  # the latter if prctl fails in the child
         sys.stderr.write(str(error))
-        report(channel, exit=127, stopped=None)
+        _report(channel, exit=127, stopped=None)
         return
     if not limits:
         guard(child.pid, channel)
@@ -192,24 +201,24 @@ def supervise(channel: int, owner: int, limits: dict[str, float] | None, command
             if select.select([channel], [], [], wait)[0] or os.getppid() != owner:
                 stopped = "owner"
             elif limits:
-                stopped = exceeded(limits, deadline)
+                stopped = _exceeded(limits, deadline)
             elif stopping:
                 stopped = "signal"
         code = child.poll()
     finally:
         if limits:
-            end_descendants()
+            _end_descendants()
         else:
-            end_group(child.pid, child.poll)
-    report(channel, exit=-signal.SIGKILL if code is None else code, stopped=stopped)
+            _end_group(child.pid, child.poll)
+    _report(channel, exit=-signal.SIGKILL if code is None else code, stopped=stopped)
 
 
-def exceeded(limits: dict[str, float], deadline: float) -> str | None:
+def _exceeded(limits: dict[str, float], deadline: float) -> str | None:
     """The limit that the descendants of this process exceed."""
-    pids = descendants(os.getpid())
+    pids = _descendants(os.getpid())
     if len(pids) > limits["processes"]:
         return "processes"
-    if memory_of(pids) > limits["memory_bytes"]:
+    if _memory_of(pids) > limits["memory_bytes"]:
         return "memory"
     return "time" if time.monotonic() >= deadline else None
 
@@ -222,14 +231,18 @@ def guard_ray_session(channel: int, owner_pid: int, folder: str) -> None:
     """
     import psutil
 
-    def below(processes):
-        descendants = set()
+    def below(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+        found: set[psutil.Process] = set()
         for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                descendants |= set(process.children(recursive=True))
-        return descendants - {psutil.Process()}
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                found |= set(process.children(recursive=True))
+        return found - {psutil.Process()}
 
-    owner = psutil.Process(owner_pid)
+    try:
+        owner = psutil.Process(owner_pid)
+    except psutil.NoSuchProcess:  # it was killed before this process started, and its descendants are unknown
+        shutil.rmtree(folder, ignore_errors=True)
+        return
     known = below([owner])
     while not select.select([channel], [], [], SESSION_LOOK_EVERY_S)[0]:
         known = {p for p in known if p.is_running()} | below([owner])
@@ -239,7 +252,7 @@ def guard_ray_session(channel: int, owner_pid: int, folder: str) -> None:
     time.sleep(SESSION_GRACE_S)
     known |= below(list(known))
     for process in known:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             process.kill()  # psutil compares start times: never a later process with the same number
     psutil.wait_procs(known, timeout=2.0)
     shutil.rmtree(folder, ignore_errors=True)

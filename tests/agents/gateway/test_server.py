@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -9,6 +10,7 @@ import pytest
 
 from tests.agents.gateway.parts import CALL, LOOKUP, USER, client_of, session_of
 from verl.agents.gateway.server import Gateway
+from verl.agents.message_encoder import NotAppendable
 from verl.rollout.replica import TokenOutput
 from verl.utils.http_json import ServerUnreachable
 
@@ -60,6 +62,19 @@ async def test_an_edited_history_and_a_sub_agent_are_branches():
     assert sum(sum(row.response_mask) for row in rows) == 8  # a letter and the end of each turn
     decode = session.settings.encoder.tokenizer.decode
     assert "a<|im_end|>\n<|im_start|>user\ny" in decode(rows[1].prompt_ids) and "Plan." in decode(rows[2].prompt_ids)
+
+
+async def test_other_errors_of_the_encoder_do_not_pass_for_a_template_that_cannot_append(monkeypatch):
+    session = session_of(scripted("a<|im_end|>"))
+    first = await session.generate([USER])
+    continued = [USER, first.choices[0].message, USER]
+    encoder = session.settings.encoder
+    monkeypatch.setattr(encoder, "encode_appended", Mock(side_effect=NotAppendable("no user")))
+    await session.generate(continued)
+    assert session.settings.server_manager.asked[1][0] == encoder.prompt(continued)
+    monkeypatch.setattr(encoder, "encode_appended", Mock(side_effect=ValueError("a fault")))
+    with pytest.raises(ValueError, match="a fault"):
+        await session.generate(continued)
 
 
 async def test_several_choices_log_probs_limits_and_stops():

@@ -16,7 +16,7 @@ from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, most_to
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.conversation import ConversationTree
 from verl.agents.gateway.messages import RequestError, key_after, tools_key
-from verl.agents.message_encoder import CALL_ID, MessageEncoder
+from verl.agents.message_encoder import CALL_ID, MessageEncoder, NotAppendable
 from verl.config.rollout import RolloutConfig
 from verl.data.chat_template import ChatTemplateError
 from verl.rollout.replica import TokenOutput
@@ -78,7 +78,7 @@ class Session:
     settings: SessionSettings
     sampling: dict[str, Any]
     name: str
-    max_requests: int = 256
+    max_requests: int
     tree: ConversationTree = field(default_factory=ConversationTree)
     reward: float | None = None
     failure: str | None = None  # why the conversation cannot be used
@@ -141,7 +141,7 @@ class Session:
             ids, added = self._ids_after[keys[known[-1]]], messages[known[-1] :]
             calls = bool(messages[known[-1] - 1].get("tool_calls"))
             if ids[-1] in encoder.stop_ids and {m["role"] for m in added} == {"tool" if calls else "user"}:
-                with contextlib.suppress(ValueError):  # the template does not allow for it
+                with contextlib.suppress(NotAppendable):
                     return ids + encoder.encode_appended(added, tools, after=ids[-1])
         try:
             return encoder.prompt(messages, tools)
@@ -153,12 +153,12 @@ class Session:
         rollout = self.settings.rollout
         most = most_tokens(rollout)
         if not self.tree.turns and len(prompt) > rollout.prompt_length:
-            limit = f"more than rollout.prompt_length={rollout.prompt_length}"
-            raise RequestError(f"the prompt has {len(prompt)} tokens, {limit}", code=TOO_LONG)
+            reason = f"more than rollout.prompt_length={rollout.prompt_length}"
+            raise RequestError(f"the prompt has {len(prompt)} tokens, {reason}", code=TOO_LONG)
         if len(prompt) >= most:
             self.is_full = True
-            limit = f"rollout.prompt_length + response_length, or max_model_len, is {most}"
-            raise RequestError(f"the prompt has {len(prompt)} tokens: {limit}", code=TOO_LONG)
+            reason = f"rollout.prompt_length + response_length, or max_model_len, is {most}"
+            raise RequestError(f"the prompt has {len(prompt)} tokens: {reason}", code=TOO_LONG)
         wanted = min(most - len(prompt), max_tokens or most)
         async with self._changed:
             while True:
@@ -169,8 +169,8 @@ class Session:
                 await self._changed.wait()
             if room < 1:
                 self.is_full = True
-                limit = f"rollout.response_length={rollout.response_length}"
-                raise RequestError(f"the conversation has no room for a reply: {limit}", code=TOO_LONG)
+                reason = f"rollout.response_length={rollout.response_length}"
+                raise RequestError(f"the conversation has no room for a reply: {reason}", code=TOO_LONG)
             limit = min(room, wanted)
             self._reserved += n * limit + appended
         return limit, n * limit + appended

@@ -22,11 +22,14 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the conversation so far: (whether it ends here, text of the user's turn, score, extra values)."""
+        """Answer the conversation so far: (whether it ends here, text of the user's turn, score, extra values).
+
+        `kwargs` are the row's `extra_info.interaction_kwargs` without `name`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method generate_response, which answers the model.")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of the instance's state."""
+        """The score of the instance's state. Agent loops do not call it; `generate_response` may."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:

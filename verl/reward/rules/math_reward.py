@@ -32,7 +32,10 @@ def boxed_answer(text: str) -> str | None:
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Whether two answers are the same text or number after `strip_string`; None equals None alone."""
+    """Whether two answers are the same text after `strip_string`, or the same number before or after it.
+
+    None equals None alone. With `verbose`, both texts are logged.
+    """
     if str1 is None or str2 is None:
         return str1 is None and str2 is None
     first, second = strip_string(str1), strip_string(str2)
@@ -72,7 +75,7 @@ def remove_boxed(s: str) -> str:
         return s[opened.end() :]
     if opened is not None and s.endswith("}"):
         return s[opened.end() + 1 : -1]
-    raise ValueError(f"{s!r} is not a \\boxed{{...}} or \\fbox{{...}}")
+    raise ValueError(f"{s[:80]!r} is not a \\boxed{{...}} or \\fbox{{...}}; take it from last_boxed_only_string.")
 
 
 def fix_fracs(string: str) -> str:
@@ -97,7 +100,11 @@ def fix_sqrt(string: str) -> str:
 
 
 def strip_string(string: str) -> str:
-    """One spelling of an answer: no spaces, units, degrees, dollars, percents; `x=` in front goes; `.5` -> `0.5`."""
+    """One spelling of an answer.
+
+    Without spaces, degrees, dollars, percents, `\\left`, `\\right`, `x=` in front and a unit at the end. Roots and
+    fractions have braces. A quotient of integers and 0.5 become fractions; other decimals get a digit before the point.
+    """
     for spelling, plain in _SPELLINGS:
         string = string.replace(spelling, plain)
     string = _DROPPED.sub("", remove_right_units(string))
