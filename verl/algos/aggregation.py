@@ -78,17 +78,15 @@ def agg_loss(
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, loss_mask) * dp_size
     if loss_agg_mode == "token-mean":
-        divisor = tokens.sum() if batch_num_tokens is None else batch_num_tokens
-        return masked_sum(loss_mat, loss_mask) / _at_least_one(divisor) * dp_size
-    per_sequence = masked_sum(loss_mat, loss_mask, axis=-1)  # [B]
-    if loss_agg_mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / tokens.clamp(min=1)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        per_sequence = per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    divisor = (tokens > 0).sum() if global_batch_size is None else global_batch_size
-    return per_sequence.sum() / _at_least_one(divisor) * dp_size
-
-
-def _at_least_one(count: int | torch.Tensor) -> int | torch.Tensor:
-    """A batch without a counted token has loss 0, not NaN."""
-    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+        total = masked_sum(loss_mat, loss_mask)
+        count = tokens.sum() if batch_num_tokens is None else batch_num_tokens
+    else:
+        per_sequence = masked_sum(loss_mat, loss_mask, axis=-1)  # [B]
+        if loss_agg_mode == "seq-mean-token-mean":
+            per_sequence = per_sequence / tokens.clamp(min=1)
+        elif loss_agg_mode == "seq-mean-token-sum-norm":
+            per_sequence = per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        total = per_sequence.sum()
+        count = (tokens > 0).sum() if global_batch_size is None else global_batch_size
+    # At least one: a batch without a counted token has loss 0, not NaN.
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)) * dp_size

@@ -1,7 +1,6 @@
-"""Fetching what ranks returned, or the error that explains why they did not."""
+"""The error that explains why ranks did not return what they were called for."""
 
 import re
-from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,22 +13,17 @@ class WorkerDiedError(RuntimeError):
     """A rank's process ended while its group was working."""
 
 
-def fetch(refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: float | None = None) -> list[Any]:
-    """The values of `refs`, in order. `labels` says of each which rank it comes from.
+def failure_of(refs: list[ray.ObjectRef], labels: list[str], method: str) -> Exception:
+    """The exception of the rank that failed for a reason of its own, with its own type and the worker's traceback as a
+    note; some of `refs` failed. `labels` says of each which rank it comes from.
 
-    Raises GetTimeoutError when they are not there after `seconds`.
-
-    When ranks fail, the exception of the one that failed for a reason of its own is raised, with its own type and the
-    worker's traceback as a note. A dead process comes first: what the others say then is a broken connection.
+    A dead process comes first: what the others say then is a broken connection.
     """
-    try:
-        return ray.get(refs, timeout=seconds)
-    except (RayTaskError, RayActorError):
-        failures = _failures(refs)
+    failures = _failures(refs)
     deaths = [(i, e) for i, e in failures if isinstance(e, RayActorError)]
     index, error = (deaths or failures)[0]
     others = [labels[i] for i, _ in failures if i != index]
-    raise _explain(error, labels[index], method, others) from None
+    return _explain(error, labels[index], method, others)
 
 
 def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from loguru import logger
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import get_master_addr_port
 from verl.single_controller.base.worker_group import WorkerGroup, func_generator, registered_methods
-from verl.single_controller.ray.fetch import fetch
+from verl.single_controller.ray.fetch import failure_of
 from verl.single_controller.ray.ray_class import FUSED_SEPARATOR, RayClassWithInitArgs, role_classes, unwrap
 from verl.single_controller.ray.resource_pool import RayResourcePool, get_random_string, node_of_bundle
 from verl.single_controller.ray.watchdog import phase_of, timeout_error
@@ -147,7 +147,14 @@ class RayWorkerGroup(WorkerGroup):
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 
-    def _call(self, rank: int, method_name: str, args: tuple, kwargs: dict) -> ray.ObjectRef:
+    def _call(
+        self, rank: int, method_name: str, args: tuple, kwargs: dict, stored: dict[int, ray.ObjectRef]
+    ) -> ray.ObjectRef:
+        """Call a rank with a reference for each batch, kept in `stored`: ranks that share a part share its memory."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, DataProto | TensorDict) and id(value) not in stored:
+                stored[id(value)] = ray.put(value)
+        args, kwargs = [stored.get(id(a), a) for a in args], {k: stored.get(id(v), v) for k, v in kwargs.items()}
         worker = self._workers[rank]
         if self.fused_worker_used and FUSED_SEPARATOR in method_name:
             return worker._fuw_execute.remote(method_name, *args, **kwargs)
@@ -158,9 +165,11 @@ class RayWorkerGroup(WorkerGroup):
         labels = list(self.actors_by_label())[: len(many)]
         limit = self.time_limits.get(phase_of(method_name))
         try:
-            values = fetch(many, labels, method_name, limit)
+            values = ray.get(many, timeout=limit)
         except GetTimeoutError:
             raise timeout_error(many, labels, method_name, limit, self._workers) from None
+        except (RayTaskError, RayActorError):
+            raise failure_of(many, labels, method_name) from None
         return values if isinstance(refs, list) else values[0]
 
     def actors_by_label(self) -> dict[str, ActorHandle]:
@@ -171,7 +180,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args, **kwargs) -> ray.ObjectRef:
         """Call rank 0 with the arguments as they are; a reference."""
-        return self._call(0, method_name, *_stored(args, kwargs, {}))
+        return self._call(0, method_name, args, kwargs, {})
 
     execute_rank_zero = execute_rank_zero_async
 
@@ -190,8 +199,8 @@ class RayWorkerGroup(WorkerGroup):
         shares = [(args, kwargs) for _ in ranks]
         if sharded:
             shares = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in ranks]
-        known: dict[int, ray.ObjectRef] = {}
-        return [self._call(rank, method_name, *_stored(*share, known)) for rank, share in enumerate(shares)]
+        stored: dict[int, ray.ObjectRef] = {}
+        return [self._call(rank, method_name, *share, stored) for rank, share in enumerate(shares)]
 
     execute_all = execute_all_async
 
@@ -216,16 +225,3 @@ class RayWorkerGroup(WorkerGroup):
     @property
     def worker_names(self) -> list[str]:
         return self._worker_names
-
-
-def _stored(args: tuple, kwargs: dict, known: dict[int, ray.ObjectRef]) -> tuple[tuple, dict]:
-    """Each batch replaced by a reference, kept in `known` by its id: ranks that share a part share its memory."""
-
-    def put(value: Any) -> Any:
-        if not isinstance(value, DataProto | TensorDict):
-            return value
-        if id(value) not in known:
-            known[id(value)] = ray.put(value)
-        return known[id(value)]
-
-    return tuple(put(a) for a in args), {k: put(v) for k, v in kwargs.items()}
