@@ -85,9 +85,7 @@ class DataParallelPPOActor(BasePPOActor):
                 "only a single step may leave them out."
             )
         loss_of = partial(self._loss, temperature=data.meta_info.get("temperature", self.temperature))
-        begins = self.auxiliary_losses or config.policy_loss.loss_mode in TOKEN_SCORES
-        begin = self._begin if begins else None
-        metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", begin, **self._cut)
+        metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
         return metrics
