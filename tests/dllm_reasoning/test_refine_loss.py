@@ -121,7 +121,7 @@ def changes(path, data, *, apart, shared, sequences=1, losses=("refine_loss",), 
         ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, rollout_n=4, grad_clip=1e6,
         auxiliary_losses=dict.fromkeys(losses, SETTINGS | more), share_prompt_forward=shared,
     )  # fmt: skip
-    actor = DataParallelPPOActor(config, engine, policy, 0.8)
+    actor = DataParallelPPOActor(config, engine, policy)
     (loss,) = actor.auxiliary_losses
     assert loss.needs_cache
     loss.needs_cache = not apart

@@ -39,11 +39,11 @@ def make_engine(
     return built
 
 
-def make_actor(engine, *, mini=8, micro=8, temperature=0.8, **config):
+def make_actor(engine, *, mini=8, micro=8, **config):
     settings = dict(
         ppo_mini_batch_size=mini, ppo_micro_batch_size_per_gpu=micro, rollout_n=1, grad_clip=1.0, clip_ratio=0.2
     )
-    return DataParallelPPOActor(FSDPActorConfig(**{**settings, **config}), engine, get_policy("causal_lm"), temperature)
+    return DataParallelPPOActor(FSDPActorConfig(**{**settings, **config}), engine, get_policy("causal_lm"))
 
 
 def serve_weights(engine, version=0, **settings):
@@ -70,7 +70,7 @@ def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:
         mask[i, prompt + response - (i * 2) % response :] = 0
     response_mask = mask[:, prompt:].clone()
     response_mask[::3, 1] = 0
-    return DataProto.from_dict(
+    batch = DataProto.from_dict(
         tensors={
             "input_ids": ids * mask,
             "attention_mask": mask,
@@ -82,6 +82,8 @@ def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:
             "ref_log_prob": -4.1 + 0.1 * torch.randn(rows, response, generator=g),
         }
     )
+    batch.meta_info["temperature"] = 0.8
+    return batch
 
 
 def left_padded(lengths, width: int, seed: int = 0, **meta) -> DataProto:

@@ -42,7 +42,7 @@ def judged_blocks(seed: int) -> DataProto:
     sampled = {"responses": torch.randint(0, 2, shape, generator=g), "response_mask": torch.ones(shape, dtype=int)}
     sampled["advantages"] = torch.randn(shape, generator=g)
     groups = {"group_index": torch.arange(PROMPTS).repeat_interleave(N)}
-    return DataProto.from_dict(tensors={**rows, **sampled, **groups})
+    return DataProto.from_dict(tensors={**rows, **sampled, **groups}, meta_info={"temperature": 1.0})
 
 
 def build(path: str, kind: str, **model):
@@ -59,7 +59,7 @@ def step(engine, rank: int, world_size: int, seed: int, remove_padding: bool = F
     })  # fmt: skip
     policy = get_policy("bernoulli", share=True)
     policy.set_forward(remove_padding=remove_padding, share_prompt=True)
-    actor = DataParallelPPOActor(config, engine, policy, 1.0)
+    actor = DataParallelPPOActor(config, engine, policy)
     mine = judged_blocks(seed)[rank * rows : (rank + 1) * rows]
     mine.batch["old_log_probs"] = actor.compute_log_prob(mine)[0]
     return actor.update_policy(mine)

@@ -70,6 +70,7 @@ def ragged_batch() -> DataProto:
             "advantages": noise["advantages"], "old_log_probs": -4.2 + 0.2 * noise["old"],
             "ref_log_prob": -4.1 + 0.2 * noise["ref"], "returns": noise["returns"], "values": 0.3 * noise["values"],
         },
+        meta_info={"temperature": 0.8},
     )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def actor_step(engine, share, mode, cut):
         **loss, "entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
         "share_prompt_forward": shared, **settings,
     })  # fmt: skip
-    metrics = DataParallelPPOActor(config, engine, policy, 0.8).update_policy(share)
+    metrics = DataParallelPPOActor(config, engine, policy).update_policy(share)
     return {name: value[0] for name, value in metrics.items()}, engine.optimizer.seen
 
 
@@ -176,7 +177,7 @@ def log_probs(engine, cut, batch=None):
         "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N,
         "share_prompt_forward": shared, **settings,
     })  # fmt: skip
-    return DataParallelPPOActor(config, engine, policy, 0.8).compute_log_prob(
+    return DataParallelPPOActor(config, engine, policy).compute_log_prob(
         ragged_batch() if batch is None else batch, calculate_entropy=True
     )
 

@@ -73,7 +73,6 @@ class ActorRolloutRefWorker(ModelWorker):
         """Join the process group, then build what the role asks for."""
         self.join_ranks("actor", "rollout", "ref")
         self.model_config = self.config.model.load()
-        temperature = self.config.rollout.temperature
         self.actor_config = per_rank_sizes(
             self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
         )
@@ -81,7 +80,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.policy = self._make_policy(self.actor_config)
             parts = (self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint)
             self.engine = self.make_engine(self.model_config, *parts)
-            self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy, temperature)
+            self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
         if self._is_rollout:
@@ -94,7 +93,7 @@ class ActorRolloutRefWorker(ModelWorker):
             model = self._reference_model(ref_config)
             self.ref_engine = self.make_engine(model, ref_config.fsdp_config, None, CheckpointConfig())
             policy = self._make_policy(ref_config)
-            self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy, temperature)
+            self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
 
     @property
@@ -225,7 +224,7 @@ class ActorRolloutRefWorker(ModelWorker):
         columns = {"old_log_probs": log_probs, "entropys": entropys}
         if self.config.actor.calculate_sum_pi_squared:
             # sum p^2 = Z(2z) / Z(z)^2 of the logits z, and the log-prob at half the temperature is 2z - log Z(2z).
-            meta = {**data.meta_info, "temperature": data.meta_info.get("temperature", self.actor.temperature) / 2}
+            meta = {**data.meta_info, "temperature": data.meta_info["temperature"] / 2}
             sharper, _ = self.actor.compute_log_prob(DataProto(data.batch, data.non_tensor_batch, meta))
             columns["sum_pi_squared"] = (2 * log_probs - sharper).exp()
         return DataProto.from_dict(columns)

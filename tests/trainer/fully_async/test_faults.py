@@ -69,7 +69,7 @@ def test_samples_of_several_versions_have_all_columns():
         samples = [queued(number, k, spans, end_reason="stop", notes=f"{number}/{k}") for k in range(2)]
         groups.append(Group(number, DataProto(None, arrays, {}), {}, 1, samples))
     batch, _ = phase.batch_of(groups, 5)
-    assert batch.meta_info == {"global_steps": 5}
+    assert batch.meta_info == {"global_steps": 5, "temperature": 1.0}
     columns = batch.non_tensor_batch
     assert columns[SAMPLE_ID].tolist() == columns["notes"].tolist() == ["0/0", "0/1", "1/0", "1/1"]
     assert columns["data_source"].tolist() == ["source 0"] * 2 + ["source 1"] * 2

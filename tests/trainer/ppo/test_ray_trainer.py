@@ -32,6 +32,7 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     assert group.calls == ["init_model"] + ["send_weights", "generate", "update"] * 6
     update = group.updates[0]
     assert {"advantages", "response_mask", "group_index"} <= set(update.batch.keys())
+    assert update.meta_info["temperature"] == 1.0
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert {s["kind"] for s in samples} == {"best", "worst", "random"}
     assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)

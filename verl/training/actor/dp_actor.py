@@ -33,10 +33,10 @@ class DataParallelPPOActor(BasePPOActor):
     number of rows on this rank.
     """
 
-    def __init__(self, config: FSDPActorConfig, engine: FSDPEngine, policy: Policy, temperature: float):
-        """`temperature`: of sampling. Log-probs are taken at it, unless the meta_info of a batch has another."""
+    def __init__(self, config: FSDPActorConfig, engine: FSDPEngine, policy: Policy):
         super().__init__(config)
-        self.engine, self.policy, self.temperature = engine, policy, temperature
+        self.engine = engine
+        self.policy = policy
         self.loss_fn = get_loss_fn(config.policy_loss.loss_mode)
         self._cut = {"whole_groups": config.share_prompt_forward, "reads_answers": policy.reads_answers}
         with engine.eval_mode():  # there it is known whether ranks share sequences
@@ -49,20 +49,19 @@ class DataParallelPPOActor(BasePPOActor):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log_probs [B, R] and, when asked, entropys [B, R], float32 on the CPU, in the batch's order.
 
-        meta_info: `temperature`, `micro_batch_size`, `use_dynamic_bsz`, `max_token_len` replace the actor's own.
+        meta_info: `temperature`; `micro_batch_size`, `use_dynamic_bsz`, `max_token_len` replace the actor's own keys.
         """
         data, meta = self._select(data, ()), data.meta_info
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        temperature = meta.get("temperature", self.temperature)
         data, own = self.engine.gather_over_sequence_group(data)
         budget = tokens * self.engine.sequence_parallel_size if dynamic else None
         micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
 
         def forward(batch: TensorDict) -> list[torch.Tensor]:
             log_prob, entropy = self.policy.log_probs(
-                self.engine.module, batch, temperature=temperature, with_entropy=calculate_entropy
+                self.engine.module, batch, temperature=meta["temperature"], with_entropy=calculate_entropy
             )
             return [log_prob.float(), entropy.float()] if calculate_entropy else [log_prob.float()]
 
@@ -84,7 +83,7 @@ class DataParallelPPOActor(BasePPOActor):
                 f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
                 "only a single step may leave them out."
             )
-        loss_of = partial(self._loss, temperature=data.meta_info.get("temperature", self.temperature))
+        loss_of = partial(self._loss, temperature=data.meta_info["temperature"])
         metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
@@ -174,6 +173,11 @@ class DataParallelPPOActor(BasePPOActor):
 
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the other columns are not copied to the device."""
+        if "temperature" not in data.meta_info:
+            raise ValueError(
+                "the actor's batch has no meta_info['temperature']: log-probs must be taken at the sampling "
+                "temperature."
+            )
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
         if SAMPLING_MASK in data.batch.keys():
             keys.append(SAMPLING_MASK)
