@@ -79,8 +79,16 @@ def recording(engine):
     return engine
 
 
-def actor_step(engine, share, mode, cut):
-    """(metrics, gradients) of one update on `share`."""
+def first_step(batch: DataProto) -> DataProto:
+    """The batch without old log-probs; of its first 8 rows one has advantages, of the others 7."""
+    batch = DataProto(batch.batch.clone(), {}, dict(batch.meta_info))
+    batch.batch.pop("old_log_probs")
+    batch.batch["advantages"][[*range(7), 12]] = 0
+    return batch
+
+
+def actor_step(engine, share, mode, cut, terms=True):
+    """(metrics, gradients) of one update on `share`; `terms`: with entropy and KL losses."""
     settings, packed, shared = CUTS[cut]
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(remove_padding=packed, share_prompt=shared)
@@ -89,7 +97,7 @@ def actor_step(engine, share, mode, cut):
     )} if mode in CHOICES else {"loss_agg_mode": mode}  # fmt: skip
     config = FSDPActorConfig(**{
         "ppo_mini_batch_size": len(share), "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N, "grad_clip": 1e6,
-        **loss, "entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
+        **loss, "entropy_coeff": 0.01 * terms, "use_kl_loss": terms, "kl_loss_coef": 0.1,
         "share_prompt_forward": shared, **settings,
     })  # fmt: skip
     metrics = DataParallelPPOActor(config, engine, policy).update_policy(share)
@@ -128,6 +136,11 @@ def on_two_ranks(rank, world_size, path, folder):
         poisoned.batch["returns"][2, 0] = float("nan")
     made["critic"].optimizer.seen = None
     results["poisoned"] = critic_step(made["critic"], poisoned, "token-mean", "rows")
+    first = first_step(ragged_batch())[rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
+    for cut in ("tokens", "tokens shared"):
+        results["first", cut], gradients = actor_step(made["actor"], first, "token-mean", cut, terms=False)
+        if rank == 0:
+            np.savez(f"{folder}/first {cut}.npz", *gradients)
     for role, step in (("actor", actor_step), ("critic", critic_step)):
         for mode in MODES[role]:
             for cut in on_ranks(role, mode):
@@ -207,6 +220,17 @@ def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_tw
         metrics = {name: (max if "max" in name else np.mean)([m[name] for m in both]) for name in both[0]}
         gradients = list(np.load(folder / f"{role} {mode} {cut}.npz").values())
         same((metrics, gradients), of_one[1][role, mode])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["tokens", "tokens shared"])
+def test_two_ranks_leave_out_rows_without_advantages_together(of_one, of_two, cut):
+    ranks, folder = of_two
+    metrics = {name: (max if "max" in name else np.mean)([m["first", cut][name] for m in ranks])
+               for name in ranks[0]["first", cut]}  # fmt: skip
+    gradients = list(np.load(f"{folder}/first {cut}.npz").values())
+    same((metrics, gradients), actor_step(of_one[0]["actor"], first_step(ragged_batch()), "token-mean", "whole", False))
 
 
 @pytest.mark.process

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
+from verl.algos.policy_loss import LOSSES_OF_ADVANTAGES
+from verl.config.actor import PolicyLossConfig
 from verl.training.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
 from verl.training.actor.batch_cuts import groups_of, join_units, micro_batches
 from verl.workers.config import FSDPOptimizerConfig
@@ -84,6 +86,34 @@ def test_without_old_log_probs_a_single_step_uses_its_own(tiny_llama):
     assert metrics["actor/logprob_drift"] == [0.0]
     with pytest.raises(ValueError, match="ppo_mini_batch_size=4"):
         update(tiny_llama, batch, mini=4)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES_OF_ADVANTAGES))
+def test_a_first_step_leaves_out_rows_without_advantages_and_stays_the_same(tiny_llama, loss, monkeypatch):
+    batch, taken = rl_batch(), []
+    batch.batch["advantages"][2:7] = 0
+    for own in (False, True):  # with old_log_probs every row is read
+        engine = make_engine(tiny_llama, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0})
+        actor = make_actor(engine, micro=2, policy_loss=PolicyLossConfig(loss_mode=loss), grad_clip=1e9)
+        if not own:
+            batch.batch["old_log_probs"], _ = actor.compute_log_prob(batch)
+        else:
+            batch.batch.pop("old_log_probs")
+        rows, read = [], actor.policy.log_probs
+        monkeypatch.setattr(actor.policy, "log_probs", lambda model, micro, rows=rows, read=read, **kw: (
+            rows.append(len(micro)), read(model, micro, **kw))[1])  # fmt: skip
+        taken.append((actor.update_policy(batch), weights_of(engine), sum(rows)))
+    (whole, moved, all_rows), (metrics, weights, some_rows) = taken
+    assert (all_rows, some_rows) == (8, 3) and metrics["actor/grad_norm"][0] > 1e-3
+    assert metrics == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in whole.items()}
+    assert all(abs(weights[name] - moved[name]).max() < 1e-5 for name in weights)
+
+
+def test_a_first_step_without_any_advantage_keeps_a_row(tiny_llama):
+    batch = rl_batch()
+    batch.batch.pop("old_log_probs")
+    batch.batch["advantages"].zero_()
+    assert update(tiny_llama, batch)[0]["actor/grad_norm"] == [0.0]
 
 
 def test_a_nan_advantage_is_counted_and_changes_no_bit(tiny_llama):

@@ -56,17 +56,23 @@ LOSS_FUNCTIONS: Registry[str, PolicyLoss] = Registry(
     "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
 LOSS_COLUMNS: dict[str, tuple[str, ...]] = {}  # what a loss reads from `LossInputs.columns`, by its name
+LOSSES_OF_ADVANTAGES: set[str] = set()  # losses without a gradient where the advantage is 0 and the ratio 1
 get_loss_fn = LOSS_FUNCTIONS.find
 
 
-def register_policy_loss(name: str, reads: Sequence[str] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
+def register_policy_loss(
+    name: str, reads: Sequence[str] = (), of_advantages: bool = False
+) -> Callable[[PolicyLoss], PolicyLoss]:
     """Decorator: enter a loss `fn(inputs: LossInputs, config: ActorConfig) -> (scalar loss, metrics)` under a name.
 
     The loss finds the columns that `reads` names in `inputs.columns`: tensors of the batch, and columns of numbers of
-    the data file, an agent loop or the reward function (docs/plugins.md). A loss with verl's signature is registered
-    with `verl.trainer.ppo.core_algos.register_policy_loss`.
+    the data file, an agent loop or the reward function (docs/plugins.md). `of_advantages`: a token with advantage 0
+    and ratio 1 changes neither gradient nor metrics, so that an update may leave it out. A loss with verl's signature
+    is registered with `verl.trainer.ppo.core_algos.register_policy_loss`.
     """
     LOSS_COLUMNS[name] = tuple(reads)
+    if of_advantages:
+        LOSSES_OF_ADVANTAGES.add(name)
     return LOSS_FUNCTIONS.register(name)
 
 
@@ -109,7 +115,7 @@ def _dual_clip(
     return losses, clipped > free, (ppo > bound) & negative
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", of_advantages=True)
 def vanilla_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """PPO's clipped loss with dual clip. All [B, T] -> scalar, metrics.
 
@@ -122,7 +128,7 @@ def vanilla_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, clipped, below)
 
 
-@register_policy_loss("gspo")
+@register_policy_loss("gspo", of_advantages=True)
 def gspo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Clipping of the sequence's ratio (GSPO-token, arXiv 2507.18071). All [B, T] -> scalar, metrics.
 
@@ -139,7 +145,7 @@ def gspo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, clipped > free)
 
 
-@register_policy_loss("sapo")
+@register_policy_loss("sapo", of_advantages=True)
 def sapo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """A soft gate in place of the clip (SAPO, arXiv 2511.20347). All [B, T] -> scalar, metrics.
 
@@ -153,13 +159,13 @@ def sapo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return loss, _metrics(log_ratio, inputs.response_mask, torch.zeros_like(gate))
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", of_advantages=True)
 def gpg_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """Plain policy gradient L = -A log pi, no ratio (GPG, arXiv 2504.02546). All [B, T] -> scalar, metrics."""
     return inputs.aggregate(-inputs.log_prob * inputs.advantages, config.loss_agg_mode), {}
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", of_advantages=True)
 def cispo_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585). All [B, T] -> scalar, metrics.
 
@@ -287,7 +293,7 @@ def _dppo(inputs: LossInputs, config: ActorConfig, divergence: Tensor) -> LossAn
     return loss, _metrics(log_ratio, inputs.response_mask, ~within, ~within & (inputs.advantages < 0))
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", of_advantages=True)
 def dppo_tv_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """A trust region by the total variation (DPPO-Binary-TV, arXiv 2602.04879). All [B, T] -> scalar, metrics.
 
@@ -298,7 +304,7 @@ def dppo_tv_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     return _dppo(inputs, config, (inputs.log_prob.detach().exp() - inputs.old_log_prob.exp()).abs())
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", of_advantages=True)
 def dppo_kl_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     """As dppo_tv with the KL divergence of two outcomes, the sampled token or another (DPPO-Binary-KL).
 

@@ -46,7 +46,7 @@ from examples.pretrained.stages import Stage, python, record_of, run_stages
 STEPS, CONTROL_STEPS, LR, LORA_LR = 40, 2, 1e-5, 5e-5
 PROMPTS = 8  # of a step
 PROMPT_LIMIT, SERVED = 512, 32  # tokens of a prompt; test questions that the server answers
-TOKENS = 6144  # of a micro-batch: with the default, activations of the 0.5B model take 9 GB
+TOKENS = 4096  # of a micro-batch: with the default, activations of the 0.5B model take 9 GB
 GAIN_POINTS, GAIN_LAST_NUMBER, TIME_S = 12.0, 4.0, 5400.0  # points, points, seconds
 ACCURACY, LAST_NUMBER, ANSWERED = (
     f"val-{kind}/{DATA_SOURCE}/{name}/mean@1" for kind, name in

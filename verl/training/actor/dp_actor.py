@@ -4,18 +4,26 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.algos.aggregation import StepCounts, agg_loss
 from verl.algos.kl import kl_penalty
-from verl.algos.policy_loss import LOSS_COLUMNS, TOKEN_SCORES, LossInputs, choose_tokens, get_loss_fn
+from verl.algos.policy_loss import (
+    LOSS_COLUMNS,
+    LOSSES_OF_ADVANTAGES,
+    TOKEN_SCORES,
+    LossInputs,
+    choose_tokens,
+    get_loss_fn,
+)
 from verl.config.actor import FSDPActorConfig
 from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK
 from verl.training.actor.base import BasePPOActor, auxiliary_losses
-from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
+from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, groups_of, micro_batches
 from verl.training.actor.optimizer_step import forward_in_order, update_by_mini_batches
 from verl.training.engine import FSDPEngine
 from verl.training.policy import Policy
@@ -89,12 +97,32 @@ class DataParallelPPOActor(BasePPOActor):
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
         return metrics
 
-    def _begin(self, mini: DataProto, number: int) -> None:
-        """What a mini-batch needs before it is cut."""
+    def _begin(self, mini: DataProto, number: int) -> DataProto:
+        """What a mini-batch needs before it is cut; returns the rows that its gradient comes from."""
         for auxiliary in self.auxiliary_losses:
             auxiliary.begin(mini)
         if self.config.policy_loss.loss_mode in TOKEN_SCORES:
             self._choose_tokens(mini, number)
+        config = self.config
+        adds_terms = config.use_kl_loss or config.entropy_coeff or config.calculate_entropy or self.auxiliary_losses
+        if adds_terms or config.policy_loss.loss_mode not in LOSSES_OF_ADVANTAGES or "old_log_probs" in mini.batch:
+            return mini
+        return self._rows_with_advantages(mini)
+
+    def _rows_with_advantages(self, mini: DataProto) -> DataProto:
+        """`mini` without groups (rows, if groups are not kept whole) whose advantages [b, R] are all 0.
+
+        With ratio 1 (no `old_log_probs`) they add exactly 0 to gradient and metrics, which are divided by the counts
+        of all rows. Every rank keeps as many, and at least one: forward and backward passes are collective calls.
+        """
+        if self.engine.sequence_parallel_size > 1:  # these ranks exchange their rows, equally many
+            return mini
+        units = groups_of(mini.batch["group_index"]) if self._cut["whole_groups"] else [[i] for i in range(len(mini))]
+        used = (mini.batch["advantages"] != 0).any(-1)
+        by_use = sorted(units, key=lambda rows: not used[rows].any())  # stable
+        count = torch.tensor(max(1, sum(bool(used[rows].any()) for rows in units)), device=self.engine.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return mini.select_idxs(np.asarray(sorted(row for rows in by_use[: int(count)] for row in rows)))
 
     def _choose_tokens(self, mini: DataProto, number: int) -> None:
         """Add the column `chosen` [b, R], from the log-probs of all micro-batches and ranks of a mini-batch.

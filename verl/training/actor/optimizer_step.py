@@ -41,13 +41,13 @@ def forward_in_order(
 
 def update_by_mini_batches(
     engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str,
-    begin: Callable[[DataProto, int], None] | None = None, **cut: Any,
+    begin: Callable[[DataProto, int], DataProto] | None = None, **cut: Any,
 ) -> dict[str, list[float]]:  # fmt: skip
     """One optimizer step per mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry per step.
 
     An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
     with "max" the maximum. `name` ("actor", "critic") begins metrics; `begin` is called with each mini-batch of this
-    rank and its number first, and may add columns; `cut`: options of `micro_batches`.
+    rank and its number first, and returns its rows that are read; `cut`: options of `micro_batches`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     budget = config.ppo_max_token_len_per_gpu * engine.sequence_parallel_size if config.use_dynamic_bsz else None
@@ -67,7 +67,7 @@ def update_by_mini_batches(
                 empty += 1
                 continue
             if begin is not None:
-                begin(mini, number)
+                mini = begin(mini, number)
             mini, _ = engine.gather_over_sequence_group(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
