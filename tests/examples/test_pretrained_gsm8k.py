@@ -71,10 +71,13 @@ def test_there_are_five_prompts_of_which_one_is_upstreams():
 )
 def test_both_accuracies_by_hand(marker, text, pred, right, last):
     expected = {"score": right, "acc": right, "last_number": last, "answered": float(pred is not None), "pred": pred}
-    assert compute_score(DATA_SOURCE, text, "18", marker=marker) == expected
+    assert compute_score(DATA_SOURCE, text, "18", {"marker": marker}) == expected
 
 
-def test_the_files_have_all_training_questions_and_the_first_test_questions(gsm8k, tmp_path):
+def test_the_files_have_all_training_questions_and_the_first_test_questions(gsm8k, tmp_path, capsys):
+    questions.main(["--gsm8k", str(gsm8k), "--prompt", "boxed", "--out", str(tmp_path / "data")])
+    assert "train.parquet and test.parquet, with the prompt boxed" in capsys.readouterr().out
+    assert {row["marker"] for row in pd.read_parquet(tmp_path / "data" / "train.parquet")["extra_info"]} == {"\\boxed{"}
     questions.write(gsm8k, tmp_path / "data", questions.CANDIDATES["hashes"], {"train": None, "test": 3})
     train, test = (pd.read_parquet(tmp_path / "data" / f"{split}.parquet") for split in ("train", "test"))
     assert (len(train), len(test)) == (8, 3)
@@ -87,21 +90,20 @@ def test_the_files_have_all_training_questions_and_the_first_test_questions(gsm8
 
 
 @pytest.mark.parametrize("name", questions.CANDIDATES)
-def test_the_training_command_has_the_prompts_limit_and_its_marker(tmp_path, name):
+def test_the_training_command_has_the_prompts_limit(tmp_path, name):
     prompt = questions.CANDIDATES[name]
-    command = demo.training_command(tmp_path, demo.source(tmp_path, prompt), tmp_path / "run", 10, 1,
+    command = demo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 10, 1,
                                     *demo.settings(prompt, 0), "trainer.device=cuda", lr=0.0)  # fmt: skip
     config = trained_config(command)
-    assert config.custom_reward_function.reward_kwargs.marker == prompt.marker
     assert (config.data.max_prompt_length, config.data.max_response_length) == (512, prompt.limit)
-    assert (config.data.train_batch_size, config.actor_rollout_ref.rollout.n) == (16, 8)
+    assert (config.data.train_batch_size, config.actor_rollout_ref.rollout.n) == (8, 8)
     assert config.actor_rollout_ref.model.lora_rank == 0 and config.trainer.device == "cuda"
     assert config.actor_rollout_ref.actor.optim.lr == 0 and not config.actor_rollout_ref.rollout.val_kwargs.do_sample
 
 
 def test_lora_is_a_setting_of_all_runs_and_is_served_as_an_adapter_too(tmp_path):
     prompt = questions.CANDIDATES["hashes"]
-    command = demo.training_command(tmp_path, demo.source(tmp_path, prompt), tmp_path / "run", 4, 0,
+    command = demo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 4, 0,
                                     *demo.settings(prompt, 32))  # fmt: skip
     model = trained_config(command).actor_rollout_ref.model
     assert (model.lora_rank, model.lora_alpha) == (32, 32)

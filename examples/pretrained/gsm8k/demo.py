@@ -55,11 +55,10 @@ ACCURACY, LAST_NUMBER, ANSWERED = (
 COLUMNS = {"right by the reward %": ACCURACY, "by the last number %": LAST_NUMBER, "with the marker %": ANSWERED}
 
 
-def source(data: Path, prompt: Prompt) -> dict[str, Any]:
+def source(data: Path) -> dict[str, Any]:
     """Settings of questions and scores."""
     return {"data.train_files": data / "train.parquet", "data.val_files": data / "test.parquet",
-            "custom_reward_function.path": "examples/pretrained/gsm8k/reward.py",
-            "+custom_reward_function.reward_kwargs.marker": f'"{prompt.marker}"'}  # fmt: skip
+            "custom_reward_function.path": "examples/pretrained/gsm8k/reward.py"}  # fmt: skip
 
 
 def settings(prompt: Prompt, lora: int) -> list[str]:
@@ -83,7 +82,7 @@ def served_stages(trained: Stage, model: Path, prompt: Prompt, lora: int, out: P
     served = Stage("served", python(
         "examples.pretrained.gsm8k.serve", "--model", model, "--merged", out / "merged", "--questions",
         out / "data" / "test.parquet", "--limit", SERVED, "--length", PROMPT_LIMIT + prompt.limit, "--max-new-tokens",
-        prompt.limit, f"--marker={prompt.marker}", "--out", out / "served.json",
+        prompt.limit, "--out", out / "served.json",
         *(["--adapter", actor / "lora_adapter"] if lora else []),
     ), out / "served.json", (merged,))  # fmt: skip
     return [merged, served]
@@ -137,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     more = [*settings(prompt, args.lora), *args.more]
 
     def stage_of(run: Path, steps: int, seed: int, lr: float) -> Stage:
-        command = training_command(model, source(data, prompt), run, steps, seed, *more, lr=lr)
+        command = training_command(model, source(data), run, steps, seed, *more, lr=lr)
         return Stage(run.name, command, run, (), partial(write, gsm8k, data, prompt), given, (run, steps))
 
     runs = runs_of(args, CONTROL_STEPS, stage_of)

@@ -1,5 +1,12 @@
-"""Ways to ask GSM8K's questions, and the questions in the RL data format."""
+"""Ways to ask GSM8K's questions, and the questions in the RL data format.
 
+    python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME] [--out DIR]
+
+writes train.parquet and test.parquet (the first 256 test questions) into --out.
+"""
+
+import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -8,9 +15,12 @@ from typing import Any
 
 from examples.data_preprocess.gsm8k import INSTRUCTION, convert
 from examples.data_preprocess.local_files import save
+from examples.demo_runner import ROOT
+from examples.pretrained import fetch
 from examples.pretrained.questions import conversation
 from examples.pretrained.spd.labels import FEW_SHOT, SYSTEM, read_gsm8k
 from verl.data.rl_dataset import DatasetError
+from verl.utils.fs import output_folder
 
 WORKED_ENDING = "The answer is "  # of the answers in FEW_SHOT, which end in one number and a full stop
 VALIDATION_SIZE = 256
@@ -62,7 +72,8 @@ def messages(prompt: Prompt, question: str) -> list[dict[str, str]]:
 def asked(prompt: Prompt, row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
     """A row of GSM8K in the RL data format; ValueError where its answer does not end in '#### <number>'."""
     converted = convert(row, number, split)
-    return {**converted, "prompt": messages(prompt, converted["extra_info"]["question"])}
+    info = converted["extra_info"]
+    return {**converted, "prompt": messages(prompt, info["question"]), "extra_info": {**info, "marker": prompt.marker}}
 
 
 def write(gsm8k: Path, folder: Path, prompt: Prompt, sizes: Mapping[str, int | None] = SIZES) -> None:
@@ -73,3 +84,18 @@ def write(gsm8k: Path, folder: Path, prompt: Prompt, sizes: Mapping[str, int | N
             save(partial(asked, prompt), gsm8k / f"{split}.jsonl", folder, size)
         except DatasetError as error:
             raise SystemExit(str(error)) from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    fetch.add_gsm8k(parser)
+    parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN)
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"))
+    args = parser.parse_args(argv)
+    write(fetch.gsm8k_folder(args.gsm8k), args.out, CANDIDATES[args.prompt])
+    print(f"{os.path.relpath(args.out)}: train.parquet and test.parquet, with the prompt {args.prompt}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Reward of an answer to a question of GSM8K: whether the number after the last marker is right."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from verl.reward.rules.gsm8k import extract_solution, plain_number
@@ -10,13 +11,13 @@ _NUMBER = re.compile(r"[\s*_:$`\\(]*(-?\d[\d,]*(?:\.\d+)?)")  # after signs of M
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None,
-    marker: str = "####",
-) -> dict[str, Any]:  # fmt: skip
-    """score and acc: 1.0 if the number after the last `marker` is right, else 0.0; last_number: the same of the last
-    number of the text, whatever its format; answered: whether a number follows the marker; pred: that number or None.
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """score and acc: 1.0 if the number after the last marker (`extra_info["marker"]`) is right, else 0.0; last_number:
+    the same of the last number of the text, whatever its format; answered: whether a number follows the marker; pred:
+    that number or None.
     """
-    marked, last = number_after(marker, solution_str), extract_solution(solution_str, method="flexible")
+    marked, last = number_after(extra_info["marker"], solution_str), extract_solution(solution_str, method="flexible")
     right, last_right = (float(number is not None and same_number(number, plain_number(ground_truth)))
                          for number in (marked, last))  # fmt: skip
     return {"score": right, "acc": right, "last_number": last_right, "answered": float(marked is not None),

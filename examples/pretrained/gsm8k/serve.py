@@ -52,7 +52,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=32, help="questions; the first ones")
     parser.add_argument("--length", type=int, default=712, help="tokens of prompt and answer")
     parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--marker", default="####")
     args = parser.parse_args(argv)
     rows = pd.read_parquet(args.questions)[: args.limit]
     ways: dict[str, tuple[Path, list[str], str]] = {"merged": (args.merged, [], str(args.merged))}
@@ -68,8 +67,8 @@ def main(argv: list[str] | None = None) -> None:
                     lambda messages, url=client.url, model=served: answer(url, model, messages, args.max_new_tokens),
                     rows["prompt"],
                 ))  # fmt: skip
-        scores = [compute_score("", text, truth["ground_truth"], marker=args.marker)
-                  for text, truth in zip(texts[name], rows["reward_model"], strict=True)]  # fmt: skip
+        scores = [compute_score("", text, truth["ground_truth"], info)
+                  for text, truth, info in zip(texts[name], rows["reward_model"], rows["extra_info"], strict=True)]
         models[name] = {key: mean(score[key] for score in scores) for key in ("acc", "last_number", "answered")}
         models[name]["as_merged"] = mean(a == b for a, b in zip(texts[name], texts["merged"], strict=True))
         print(f"{name}: {models[name]}", flush=True)
