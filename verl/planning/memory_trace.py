@@ -286,7 +286,7 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
     numbers = torch.arange(micro.rows)
     tree = PrefixTree(numbers - numbers % micro.samples, (numbers % micro.samples > 0) * micro.prompt)
     packing = pack(mask, micro.response, tree, group=group)
-    packing.parts(), packing.restore, packing.length, packing.segment_index, packing.segments  # noqa: B018
+    packing.parts(), packing.restore, packing.length, packing.segment_index, packing.own_segments  # noqa: B018
     return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,
             "chunk_tokens": micro.chunk_tokens}  # fmt: skip

@@ -221,7 +221,7 @@ class Packing:
         inputs = {"input_ids": self.flat(input_ids), "position_ids": self.flat(position_ids), "attention_mask": mask,
                   "packing": self, "use_cache": cache is not None}  # fmt: skip
         if self.group is None:  # a rank's part of a flat row does not begin where a segment does
-            inputs |= {"seq_idx": self.segment_index, "cu_seq_lens_q": self.segments.query_ends}
+            inputs |= {"seq_idx": self.segment_index, "cu_seq_lens_q": self.own_segments.query_ends}
         return inputs if cache is None else inputs | {"past_key_values": cache}
 
 
