@@ -80,10 +80,10 @@ def recording(engine):
 
 
 def first_step(batch: DataProto) -> DataProto:
-    """The batch without old log-probs; of its first 8 rows one has advantages, of the others 7."""
+    """The batch without old log-probs; of its first 8 rows one has advantages, of the others 4: one group of each."""
     batch = DataProto(batch.batch.clone(), {}, dict(batch.meta_info))
     batch.batch.pop("old_log_probs")
-    batch.batch["advantages"][[*range(7), 12]] = 0
+    batch.batch["advantages"][[*range(7), *range(12, 16)]] = 0
     return batch
 
 

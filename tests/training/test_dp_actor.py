@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
-from verl.algos.policy_loss import LOSSES_OF_ADVANTAGES
+from verl.algos.policy_loss import LOSS_FUNCTIONS, LOSSES_OF_ADVANTAGES
 from verl.config.actor import PolicyLossConfig
 from verl.training.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
 from verl.training.actor.batch_cuts import groups_of, join_units, micro_batches
@@ -45,6 +45,18 @@ def test_the_loss_is_the_formula_over_counted_tokens(llama):
     assert metrics["actor/nonfinite_steps"] == [0]
     assert "actor/entropy" not in metrics
     assert 0 < entropy[mask].mean() < math.log(64)
+
+
+def rows_read(actor, monkeypatch):
+    """The sizes of the micro-batches that the actor's policy reads from now on."""
+    rows, read = [], actor.policy.log_probs
+
+    def log_probs(model, micro, **options):
+        rows.append(len(micro))
+        return read(model, micro, **options)
+
+    monkeypatch.setattr(actor.policy, "log_probs", log_probs)
+    return rows
 
 
 class Pull(AuxiliaryLoss):
@@ -88,25 +100,49 @@ def test_without_old_log_probs_a_single_step_uses_its_own(tiny_llama):
         update(tiny_llama, batch, mini=4)
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES_OF_ADVANTAGES))
+@pytest.mark.parametrize("loss", sorted(name for name, loss in LOSS_FUNCTIONS.items() if loss in LOSSES_OF_ADVANTAGES))
 def test_a_first_step_leaves_out_rows_without_advantages_and_stays_the_same(tiny_llama, loss, monkeypatch):
     batch, taken = rl_batch(), []
     batch.batch["advantages"][2:7] = 0
     for own in (False, True):  # with old_log_probs every row is read
         engine = make_engine(tiny_llama, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0})
         actor = make_actor(engine, micro=2, policy_loss=PolicyLossConfig(loss_mode=loss), grad_clip=1e9)
-        if not own:
-            batch.batch["old_log_probs"], _ = actor.compute_log_prob(batch)
-        else:
+        if own:
             batch.batch.pop("old_log_probs")
-        rows, read = [], actor.policy.log_probs
-        monkeypatch.setattr(actor.policy, "log_probs", lambda model, micro, rows=rows, read=read, **kw: (
-            rows.append(len(micro)), read(model, micro, **kw))[1])  # fmt: skip
+        else:
+            batch.batch["old_log_probs"], _ = actor.compute_log_prob(batch)
+        rows = rows_read(actor, monkeypatch)
         taken.append((actor.update_policy(batch), weights_of(engine), sum(rows)))
     (whole, moved, all_rows), (metrics, weights, some_rows) = taken
     assert (all_rows, some_rows) == (8, 3) and metrics["actor/grad_norm"][0] > 1e-3
     assert metrics == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in whole.items()}
     assert all(abs(weights[name] - moved[name]).max() < 1e-5 for name in weights)
+
+
+@pytest.mark.parametrize(
+    "term", [{"entropy_coeff": 0.01}, {"calculate_entropy": True}, {"use_kl_loss": True},
+             {"auxiliary_losses": {"pull": {"coef": 1.0}}}, {"policy_loss": PolicyLossConfig(loss_mode="kl_cov")}],
+    ids=lambda term: next(iter(term)),
+)  # fmt: skip
+def test_a_first_step_with_further_terms_reads_every_row(tiny_llama, term, monkeypatch):
+    monkeypatch.setitem(_AUXILIARY_LOSSES, "pull", Pull)
+    batch, actor = rl_batch(), make_actor(make_engine(tiny_llama), **term)
+    batch.batch["advantages"][2:7] = 0
+    batch.batch.pop("old_log_probs")
+    rows = rows_read(actor, monkeypatch)
+    actor.update_policy(batch)
+    assert rows[-1] == 8
+
+
+def test_a_replaced_loss_reads_every_row(tiny_llama, monkeypatch):
+    vanilla = LOSS_FUNCTIONS["vanilla"]
+    monkeypatch.setitem(LOSS_FUNCTIONS, "vanilla", lambda inputs, config: vanilla(inputs, config))
+    batch, actor = rl_batch(), make_actor(make_engine(tiny_llama))
+    batch.batch["advantages"][2:7] = 0
+    batch.batch.pop("old_log_probs")
+    rows = rows_read(actor, monkeypatch)
+    actor.update_policy(batch)
+    assert rows == [8]
 
 
 def test_a_first_step_without_any_advantage_keeps_a_row(tiny_llama):

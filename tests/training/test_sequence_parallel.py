@@ -9,7 +9,18 @@ from tests.helpers.engines import make_engine
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.training.test_attention import shared_prompts
-from tests.training.test_cuts import ROWS, N, P, actor_step, critic_step, log_probs, ragged_batch, recording, same
+from tests.training.test_cuts import (
+    ROWS,
+    N,
+    P,
+    actor_step,
+    critic_step,
+    first_step,
+    log_probs,
+    ragged_batch,
+    recording,
+    same,
+)
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.training.policy import attention, prefix_tree
@@ -71,6 +82,8 @@ def results_of_trees(rank, world_size, path, size):
                 patch.setitem(attention.BACKENDS, "shared_prompt", shared_prompts)
                 patch.setattr(attention, "choose_backend", two_passes)
             results[name] = step(made[role], share, mode, cut)
+    first = first_step(branches())[own]
+    results["first"] = actor_step(made["actor"], first, "token-mean", "tokens shared", terms=False)
     seen = []
     embedding = made["actor"].module.model.embed_tokens
     embedding.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
@@ -86,7 +99,7 @@ def results_of_trees(rank, world_size, path, size):
 def test_ranks_that_share_sequences_take_the_step_of_one_rank(gqa, ranks, size):
     expected, scored, tokens = results_of(0, 1, gqa, 1)
     by_rank = run_ranks(results_of, ranks, gqa, size)
-    for name in STEPS:
+    for name in (*STEPS, "first"):
         every = [results[name][0] for results, *_ in by_rank]
         metrics = {key: (max if "max" in key else np.mean)([m[key] for m in every]) for key in every[0]}
         same((metrics, by_rank[0][0][name][1]), expected[name])

@@ -56,7 +56,7 @@ LOSS_FUNCTIONS: Registry[str, PolicyLoss] = Registry(
     "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
 LOSS_COLUMNS: dict[str, tuple[str, ...]] = {}  # what a loss reads from `LossInputs.columns`, by its name
-LOSSES_OF_ADVANTAGES: set[str] = set()  # losses without a gradient where the advantage is 0 and the ratio 1
+LOSSES_OF_ADVANTAGES: set[PolicyLoss] = set()  # without a gradient where the advantage is 0 and the ratio 1
 get_loss_fn = LOSS_FUNCTIONS.find
 
 
@@ -70,10 +70,15 @@ def register_policy_loss(
     and ratio 1 changes neither gradient nor metrics, so that an update may leave it out. A loss with verl's signature
     is registered with `verl.trainer.ppo.core_algos.register_policy_loss`.
     """
-    LOSS_COLUMNS[name] = tuple(reads)
-    if of_advantages:
-        LOSSES_OF_ADVANTAGES.add(name)
-    return LOSS_FUNCTIONS.register(name)
+
+    def enter(loss: PolicyLoss) -> PolicyLoss:
+        LOSS_FUNCTIONS.register(name)(loss)
+        LOSS_COLUMNS[name] = tuple(reads)
+        if of_advantages:
+            LOSSES_OF_ADVANTAGES.add(loss)
+        return loss
+
+    return enter
 
 
 def _clip_range(config: ActorConfig) -> tuple[float, float]:

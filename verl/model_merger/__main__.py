@@ -15,7 +15,7 @@ from verl.utils.fs import output_folder
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options of verl 0.7's merger without its uploads, besides dtype and max_shard_size.
+    """The options of verl 0.7's merger without its uploads, and dtype and max_shard_size.
 
     An option that is not given is no attribute if MergeOptions has its default.
     """

@@ -158,7 +158,8 @@ METRICS: dict[str, str] = {
     "train/num_gen_batches": "Generations that one DAPO batch took.",
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",
-    "perf/mfu/*": "Model FLOPs of the update over what the GPUs could do at most in that time (trainer.peak_tflops).",
+    "perf/mfu/*": "Model FLOPs of an update on all rows of the step, those included that it leaves out, over what the "
+    "GPUs could do at most in that time (trainer.peak_tflops).",
     "perf/throughput": "Tokens per second and rank.",
     "perf/time_per_step": "Seconds of the step.",
     "perf/total_num_tokens": "Tokens of the step's batch.",

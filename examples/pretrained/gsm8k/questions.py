@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     fetch.add_gsm8k(parser)
-    parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN)
+    parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN, help="how questions are asked (docs/gsm8k.md)")
     parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"))
     args = parser.parse_args(argv)
     write(fetch.gsm8k_folder(args.gsm8k), args.out, CANDIDATES[args.prompt])

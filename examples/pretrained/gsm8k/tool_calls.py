@@ -19,33 +19,38 @@ from typing import Any
 
 import pandas as pd
 
-from verl.agents.tools.base_tool import BaseTool
+from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
 from verl.utils.fs import output_file
 
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's notes for a calculator
 
 
-def conversation(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) -> list[dict[str, Any]]:
-    """The messages of a row; KeyError unless --tools has its tool and extra_info has a solution."""
+def conversation(row: Mapping[str, Any], runner: ToolRunner) -> list[dict[str, Any]]:
+    """The messages of a row; ValueError unless it has a solution, a tool of --tools, and the call succeeds."""
     info = row["extra_info"]
-    name, settings = next((name, given) for name, given in info["tools_kwargs"].items() if given)
-    tool, (steps, _, number) = tools[name], _CALCULATION.sub("", info["answer"]).rpartition("####")
-    (argument,) = tool.tool_schema.function.parameters.required
-    arguments = {argument: number.strip().replace(",", "")}
+    steps, marker, number = _CALCULATION.sub("", info.get("answer") or "").rpartition("####")
+    given = {name: kwargs for name, kwargs in (info.get("tools_kwargs") or {}).items() if kwargs is not None}
+    if not marker or len(given) != 1:
+        raise ValueError("extra_info needs GSM8K's solution as `answer` and one tool in `tools_kwargs`")
+    ((name, _),) = given.items()
+    answer = number.strip().replace(",", "")
 
-    async def response() -> str:
-        instance, _ = await tool.create(**settings["create_kwargs"])
-        said, _, _ = await tool.execute(instance, arguments)
-        await tool.release(instance)
-        return said.text
+    async def called() -> tuple[dict[str, Any], str]:
+        async with runner.conversation(given) as tools:
+            (argument,) = runner.tools[name].tool_schema.function.parameters.required
+            result = await tools.call(name, {argument: answer})
+        if result.failure:
+            raise ValueError(f"the call of {name} failed: {result.response.text}")
+        return {argument: answer}, result.response.text
 
+    arguments, response = asyncio.run(called())
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return [
         *({"role": message["role"], "content": message["content"]} for message in row["prompt"]),
         {"role": "assistant", "content": steps.strip(), "tool_calls": [call]},
-        {"role": "tool", "content": asyncio.run(response())},
-        {"role": "assistant", "content": f"#### {arguments[argument]}"},
+        {"role": "tool", "content": response},
+        {"role": "assistant", "content": f"#### {answer}"},
     ]
 
 
@@ -57,11 +62,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=output_file, required=True, help="parquet file for fsdp_sft_trainer")
     parser.add_argument("--limit", type=int, default=200, help="conversations, of the first rows")
     args = parser.parse_args(argv)
-    tools = {tool.name: tool for tool in initialize_tools_from_config(args.tools)}
-    schemas = json.dumps(tool_schemas(tools.values()))
-    rows = pd.read_parquet(args.rows)[: args.limit].to_dict("records")
-    pd.DataFrame({"messages": [conversation(row, tools) for row in rows], "tools": schemas}).to_parquet(args.out)
-    print(f"{args.out}: {len(rows)} conversations with a call of {', '.join(tools)}")
+    runner, messages = ToolRunner(initialize_tools_from_config(args.tools)), []
+    for number, row in enumerate(pd.read_parquet(args.rows)[: args.limit].to_dict("records")):
+        try:
+            messages.append(conversation(row, runner))
+        except ValueError as error:
+            raise SystemExit(f"{args.rows}, row {number}: {error}") from error
+    schemas = json.dumps(tool_schemas(runner.tools.values()))
+    pd.DataFrame({"messages": messages, "tools": schemas}).to_parquet(args.out)
+    print(f"{args.out}: {len(messages)} conversations with a call of {', '.join(runner.tools)}")
 
 
 if __name__ == "__main__":

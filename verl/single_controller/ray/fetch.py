@@ -14,8 +14,8 @@ class WorkerDiedError(RuntimeError):
 
 
 def failure_of(refs: list[ray.ObjectRef], labels: list[str], method: str) -> Exception:
-    """The exception of the rank that failed for a reason of its own, with its own type and the worker's traceback as a
-    note; some of `refs` failed. `labels` says of each which rank it comes from.
+    """The error to raise where some of `refs` failed: that of the rank which failed for a reason of its own, with the
+    worker's traceback as a note. `labels` says of each reference which rank it comes from.
 
     A dead process comes first: what the others say then is a broken connection.
     """

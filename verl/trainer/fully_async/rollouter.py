@@ -377,8 +377,8 @@ class Rollouter:
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(20)
         except Exception as error:
             logger.warning(
-                f"{len(self.running)} conversations are left open, and programs and connections of theirs may go on: "
-                f"closing them failed with {error!r}"
+                f"closing the rollout failed with {error!r}; {len(self.running)} conversations are left open, whose "
+                "programs and connections may go on"
             )
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)

@@ -51,6 +51,8 @@ class DataParallelPPOActor(BasePPOActor):
             policy.bind(engine.module)
             policy.compare_layouts(engine.module, engine.device)
         self.auxiliary_losses = auxiliary_losses(config, engine)
+        adds_terms = config.use_kl_loss or config.entropy_coeff or config.calculate_entropy or self.auxiliary_losses
+        self.only_advantages = self.loss_fn in LOSSES_OF_ADVANTAGES and not adds_terms
 
     def compute_log_prob(
         self, data: DataProto, calculate_entropy: bool = False
@@ -103,9 +105,7 @@ class DataParallelPPOActor(BasePPOActor):
             auxiliary.begin(mini)
         if self.config.policy_loss.loss_mode in TOKEN_SCORES:
             self._choose_tokens(mini, number)
-        config = self.config
-        adds_terms = config.use_kl_loss or config.entropy_coeff or config.calculate_entropy or self.auxiliary_losses
-        if adds_terms or config.policy_loss.loss_mode not in LOSSES_OF_ADVANTAGES or "old_log_probs" in mini.batch:
+        if not self.only_advantages or "old_log_probs" in mini.batch.keys():
             return mini
         return self._rows_with_advantages(mini)
 
@@ -113,16 +113,22 @@ class DataParallelPPOActor(BasePPOActor):
         """`mini` without groups (rows, if groups are not kept whole) whose advantages [b, R] are all 0.
 
         With ratio 1 (no `old_log_probs`) they add exactly 0 to gradient and metrics, which are divided by the counts
-        of all rows. Every rank keeps as many, and at least one: forward and backward passes are collective calls.
+        of all rows. Ranks keep equally many units, and at least one: forward and backward passes are collective calls.
         """
-        if self.engine.sequence_parallel_size > 1:  # these ranks exchange their rows, equally many
+        columns, whole = mini.batch, self._cut["whole_groups"]
+        units = groups_of(columns["group_index"]) if whole else [[i] for i in range(len(mini))]
+        counts = ((columns["advantages"] != 0) & columns["response_mask"].bool()).any(-1)
+        used = [bool(counts[rows].any()) for rows in units]
+        most = max(1, sum(used))
+        prompts = columns["input_ids"][:, : -columns["responses"].shape[1]]
+        if whole and self.policy.reads_answers and any((prompts[rows] != prompts[rows[0]]).any() for rows in units):
+            most = len(units)  # such groups are cut into micro-batches, unlike numbers of them on unlike ranks
+        shared = torch.tensor(most, device=self.engine.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        if int(shared) >= len(units):
             return mini
-        units = groups_of(mini.batch["group_index"]) if self._cut["whole_groups"] else [[i] for i in range(len(mini))]
-        used = (mini.batch["advantages"] != 0).any(-1)
-        by_use = sorted(units, key=lambda rows: not used[rows].any())  # stable
-        count = torch.tensor(max(1, sum(bool(used[rows].any()) for rows in units)), device=self.engine.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return mini.select_idxs(np.asarray(sorted(row for rows in by_use[: int(count)] for row in rows)))
+        kept = sorted(range(len(units)), key=lambda i: not used[i])[: int(shared)]  # stable
+        return mini.select_idxs(np.asarray([row for i in sorted(kept) for row in units[i]]))
 
     def _choose_tokens(self, mini: DataProto, number: int) -> None:
         """Add the column `chosen` [b, R], from the log-probs of all micro-batches and ranks of a mini-batch.
