@@ -13,11 +13,13 @@ _NUMBER = re.compile(r"[\s*_:$`\\(]*(-?\d[\d,]*(?:\.\d+)?)")  # after signs of M
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """score and acc: 1.0 if the number after the last marker (`extra_info["marker"]`, or ####) is right, else 0.0; last_number:
-    the same of the last number of the text, whatever its format; answered: whether a number follows the marker; pred:
-    that number or None.
+    """score and acc: 1.0 if the number after the last marker is right, else 0.0; last_number: the same of the last
+    number of the text, whatever its format; answered: whether a number follows the marker; pred: that number or None.
+
+    The marker is `extra_info["marker"]`, or ####.
     """
-    marked, last = number_after(extra_info.get("marker", "####"), solution_str), extract_solution(solution_str, method="flexible")
+    marked = number_after(extra_info.get("marker", "####"), solution_str)
+    last = extract_solution(solution_str, method="flexible")
     right, last_right = (float(number is not None and same_number(number, plain_number(ground_truth)))
                          for number in (marked, last))  # fmt: skip
     return {"score": right, "acc": right, "last_number": last_right, "answered": float(marked is not None),
