@@ -147,11 +147,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         logits_of, ctx.logits_of = ctx.logits_of, None  # this pass overwrites its logits; a second one needs new ones
         if logits_of is None:
             logits_of = _Logits(weight, bias, ctx.final, min(ctx.chunk_tokens, len(hidden)))
-        inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        grad_hidden, *of_head = (torch.zeros_like(x) if needed else None for x, needed in inputs)
         # Sums over chunks are float32: bfloat16 would lose what is below 1/256 of a sum. Autograd casts the result.
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight, grad_bias = (None if x is None else x.to(wide) for x in of_head)
+        inputs = zip((hidden, weight, bias), (hidden.dtype, wide, wide), ctx.needs_input_grad, strict=False)
+        grad_hidden, grad_weight, grad_bias = (
+            torch.zeros_like(x, dtype=dtype) if needed else None for x, dtype, needed in inputs
+        )
         for at in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
             tokens = (labels, entropy, grad_log_probs, grad_entropy)
             columns = (None if column is None else column[at, None] for column in tokens)
