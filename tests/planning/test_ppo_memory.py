@@ -35,6 +35,22 @@ def total(text):
     return [float(cell.replace(",", "")) for cell in line.split("│")[2:4]]
 
 
+def activations(tmp_path, limit):
+    """MiB of a micro-batch's activations with dynamic batches of at most `limit` tokens."""
+    text = printed(tmp_path, **{
+        "trainer.gpu_memory_gib": 10, "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "null",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": limit,
+    })  # fmt: skip
+    line = next(line for line in text.splitlines() if "activations of a micro-batch" in line)
+    return float(line.split("│")[2].replace(",", ""))
+
+
+def test_samples_below_full_length_fill_the_token_limit(tmp_path):
+    """Of 200 tokens each at full length, one fits into 390 tokens, two into 400."""
+    assert activations(tmp_path, 390) == pytest.approx(activations(tmp_path, 400) * 390 / 400, rel=0.03)
+
+
 def test_a_gpu_that_has_the_memory(tmp_path):
     text = printed(tmp_path, **{"trainer.gpu_memory_gib": 10})
     update, generation = total(text)
