@@ -16,7 +16,7 @@ from benchmarks import gsm8k as benchmark
 from benchmarks.run import WANTED
 from examples.data_preprocess.gsm8k import DATA_SOURCE, convert
 from examples.pretrained import stages
-from examples.pretrained.gsm8k import demo, questions, select, serve, tool_calls
+from examples.pretrained.gsm8k import demo, questions, select, serve
 from examples.pretrained.gsm8k.reward import compute_score, number_after
 from tests.examples.test_grpo_demo import trained_config
 from verl.utils.accelerator import default_dtype
@@ -213,36 +213,3 @@ def test_an_adapter_is_served_merged_and_as_an_adapter(gsm8k, tmp_path, tiny_lla
     record = json.loads((tmp_path / "served.json").read_text())
     assert record["questions"] == 4 and record["models"].keys() == {"merged", "adapter"}
     assert record["models"]["merged"]["as_merged"] == 1.0
-
-
-TOOLS = """
-tools:
-  - class_name: verl.agents.tools.gsm8k_tool.Gsm8kTool
-    tool_schema:
-      type: function
-      function:
-        name: check
-        description: Whether an answer is right.
-        parameters: {type: object, properties: {answer: {type: string, description: A number.}}, required: [answer]}
-"""
-
-
-def test_conversations_for_sft_have_a_call_and_the_tools_own_response(tmp_path):
-    rows, tools, out = (tmp_path / name for name in ("rows.parquet", "tools.yaml", "sft.parquet"))
-    tools.write_text(TOOLS)
-    info = {"answer": "48/2 = <<48/2=24>>24\n#### 1,024", "tools_kwargs": {"check": {"create_kwargs": {
-        "ground_truth": "1024"}}}}  # fmt: skip
-    row = {"prompt": [{"role": "user", "content": "How many?"}], "extra_info": info}
-    pd.DataFrame([row]).to_parquet(rows)
-    arguments = ["--rows", str(rows), "--tools", str(tools), "--out", str(out)]
-    tool_calls.main(arguments)
-    (made,) = pd.read_parquet(out).to_dict("records")
-    question, solution, response, answer = made["messages"]
-    assert question["content"] == "How many?" and solution["content"] == "48/2 = 24"
-    (call,) = solution["tool_calls"]
-    assert call["function"] == {"name": "check", "arguments": {"answer": "1024"}}
-    assert response == {**response, "role": "tool", "content": "Current parsed answer='1024' reward=1.0"}
-    assert answer["content"] == "#### 1024" and json.loads(made["tools"])[0]["function"]["name"] == "check"
-    pd.DataFrame([{**row, "extra_info": {**info, "answer": "24"}}]).to_parquet(rows)
-    with pytest.raises(SystemExit, match="rows.parquet, row 0: extra_info needs GSM8K's solution"):
-        tool_calls.main(arguments)
