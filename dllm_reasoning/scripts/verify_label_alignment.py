@@ -1,4 +1,4 @@
-"""Checks on a model with its tokenizer that labels, response mask, loss, decoding are aligned.
+"""Checks that a model and its tokenizer agree on which token each label, mask entry, loss term and prediction is for.
 
     python -m dllm_reasoning.scripts.verify_label_alignment [--model_path DIR] [--instruction TEXT] [--response TEXT]
 

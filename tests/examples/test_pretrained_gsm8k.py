@@ -90,8 +90,10 @@ def test_the_files_have_all_training_questions_and_the_first_test_questions(gsm8
 
 
 @pytest.mark.parametrize("name", questions.CANDIDATES)
-def test_the_training_command_has_the_prompts_limit(tmp_path, name):
+def test_the_rows_have_the_prompts_marker_and_the_training_command_its_limit(tmp_path, name):
     prompt = questions.CANDIDATES[name]
+    row = questions.asked(prompt, {"question": "How many?", "answer": "#### 1"}, 0, "train")
+    assert row["extra_info"]["marker"] == prompt.marker
     command = demo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 10, 1,
                                     *demo.settings(prompt, 0), "trainer.device=cuda", lr=0.0)  # fmt: skip
     config = trained_config(command)

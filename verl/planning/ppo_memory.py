@@ -105,13 +105,13 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
         sharing = engine.ulysses_sequence_parallel_size if actor.use_dynamic_bsz else 1  # budgets are per rank
         samples = roles.rollout.n if actor.share_prompt_forward else 1
         rows, prompt, response = plan.micro_batch_size, data.max_prompt_length, data.max_response_length
-        if actor.use_dynamic_bsz and rows * plan.ranks < plan.samples_per_mini_batch:
+        several = plan.samples_per_mini_batch > rows * plan.ranks
+        if actor.use_dynamic_bsz and several:
             # Samples below full length fill the token limit: one more prompt, with responses that just fit.
             fitting = (actor.ppo_max_token_len_per_gpu // (rows // samples + 1) - prompt) // samples
             rows, response = (rows + samples, fitting) if fitting > 0 else (rows, response)
         micro = MicroBatch(
-            rows * sharing, prompt, response, samples,
-            several=plan.samples_per_mini_batch > plan.micro_batch_size * plan.ranks,
+            rows * sharing, prompt, response, samples, several,
             chunk_tokens=model.policy.kwargs.get("chunk_tokens", LOGITS_CHUNK),
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
         )  # fmt: skip

@@ -44,7 +44,7 @@ from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, VALID
 from examples.pretrained.stages import Stage, python, record_of, run_stages
 
 STEPS, CONTROL_STEPS, LR, LORA_LR = 20, 1, 5e-6, 5e-5
-TEMPERATURE = 0.7  # at 1, twice as many groups have no right answer, and answers get worse
+TEMPERATURE = 0.7  # at 1, most prompts get no right answer in a step (docs/experiments.md)
 PROMPT_LIMIT, SERVED = 512, 32  # tokens of a prompt; test questions that the server answers
 TOKENS = 4096  # of a micro-batch: with the default, activations of the 0.5B model take 9 GB
 GAIN_POINTS, GAIN_LAST_NUMBER, TIME_S = 12.0, 4.0, 5400.0  # points, points, seconds

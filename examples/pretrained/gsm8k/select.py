@@ -39,8 +39,7 @@ def pass_rate(llm: Any, prompt: Prompt, rows: Sequence[dict[str, Any]], temperat
     settings, begun = SamplingParams(temperature=temperature, max_tokens=prompt.limit), time.monotonic()
     conversations = [messages(prompt, row["extra_info"]["question"]) for row in rows]
     outputs = llm.chat(conversations, settings, use_tqdm=False)
-    scores = [compute_score("", output.outputs[0].text, row["reward_model"]["ground_truth"],
-                            {"marker": prompt.marker})
+    scores = [compute_score("", output.outputs[0].text, row["reward_model"]["ground_truth"], {"marker": prompt.marker})
               for output, row in zip(outputs, rows, strict=True)]  # fmt: skip
     return {
         "right": mean(score["acc"] for score in scores),

@@ -117,8 +117,8 @@ class DataParallelPPOActor(BasePPOActor):
         """
         columns, whole = mini.batch, self._cut["whole_groups"]
         units = groups_of(columns["group_index"]) if whole else [[i] for i in range(len(mini))]
-        counts = ((columns["advantages"] != 0) & columns["response_mask"].bool()).any(-1)
-        used = [bool(counts[rows].any()) for rows in units]
+        has_gradient = ((columns["advantages"] != 0) & columns["response_mask"].bool()).any(-1)  # [b]
+        used = [bool(has_gradient[rows].any()) for rows in units]
         most = max(1, sum(used))
         prompts = columns["input_ids"][:, : -columns["responses"].shape[1]]
         if whole and self.policy.reads_answers and any((prompts[rows] != prompts[rows[0]]).any() for rows in units):
