@@ -46,7 +46,7 @@ class HFModelConfig(BaseConfig, section="model"):
     processor: Any = None
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
-    custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
+    custom_chat_template: str | None = setting(None, "Replaces the tokenizer's chat template: text or a .jinja file.")
     external_lib: str | None = setting(
         None,
         "Dotted name of one module that registers your parts, such as my_parts (no path; its folder on PYTHONPATH). It "
@@ -108,11 +108,10 @@ class HFModelConfig(BaseConfig, section="model"):
         except OSError:  # without generation_config.json
             generation_config = GenerationConfig.from_model_config(hf_config)
         if self.load_tokenizer:
-            from verl.utils.tokenizer import hf_tokenizer
+            from verl.utils.tokenizer import hf_tokenizer, use_chat_template
 
             tokenizer = hf_tokenizer(self.local_tokenizer_path, trust_remote_code=self.trust_remote_code)
-            if self.custom_chat_template is not None:
-                tokenizer.chat_template = self.custom_chat_template
+            use_chat_template(tokenizer, self.custom_chat_template)
         return replace(
             self,
             local_path=local_path,

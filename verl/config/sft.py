@@ -70,7 +70,7 @@ class SFTDataConfig(BaseConfig, section="data"):
         "What happens to a longer sample: an error, or the side that is cut.",
         choices=("error", "left", "right"),
     )
-    chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
+    chat_template: str | None = setting(None, "Replaces the tokenizer's chat template: text or a .jinja file.")
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of torch.utils.data.Dataset.")
     use_shm: bool = setting(False, "Copy data files to shared memory first.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Further arguments of the chat template; any key.")

@@ -10,7 +10,7 @@ from verl.config.compose import to_settings
 from verl.config.sft import SFTDataConfig
 from verl.data.chat_template import ChatTemplateError, render_chat
 from verl.data.rl_dataset import FileRows, custom_dataset_class, truncate_ids
-from verl.utils.tokenizer import hf_tokenizer, special_ids, stop_ids
+from verl.utils.tokenizer import hf_tokenizer, special_ids, stop_ids, use_chat_template
 
 Segment = tuple[str, bool]
 """Part of a sample's text, and whether its tokens count in the loss."""
@@ -59,8 +59,7 @@ class SFTDataset(FileRows):
         super().__init__(parquet_files)
         self.tokenizer = hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.config, self.settings = config, to_settings(config, self.config_type, checked=False)
-        if self.settings.chat_template is not None:
-            self.tokenizer.chat_template = self.settings.chat_template
+        use_chat_template(self.tokenizer, self.settings.chat_template)
         self.max_length = self.settings.max_length
         self.truncation = self.settings.truncation
         self.template_kwargs = dict(self.settings.apply_chat_template_kwargs or {})

@@ -58,7 +58,7 @@ def check_models(
     """
     from transformers import AutoConfig
 
-    from verl.utils.tokenizer import hf_processor, hf_tokenizer
+    from verl.utils.tokenizer import hf_processor, hf_tokenizer, use_chat_template
 
     trust = {"trust_remote_code": model.trust_remote_code, "local_files_only": not findings.to_start}
     tokenizer_key = f"{key}.tokenizer_path" if model.tokenizer_path else path_key
@@ -75,8 +75,7 @@ def check_models(
     def load_tokenizer(path: str) -> tuple[Any, Any]:
         trusted = trust if trust_tokenizer is None else trust | {"trust_remote_code": trust_tokenizer}
         tokenizer = hf_tokenizer(path, **trusted)
-        if model.custom_chat_template is not None:
-            tokenizer.chat_template = model.custom_chat_template
+        use_chat_template(tokenizer, model.custom_chat_template)
         return tokenizer, hf_processor(path, **trusted)
 
     def load_adapter(path: str) -> None:

@@ -41,6 +41,13 @@ def hf_tokenizer(
     return tokenizer
 
 
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+    """Replace the tokenizer's chat template unless `given` is None: a template, or the name of a .jinja file with one.
+    OSError if the file cannot be read."""
+    if given is not None:
+        tokenizer.chat_template = Path(given).read_text(encoding="utf-8") if given.endswith(".jinja") else given
+
+
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, model: str | None = None, given: Sequence[int] | None = None
 ) -> list[int]:
@@ -109,6 +116,5 @@ def policy_tokenizer(config: Any) -> tuple[PreTrainedTokenizerBase, ProcessorMix
     path = copy_to_local(model.get("tokenizer_path") or model.path)
     trust = {"trust_remote_code": config.data.get("trust_remote_code", model.get("trust_remote_code", False))}
     tokenizer = hf_tokenizer(path, **trust)
-    if model.get("custom_chat_template") is not None:
-        tokenizer.chat_template = model.custom_chat_template
+    use_chat_template(tokenizer, model.get("custom_chat_template"))
     return tokenizer, hf_processor(path, **trust)

@@ -27,6 +27,7 @@ CALLS = {
     "hermes": '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>',
     "qwen3_coder": "<tool_call><function=add><parameter=a>%s</parameter></function></tool_call>",
     "llama3_json": '{"name": "add", "parameters": {"a": %s}}',
+    "json": '{"name": "add", "arguments": {"a": %s}}',
     "glm45": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     '{"a": %s}<|tool_call_end|><|tool_calls_section_end|>',
@@ -55,7 +56,10 @@ def test_a_call_that_reasoning_quotes_is_text(name):
     assert parse(name, f"{begun}{made}") == (begun, add)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("llama3_json", "llama4_pythonic", "mistral")])
+UNTAGGED = ("json", "llama3_json", "llama4_pythonic", "mistral")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in UNTAGGED])
 def test_tags_of_reasoning_in_arguments_are_part_of_the_call(name):
     for tag in ('"<think>"', '"</think>"'):
         (called,) = parse(name, CALLS[name] % tag)[1]
@@ -139,6 +143,7 @@ def test_a_call_has_the_id_that_the_model_gave_it(name, text, ids):
         ("hermes", "<tool_call>" + "[" * 100_000, "", "the call is not valid JSON"),
         ("hermes", '<tool_call>{"name": 3}</tool_call>', "", "a call is a JSON object"),
         ("llama3_json", '<|python_tag|>{"name": ', "", "the call is not valid JSON"),
+        ("json", 'So 3.\n```json\n{"name": "add", "arguments": {"a": ', "", "the call is not valid JSON"),
         ("qwen3_coder", "<tool_call><function=x>", "", "a call is written <function=name>"),
         ("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>", "add", "the call is not valid JSON"),
         ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>", "", "a call is written name<"),
@@ -162,6 +167,16 @@ def test_a_call_has_the_id_that_the_model_gave_it(name, text, ids):
 def test_a_broken_call_is_returned_with_its_error(name, text, named, error):
     _, [(got, _, reason)] = parse(name, text)
     assert got == named and reason.startswith(error)
+
+
+def test_calls_in_json_stand_anywhere_in_the_text():
+    bare, add = CALLS["json"] % 1, ("add", {"a": 1}, None)
+    for written, rest in ((f"So 3.\n```json\n{bare}\n```", "So 3.\n"), (f"```\n{bare}\n```\nDone.", "\nDone."),
+                          (f"#### 3\n\n{bare} Done.", "#### 3\n\n Done.")):  # fmt: skip
+        assert parse("json", written) == (rest, [add])
+    assert parse("json", f"{bare}, {bare}") == (", ", [add, add])
+    for text in ('```json\n{"name": "Tom", "age": 3}\n```', "x = {'name': 'add', 'arguments': {}}"):
+        assert parse("json", text) == (text, [])
 
 
 def test_words_of_json_are_literals_of_llama_4():

@@ -196,6 +196,30 @@ class HermesToolParser(ToolParser):
         return [json_call(body.strip())]
 
 
+@ToolParser.register("json")
+class JsonToolParser(ToolParser):
+    """{"name": ..., "arguments": {...}} anywhere in the text, optionally in a code block.
+
+    For models that never learned the tags of their chat template, such as Qwen2.5-Coder. Other JSON is text.
+    """
+
+    START = re.compile(r'(?:```(?:json)?\s*)?(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"arguments"\s*:)')
+    CLOSING = re.compile(r"\s*```")
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        content, calls, decoder, end = "", [], json.JSONDecoder(), 0
+        while begin := self.START.search(text, end):
+            content += text[end : begin.start()]
+            try:
+                _, end = decoder.raw_decode(text, begin.end())
+            except (ValueError, RecursionError):
+                end = len(text)
+            calls.append(json_call(text[begin.end() : end]))
+            if begin[0] and (closing := self.CLOSING.match(text, end)):
+                end = closing.end()
+        return content + text[end:], calls
+
+
 @ToolParser.register("llama3_json")
 class Llama3JsonToolParser(ToolParser):
     """{"name": ..., "parameters": {...}} as the whole turn, optionally after <|python_tag|>.

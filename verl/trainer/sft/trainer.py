@@ -36,7 +36,7 @@ from verl.training.policy.base import Policy
 from verl.training.policy.packing import ON_HOST, OnHost, on_host, to_device
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import Problem
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, use_chat_template
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -139,8 +139,7 @@ class FSDPSFTTrainer:
         """The tokenizer of model.partial_pretrain, with data.chat_template where that is set."""
         path = copy_to_local(config.model.partial_pretrain)
         tokenizer = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        if config.data.chat_template is not None:
-            tokenizer.chat_template = config.data.chat_template
+        use_chat_template(tokenizer, config.data.chat_template)
         return tokenizer
 
     @classmethod
