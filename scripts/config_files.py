@@ -27,7 +27,7 @@ from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.engine import FSDPEngineConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
-from verl.config.inert import unread  # noqa: E402
+from verl.config.inert import old_keys_of  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.optimizer import FSDPOptimizerConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
@@ -121,8 +121,8 @@ class File:
 
     def _unread(self, node: Any, prefix: str, base: Any) -> Iterator[str]:
         """Lines of the keys that a section has for old scripts alone, unless the base has them with the same value."""
-        indent, of_base = "  " * prefix.count("."), {} if base is None else unread(type(base))
-        for name, row in unread(type(node)).items():
+        indent, of_base = "  " * prefix.count("."), {} if base is None else old_keys_of(type(base))
+        for name, row in old_keys_of(type(node)).items():
             value = self.values.get(f"{prefix}{name}", row["default"])
             if "why" in row and not (name in of_base and value == of_base[name]["default"]):
                 meaning = f"Old name of {row['new']}" if "new" in row else f"No effect: {row['why']}"

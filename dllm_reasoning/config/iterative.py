@@ -19,7 +19,7 @@ from verl.config.sft import (
 
 @dataclass
 class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
-    """Training on the starting model's own greedy answers, those kept that a reward function scores above 0."""
+    """Training on the starting model's own greedy answers, of which those are kept that a reward scores above 0."""
 
     enable: bool = setting(False, "Generate answers before training.")
     max_prompts: int = setting(-1, "Instructions of data.train_files to answer, from the first; -1 for all.", low=-1)
@@ -44,27 +44,38 @@ class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
 
 @dataclass
 class IterativeConfig(BaseConfig, section="iterative"):
-    """Noise, rounds and their weights. `block_length` is W, the tokens that one forward of generation predicts."""
+    """Noise on the responses, and the rounds that learn to undo it.
+
+    A round is one forward that predicts the noised tokens; the next one begins with its prediction. Patterns in
+    parentheses: only these read the setting. `block_length` is W, the tokens that one forward of generation predicts.
+    """
 
     num_iterations: int = setting(2, "K, the number of refinement rounds; 1 without noise is plain SFT.", low=1)
-    single_round_steps: int = setting(0, "First steps that train one round only, which later rounds build on.", low=0)
-    noise_pattern: str = setting("iid", "Where noise is placed.", choices=tuple(PATTERNS))
+    single_round_steps: int = setting(0, "Steps at the start that train the first round only.", low=0)
+    noise_pattern: str = setting(
+        "iid",
+        "Where noise is: single tokens (iid), all from a position on (suffix), a block (block, trajectory), or windows "
+        "beside the clean text (packed).",
+        choices=tuple(PATTERNS),
+    )
     noise_min: float = setting(0.1, "Minimum share of noised response tokens (iid).", low=0, high=1)
     noise_max: float = setting(0.9, "Maximum share of noised response tokens (iid).", low=0, high=1)
     noise_schedule: str = setting(
         "uniform",
-        "Share per sample: uniform between both; linear and cosine rise over the run.",
+        "Share of noise in a sample: drawn from noise_min to noise_max (uniform), or rising over the run.",
         choices=tuple(SCHEDULES),
     )
     noise_token: str = setting("eos", "Noise token: eos, mask, or a token of the vocabulary.")
-    noise_seed: int = setting(0, "Seed of the noise's own generator.", low=0)
+    noise_seed: int = setting(0, "Seed of the noise, which is drawn apart from other random numbers.", low=0)
     loss_weights: list[float] | None = setting(None, "Weight of each round's loss; null for 1 each.")
     ar_loss_weight: float = setting(0.0, "Weight of the next-token loss on the clean text.", low=0)
     block_length: int = setting(128, "W: tokens of a noised block, a window and a block in generation.", low=1)
     windows_per_sample: int = setting(8, "Windows per sample (packed).", low=1)
-    aligned_windows: float = setting(0.0, "Share of windows that start at multiples of block_length.", low=0, high=1)
+    aligned_windows: float = setting(
+        0.0, "Share of windows that start at multiples of block_length (packed).", low=0, high=1
+    )
     trajectory_max_rounds: int = setting(
-        4, "Maximum untrained rounds before the first trained one (trajectory).", low=0
+        4, "Untrained rounds before the first trained one: drawn each step from 0 to this (trajectory).", low=0
     )
     share_instruction: str = setting(
         "auto",
@@ -77,7 +88,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
         super().__post_init__()
         if self.noise_min > self.noise_max:
             raise ValueError(
-                f"iterative.noise_min={self.noise_min} is above iterative.noise_max={self.noise_max}; exchange them."
+                f"iterative.noise_min={self.noise_min} is above iterative.noise_max={self.noise_max}; swap them."
             )
         if self.loss_weights is not None and len(self.loss_weights) != self.num_iterations:
             raise ValueError(
@@ -92,8 +103,8 @@ class IterativeConfig(BaseConfig, section="iterative"):
 
 
 @dataclass
-class PairsConfig(SFTMultiturnConfig):
-    """Conversations, which refinement does not train on."""
+class NoConversationsConfig(SFTMultiturnConfig):
+    """data.multiturn, always off: a row is one instruction and its response."""
 
     enable: bool = setting(False, fixed="a row is an instruction and its response")
 
@@ -109,7 +120,7 @@ class IterativeDataConfig(SFTDataConfig):
     response_key: str = setting("output", "Column of the response.")
     max_length: int = 2048
     dataloader_num_workers: int = setting(0, "Processes per rank that read ahead; rows are tokenized before.", low=0)
-    multiturn: PairsConfig = setting(PairsConfig)
+    multiturn: NoConversationsConfig = setting(NoConversationsConfig)
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of IterativeSFTDataset.")
     packing: bool = setting(False, fixed="rounds keep their rows")
     use_chat_template: bool = setting(False, "Send the instruction through the chat template as a user turn.")
@@ -130,7 +141,7 @@ class IterativeModelConfig(SFTModelConfig):
 
 @dataclass
 class IterativeOptimConfig(SFTOptimConfig):
-    """`warmup_steps_ratio` is this recipe's name of lr_warmup_steps_ratio."""
+    """`warmup_steps_ratio` is this recipe's name of lr_warmup_steps_ratio, which iterative_refine.yaml sets to it."""
 
     lr: float = 2e-5
     warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
@@ -138,7 +149,7 @@ class IterativeOptimConfig(SFTOptimConfig):
 
 @dataclass
 class IterativeTrainerConfig(SFTTrainerConfig):
-    """`save_checkpoint_steps` is this recipe's name of save_freq."""
+    """`save_checkpoint_steps` is this recipe's name of save_freq, which iterative_refine.yaml sets to it."""
 
     default_local_dir: str = "checkpoints/dllm_reasoning/iterative_refine"
     project_name: str = "dllm_reasoning"

@@ -1,4 +1,4 @@
-"""Instruction and response pairs whose response survives truncation, checked before training starts."""
+"""Instruction and response pairs, all tokenised and checked before training starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from verl.data.sft_dataset import Segment, SFTDataset, encode_segments, pad_samp
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
 Encoded = tuple[list[int], list[int]]
-"""Ids of a sample, and 1 for each that belongs to the response (with its EOS)."""
+"""(ids, learned) of a sample: learned is 1 on the response and its EOS, 0 on the instruction."""
 
 
 class IterativeSFTDataset(SFTDataset):
     """SFTDataset's rows, all tokenised at construction, so that a bad one is reported at once.
 
-    Settings in addition to SFTDataset's: use_chat_template and bad_rows. `skipped` counts the rows left out.
+    Settings in addition to SFTDataset's: use_chat_template; bad_rows, which says whether a bad row stops the run or is
+    left out. `encoded` has the rows that are kept, `skipped` counts the others.
     """
 
     config_type = IterativeDataConfig
@@ -49,10 +50,11 @@ class IterativeSFTDataset(SFTDataset):
                            self.skipped, self.skipped + len(kept))  # fmt: skip
         if not kept:
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no row can be trained on.")
+        self.cut_rows = {new for new, old in enumerate(kept) if old in self.cut_rows}
         self._keep(kept)
 
     def segments(self, item: int, response: str | None = None) -> list[Segment]:
-        """The instruction as the model reads it, and the response (or this one in its place) followed by EOS."""
+        """The instruction as the model reads it, then the response with EOS; `response` replaces the row's own."""
         text = self.text_of(item, "prompt")
         if response is None:
             response = self.text_of(item, "response")
@@ -63,8 +65,12 @@ class IterativeSFTDataset(SFTDataset):
         return [(text, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
     def encode(self, item: int) -> Encoded:
+        """As SFTDataset's, but a row needs a token of the instruction and one of the response after truncation.
+
+        Raises DatasetError that says which of the two is missing, and why.
+        """
         ids, learned = super().encode(item)
-        if 0 < sum(learned) < len(learned):
+        if 0 < sum(learned) < len(learned):  # both parts are left
             return ids, learned
         learned = encode_segments(self.tokenizer, self.segments(item))[1]  # before truncation
         prompt, response = learned.count(0), learned.count(1)
@@ -74,12 +80,11 @@ class IterativeSFTDataset(SFTDataset):
             )
         limit = self.max_length
         part, size = ("instruction", prompt) if prompt >= limit else ("response", response)
-        raise self.error(
-            item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the rest. Raise it."
-        )
+        what = f"the {part} has {size} tokens, so that data.max_length={limit} leaves nothing of the other part"
+        raise self.error(item, f"{what}. Raise it.")
 
     def instruction_ids(self, item: int) -> list[int]:
-        """The prompt from which generation would start."""
+        """The ids of the instruction, as generation gets them."""
         ids, learned = self.encoded[item]
         return ids[: learned.index(1)]
 
@@ -87,6 +92,7 @@ class IterativeSFTDataset(SFTDataset):
         """Append the rows of another data set; returns this one."""
         self.data_files = [*self.data_files, *other.data_files]
         self.rows, self.origins = self.rows + other.rows, self.origins + other.origins
+        self.cut_rows |= {len(self.encoded) + row for row in other.cut_rows}
         self.encoded, self.skipped = self.encoded + other.encoded, self.skipped + other.skipped
         return self
 

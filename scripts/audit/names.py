@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NoReturn
 
-from verl.config.inert import unread
+from verl.config.inert import old_keys_of
 
 OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
 EXPRESSION = "<expression>"
@@ -158,7 +158,7 @@ def _only_raises(value: Any) -> bool:
 def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:
     entries: dict[str, Signature | None] = {}
     items = {*dir(value), *_annotations(value), *_of_instances(value)}
-    items |= {*unread(value)} if is_dataclass(value) else set()  # accepted as arguments, and read as their defaults
+    items |= {*old_keys_of(value)} if is_dataclass(value) else set()  # accepted as arguments, read as their defaults
     items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
     for item in items:
         if not _public(item) and item not in OPERATORS:

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from verl.rollout.vllm_rollout.openai_server import VARIABLE, TokenGuard
+from verl.rollout.vllm_rollout.openai_server import TOKEN_VARIABLE, TokenGuard
 
 TOKEN = "t0k3n"
 HEADERS = [
@@ -25,7 +25,7 @@ PATHS = ["/", "", "/v1/completions", "/classify", "/pause", "/metrics", "/health
 
 def answers(monkeypatch, scope):
     """What a guarded server sends, and whether it got the request."""
-    monkeypatch.setenv(VARIABLE, TOKEN)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     sent, passed = [], []
 
     async def app(scope, receive, send):

@@ -10,7 +10,7 @@ from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
 from verl.config.base import BaseConfig
 from verl.config.compose import to_omegaconf, to_plain, to_settings, with_values
 from verl.config.data import DataConfig
-from verl.config.inert import OLD_KEYS, UNUSED
+from verl.config.inert import NO_EFFECT, OLD_KEYS
 from verl.config.ppo import PPOConfig
 from verl.config.sft import SFTConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
@@ -75,9 +75,9 @@ def test_a_tree_is_frozen_and_a_copy_has_other_values():
 
 def test_rows_of_keys_without_effect_name_fields_or_what_old_scripts_give():
     classes = {kind.__name__: kind for kind in subclasses(BaseConfig)}
-    for row in (*UNUSED, *OLD_KEYS["UNREAD"]):
+    for row in (*NO_EFFECT, *OLD_KEYS["UNREAD"]):
         owner, name = row.split(".")
-        assert (name in classes[owner].__dataclass_fields__) == (row in UNUSED), row
+        assert (name in classes[owner].__dataclass_fields__) == (row in NO_EFFECT), row
 
 
 def test_a_class_takes_the_arguments_of_old_scripts():

@@ -1,4 +1,4 @@
-"""Compatibility with verl: functions on configurations, tools and chat templates; the table has the module of each."""
+"""Compatibility with verl: single functions under old import paths, which `verl.compat.table` maps to this module."""
 
 import os
 from dataclasses import dataclass
@@ -18,16 +18,21 @@ from verl.protocol import DataProto
 from verl.trainer.run.ray_session import WORKER_ENV
 from verl.utils.problems import raise_if_any
 
+#: All defaults; scripts for verl read or extend them.
 PPO_RAY_RUNTIME_ENV: dict[str, Any] = {"env_vars": dict(WORKER_ENV)}
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """The `runtime_env` of `ray.init`: variables that the driver sets itself are left to it."""
+    """The `runtime_env` of `ray.init`: our default of each variable that the environment of this process lacks."""
     return {"env_vars": {name: value for name, value in WORKER_ENV.items() if name not in os.environ}}
 
 
 def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """As verl.algos.rollout_correction.apply_bypass_mode; also sets the loss of an actor.policy_loss section."""
+    """`verl.algos.rollout_correction.apply_bypass_mode` with verl's signature.
+
+    With both sections (`algorithm.rollout_correction`, `actor.policy_loss`), the loss of the second is set to that of
+    bypass mode, in place.
+    """
     rollout_correction.apply_bypass_mode(batch)
     if policy_loss_config is not None and rollout_corr_config is not None:
         policy_loss_config.loss_mode = "bypass_mode"
@@ -40,20 +45,21 @@ def load_all_tools(tool_config_path: str | None, function_tool_path: str | None)
 
 
 def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
-    """Overwrite the values of `dictionary`, in place, by those that `config` has under the same keys."""
+    """Overwrite the values of `dictionary`, in place, with those that `config` has under the same keys."""
     dictionary.update({key: config[key] for key in dictionary if key in config})
 
 
 def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
     """Raise one ConfigError (a ValueError) that lists all problems; warn of settings without effect."""
     raise_if_any(find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic))
-    for problem in tree_problems(config, PPOConfig)[2]:
+    _, _, without_effect = tree_problems(config, PPOConfig)
+    for problem in without_effect:
         logger.warning("{}", problem.message)
 
 
 @dataclass
 class RouterReplayConfig:
-    """What verl replays of the routers of experts: nothing, here."""
+    """verl's settings for replaying the choices of an expert router. Only `mode="disabled"` is accepted."""
 
     mode: str = "disabled"
     record_file: str | None = None
@@ -67,23 +73,34 @@ class RouterReplayConfig:
 def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any) -> list[int]:
     """The ids that the template puts in front of a conversation without a system message; [] for none.
 
-    It is the text before the first question without the header of a user's turn. That header is what follows an answer
-    when another question comes, but not at the end of the text.
+    The text in front of the first question is this system prompt and the header of a user's turn. The header is found
+    by comparison: between an answer and the next question stand the end of the answer and the header, at the end of a
+    conversation the end of the answer alone.
     """
-    asked, answered = "question-7f3a", "answer-7f3a"
-    pair = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    one, two = (render_chat(tokenizer, pair * n, **apply_chat_template_kwargs) for n in (1, 2))
-    texts = one.partition(asked)[0], two.split(answered)[1].partition(asked)[0], one.rpartition(answered)[2]
-    before, between, end = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-    head = between[len(os.path.commonprefix([between, end])) :]
-    return before[: len(before) - len(os.path.commonprefix([before[::-1], head[::-1]]))]
+    question, answer = "question-7f3a", "answer-7f3a"  # texts that no template contains
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    once, twice = (render_chat(tokenizer, turns * n, **apply_chat_template_kwargs) for n in (1, 2))
+    front = _ids(tokenizer, once.partition(question)[0])
+    between = _ids(tokenizer, twice.split(answer)[1].partition(question)[0])
+    end = _ids(tokenizer, once.rpartition(answer)[2])
+    header = between[_equal_at_start(between, end) :]
+    return front[: len(front) - _equal_at_start(front[::-1], header[::-1])]
 
 
 def extract_system_prompt_and_generation(
     tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """The ids of `initialize_system_prompt`, and those that `add_generation_prompt` adds to a user's turn."""
-    user, prompt = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
-    texts = (render_chat(tokenizer, user, **settings) for settings in (apply_chat_template_kwargs, prompt))
-    without, prompted = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    turn, with_prompt = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
+    without = _ids(tokenizer, render_chat(tokenizer, turn, **apply_chat_template_kwargs))
+    prompted = _ids(tokenizer, render_chat(tokenizer, turn, **with_prompt))
     return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), prompted[len(without) :]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _equal_at_start(a: list[int], b: list[int]) -> int:
+    """Number of equal ids at the start of both."""
+    return len(os.path.commonprefix([a, b]))  # works on lists as well

@@ -11,17 +11,17 @@ from loguru import logger
 from omegaconf import MISSING
 
 from verl.config.fields import check_settings
-from verl.config.inert import unread
+from verl.config.inert import old_keys_of
 
 
 class AcceptsOldKeys(ABCMeta):
-    """Metaclass of settings: their constructors also accept the names in `unread`, which are not fields.
+    """Metaclass of settings: their constructors also accept the names in `old_keys_of`, which are not fields.
 
     They are kept as they are, for code that was written for verl; a row with another name (`new`) also sets that field.
     """
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        made, old = cls.__new__(cls), unread(cls)
+        made, old = cls.__new__(cls), old_keys_of(cls)
         for name in given.keys() & old.keys():
             made.__dict__[name] = value = given.pop(name)
             new = old[name].get("new")
@@ -63,7 +63,7 @@ class BaseConfig(Mapping, metaclass=AcceptsOldKeys):
 
     def __getattr__(self, name: str) -> Any:
         """The default of a setting that no run reads."""
-        value = unread(type(self)).get(name, {"default": MISSING})["default"]
+        value = old_keys_of(type(self)).get(name, {"default": MISSING})["default"]
         if value == MISSING:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return copy.deepcopy(value)

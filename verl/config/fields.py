@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.inert import UNUSED, unread
+from verl.config.inert import NO_EFFECT, old_keys_of
 from verl.utils.registry import nearest
 
 BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
@@ -51,7 +51,7 @@ def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
 
     Each is that of the nearest base class where a subclass changes the default.
     """
-    if row := unread(owner).get(name):
+    if row := old_keys_of(owner).get(name):
         why = row.get("why")
         rule = {"choices": row["accepts"], "hint": row["hint"]} if "accepts" in row else {}
         rule = {"fixed": why} if "fixed" in row else rule
@@ -61,21 +61,21 @@ def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
     return {
         "help": next((f.metadata["help"] for f in fields if f.metadata.get("help")), ""),
         "rule": next((f.metadata["rule"] for f in fields if f.metadata.get("rule")), {}),
-        "unused": next((UNUSED[row] for row in rows if row in UNUSED), None),
+        "unused": next((NO_EFFECT[row] for row in rows if row in NO_EFFECT), None),
     }
 
 
 def default_of(owner: type, name: str) -> Any:
     """The default of a field, the factory's where it has one, or of a key of old scripts."""
-    if name in unread(owner):
-        return copy.deepcopy(unread(owner)[name]["default"])
+    if name in old_keys_of(owner):
+        return copy.deepcopy(old_keys_of(owner)[name]["default"])
     field = owner.__dataclass_fields__[name]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def known_names(owner: type) -> list[str]:
     """Names of the fields of a class and of what it accepts from old scripts."""
-    return [*(field.name for field in dataclasses.fields(owner)), *unread(owner)]
+    return [*(field.name for field in dataclasses.fields(owner)), *old_keys_of(owner)]
 
 
 def section_type(hint: Any) -> type | None:

@@ -1,4 +1,9 @@
-"""Keys without effect, as Class.field (subclasses too): those of old scripts, and those some rollouts do not read."""
+"""Keys that are accepted and have no effect, each with what happens instead.
+
+A key is named Class.field, and holds for subclasses too. NO_EFFECT has fields of config classes that no rollout, or not
+every rollout, reads. Keys of scripts for verl that are no fields here stand under UNREAD in old_keys.yaml;
+`old_keys_of` looks them up.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -15,24 +20,27 @@ OLD_KEYS: dict[str, dict[str, Any]] = yaml.safe_load(
 
 
 @functools.cache
-def unread(owner: type) -> dict[str, dict[str, Any]]:
-    """{name: row of UNREAD in old_keys.yaml} of a class's arguments in scripts for verl that are no fields."""
+def old_keys_of(owner: type) -> dict[str, dict[str, Any]]:
+    """{key: its row of UNREAD} for the keys of old scripts that the section of the config class `owner` accepts.
+
+    Rows of its base classes hold too, unless `owner` has a field of that name.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    for base in reversed(owner.__mro__):
-        start = f"{base.__name__}."
-        rows |= {key.removeprefix(start): row for key, row in OLD_KEYS["UNREAD"].items() if key.startswith(start)}
+    for base in reversed(owner.__mro__):  # base classes first: rows of `owner` itself win
+        prefix = f"{base.__name__}."
+        rows |= {key.removeprefix(prefix): row for key, row in OLD_KEYS["UNREAD"].items() if key.startswith(prefix)}
     return {name: row for name, row in rows.items() if name not in owner.__dataclass_fields__}
 
 
-# These generate with the actor's own module: no second engine, no second weights.
+# Rollouts that generate with the actor's own module: no second engine, no second weights.
 ROLLOUTS_OF_THE_ACTOR = ("hf", *sorted(installed_plugins("rollouts_of_the_actor")))
-# What these rollouts do instead of reading the settings of an engine, of its client, or of agent loops.
-NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
-_BATCHES = "agent loops and servers need rollout.mode=async"
-_NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
-_NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
+# {rollout "name" or "name/mode": why it does not read} the settings of an engine, of its client, or of agent loops.
+_NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
+_NEEDS_ASYNC = "agent loops and servers need rollout.mode=async"
+_NO_CLIENT = _NO_ENGINE | {"vllm/sync": _NEEDS_ASYNC}
+_NO_SERVER = _NO_ENGINE | {"vllm/sync": _NEEDS_ASYNC, "sglang/sync": _NEEDS_ASYNC}
 
-# Keys of ServerConfig and RolloutConfig that these reasons hold for.
+# The fields that these hold for: _OF_CLIENTS are of ServerConfig, the others of RolloutConfig.
 _OF_CLIENTS = ("timeout", "max_attempts", "retry_delay", "max_connections")
 _OF_ENGINES = (
     "mode", "repetition_penalty", "dtype", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes",
@@ -44,13 +52,13 @@ _OF_ENGINES = (
 )  # fmt: skip
 _OF_SERVERS = ("over_sample_rate", "agent", "trace", "multi_turn", "prometheus")
 
-# What happens instead of reading the key, or any key below it; a mapping restricts this to those rollouts, by
-# "name" or "name/mode".
-UNUSED: dict[str, str | Mapping[str, str]] = {
+# Field -> what happens instead of reading it, or any key below it. A text holds for every run, a mapping for the
+# rollouts that it names.
+NO_EFFECT: dict[str, str | Mapping[str, str]] = {
     "RolloutConfig.data_parallel_size":
         "each tensor_model_parallel_size ranks are an engine, and all engines split the requests",
     "SeparateAgentLoopConfig.num_workers": "asynchronous training holds all conversations in the trainer's process",
     **{f"ServerConfig.{name}": _NO_CLIENT for name in _OF_CLIENTS},
-    **{f"RolloutConfig.{name}": NO_ENGINE for name in _OF_ENGINES},
+    **{f"RolloutConfig.{name}": _NO_ENGINE for name in _OF_ENGINES},
     **{f"RolloutConfig.{name}": _NO_SERVER for name in _OF_SERVERS},
 }

@@ -15,6 +15,7 @@ from verl.config.fields import setting
 
 LOGITS_CHUNK = 896  # tokens whose logits the token policy computes at once, unless policy.kwargs.chunk_tokens is set
 
+
 @dataclass
 class PluginConfig(BaseConfig, section="model.plugin"):
     """A registered part by name, with the keyword arguments it is built with."""
@@ -28,9 +29,11 @@ class PluginConfig(BaseConfig, section="model.plugin"):
 
 @dataclass
 class HFModelConfig(BaseConfig, section="model"):
-    """A model directory or hub name and how the model is built from it.
+    """A model directory or hub name, and how the model is built from it.
 
-    The fields hf_config, generation_config, tokenizer and processor are those of what `load()` returns.
+    The fields without a description are no settings. The constructor completes the local_* paths, from which the files
+    are read. `load()` fills hf_config, generation_config, architectures (of hf_config), untied and, with
+    `load_tokenizer`, tokenizer. `processor` is for users' code.
     """
 
     path: str = setting(MISSING, "Folder or hub name of the model.")
@@ -63,16 +66,16 @@ class HFModelConfig(BaseConfig, section="model"):
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
     use_liger: bool = setting(False, LIGER)
     architectures: list[str] | None = None
-    untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says
+    untied: bool = False  # the output matrix is not the embedding, whatever config.json says
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")
     policy: PluginConfig = setting(
         lambda: PluginConfig(name="causal_lm"),
-        "How a batch becomes log-probs: causal_lm, or bernoulli for accept/reject.",
+        "How log-probs are computed: causal_lm (of the next token), or bernoulli (of accepting a draft token).",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path == MISSING:
+        if self.path == MISSING:  # the check of the whole config reports it
             return
         model = self.local_path or os.path.expanduser(self.path)
         paths = {
@@ -80,13 +83,13 @@ class HFModelConfig(BaseConfig, section="model"):
             "local_hf_config_path": self.local_hf_config_path or _expand(self.hf_config_path) or model,
             "local_tokenizer_path": self.local_tokenizer_path or _expand(self.tokenizer_path) or model,
         }
-        for name, path in paths.items():
+        for name, path in paths.items():  # fields are written once; see BaseConfig
             object.__setattr__(self, name, path)
 
     def load(self) -> HFModelConfig:
-        """A copy with hf_config, generation_config, architectures, and with load_tokenizer the tokenizer.
+        """A copy with what the model's files say; with `use_shm` its local_path is a copy in /dev/shm.
 
-        Imports `external_lib` first.
+        Imports `external_lib` first, so that what it registers is known.
         """
         from transformers import AutoConfig, GenerationConfig
 

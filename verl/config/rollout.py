@@ -8,7 +8,6 @@ from omegaconf import MISSING
 from verl.config.base import BaseConfig
 from verl.config.common import SUM_OVER_RANKS, ModuleConfig
 from verl.config.fields import setting
-from verl.config.inert import NO_ENGINE
 from verl.config.inert import ROLLOUTS_OF_THE_ACTOR as ROLLOUTS_OF_THE_ACTOR
 from verl.config.profiler import ProfilerConfig
 
@@ -310,7 +309,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
                 f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
                 f"rollout.tensor_model_parallel_size={size}. Set one of the two to the other."
             )
-        if self.prompt_queue and self.name not in NO_ENGINE and (self.name, self.mode) != ("vllm", "sync"):
+        if self.prompt_queue and self.name not in ROLLOUTS_OF_THE_ACTOR and (self.name, self.mode) != ("vllm", "sync"):
             raise ValueError(
                 f"rollout.prompt_queue=true needs rollout.name=vllm and rollout.mode=sync, not {self.name} and "
                 f"{self.mode}: agent loops (mode=async) always give a prompt to the server with the fewest requests. "

@@ -17,12 +17,11 @@ Segment = tuple[str, bool]
 
 
 def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """(ids, learned) of the concatenated pieces, each of length T; learned 1 means that the token counts in the loss.
+    """(ids, learned) of the joined pieces, each of length T; learned is 1 where a token counts in the loss, else 0.
 
-    Each piece is tokenised by itself, so that a prompt has the same tokens as in generation. A learned piece counts up
-    to its end of turn, without what a template writes after it (a line break): its last special token, if that ends
-    an answer (`stop_ids`) or only white space follows. The EOS token is added to a sample that ends in a learned piece
-    without an end of turn.
+    Each piece is tokenised by itself, so that a prompt has the same tokens as in generation. A learned piece is learned
+    up to and including its end of turn; what a template writes after that, such as a line break, is not. Without an end
+    of turn all of the piece is learned, and if it is the sample's last piece, the EOS token is added.
     """
     ids: list[int] = []
     learned: list[int] = []
@@ -30,27 +29,38 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
     special = special_ids(tokenizer) | stops
     for number, (text, counts) in enumerate(segments, 1):
         piece = tokenizer(text, add_special_tokens=False)["input_ids"]
-        last = next((i for i in range(len(piece), 0, -1) if piece[i - 1] in special), 0)
-        if not last or (piece[last - 1] not in stops and tokenizer.decode(piece[last:]).strip()):  # no end of turn
+        end = _end_of_turn(tokenizer, piece, special, stops)
+        if end is None:
             if counts and number == len(segments):
                 piece = [*piece, tokenizer.eos_token_id]
-            last = len(piece)
+            end = len(piece)
         ids += piece
-        learned += [int(counts and i < last) for i in range(len(piece))]
+        learned += [int(counts and i < end) for i in range(len(piece))]
     return ids, learned
+
+
+def _end_of_turn(tokenizer: Any, piece: list[int], special: set[int], stops: set[int]) -> int | None:
+    """Number of ids up to and including the end of turn; None without one.
+
+    It is the last special token, if that is one of `stops` or only white space follows it.
+    """
+    end = next((i for i in range(len(piece), 0, -1) if piece[i - 1] in special), None)
+    ends = end is not None and (piece[end - 1] in stops or not tokenizer.decode(piece[end:]).strip())
+    return end if ends else None
 
 
 class SFTDataset(FileRows):
     """One sample per row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
 
-    loss_mask is 1 on the tokens that are learned (targets): the answer and its EOS. The question is a user's
-    turn in the chat template. `config` is the `data` section, or the part of it that differs from the defaults:
+    loss_mask is 1 on the tokens that are to be predicted, the answer and its EOS; it is not shifted. The question is a
+    user's turn in the chat template. `config` is the `data` section, or the part of it that differs from the defaults:
     prompt_key, prompt_dict_keys, response_key, response_dict_keys, max_length, truncation, chat_template,
     apply_chat_template_kwargs. `max_samples` keeps the first rows; -1 keeps all.
     """
 
-    #: dataclass of the section
+    #: dataclass of the section `data`; a subclass with more settings sets its own
     config_type: type[SFTDataConfig] = SFTDataConfig
+    #: advice of the error for a file with conversations
     for_conversations = "Set data.multiturn.enable=true."
 
     def __init__(
@@ -67,10 +77,10 @@ class SFTDataset(FileRows):
             self._keep(list(range(min(max_samples, len(self)))))
 
     def text_of(self, item: int, kind: str) -> str:
-        """The text of a row's `prompt` or `response`, through the keys that lead to it."""
-        names = {f"data.{each}_key": self.settings[f"{each}_key"] for each in ("prompt", "response")}
-        name = names[f"data.{kind}_key"]
-        value = self.column(item, name, f"data.{kind}_key", names)
+        """The text of a row's `prompt` or `response`: in column data.{kind}_key, by the keys data.{kind}_dict_keys."""
+        name = self.settings[f"{kind}_key"]
+        both = {f"data.{each}_key": self.settings[f"{each}_key"] for each in ("prompt", "response")}
+        value = self.column(item, name, f"data.{kind}_key", both)  # the error names both if both are missing
         path = f"column '{name}'"
         for key in self.settings[f"{kind}_dict_keys"] or []:
             if not isinstance(value, Mapping) or key not in value:
@@ -90,19 +100,22 @@ class SFTDataset(FileRows):
             raise self.error(item, f"the chat template failed: {error}") from error
 
     def segments(self, item: int) -> list[Segment]:
-        """The row's text in pieces."""
+        """The prompt as generation would see it (not learned), and the answer with EOS (learned)."""
         prompt, response = self.text_of(item, "prompt"), self.text_of(item, "response")
         asked = self.render(item, [{"role": "user", "content": prompt}], add_generation_prompt=True)
         return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
     def encode(self, item: int) -> tuple[list[int], list[int]]:
-        """(ids, learned) of a row, each of at most max_length; raises DatasetError where truncation is `error`."""
+        """(ids, learned) of a row, each of at most max_length; a row that is cut is noted in `cut_rows`.
+
+        Raises DatasetError for a longer row if truncation is `error`.
+        """
         segments = [(self.encodable(item, text), counts) for text, counts in self.segments(item)]
         ids, learned = encode_segments(self.tokenizer, segments)
-        if len(ids) > self.max_length and self.truncation == "error":
-            what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
-            raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
         if len(ids) > self.max_length:
+            if self.truncation == "error":
+                what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
+                raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
             self.cut_rows.add(item)
         return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
 
@@ -111,7 +124,10 @@ class SFTDataset(FileRows):
 
 
 def pad_sample(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """A sample of at most `length` tokens as tensors, each int64 [length]; position_ids of padding are 0."""
+    """A sample of at most `length` tokens as tensors, each int64 [length]; `learned` becomes loss_mask.
+
+    position_ids of padding are 0.
+    """
     missing = length - len(ids)
     columns = {
         "input_ids": ids + [pad_id] * missing,

@@ -14,26 +14,24 @@ if TYPE_CHECKING:
 
 
 def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:
-    """Cost of each sequence, lengths [N] -> [N]: a linear part (matrices) and a square part (attention).
-
-    The weight of the linear part is that of a 7B model (hidden 4096: 6 * 4096).
-    """
+    """Cost of each sequence, lengths [N] -> [N]: a linear part (matrices) and a square part (attention)."""
     lengths = torch.as_tensor(seqlen_list).to(torch.int64)
-    return 24576 * lengths + lengths**2
+    return 6 * 4096 * lengths + lengths**2  # the weight of a 7B model, whose hidden size is 4096
 
 
 def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Largest differencing (Karmarkar, Karp 1982): indices in `k_partitions` sets of nearly equal sums.
 
-    With `equal_size` every set has len/k entries. Each heap entry is a partial solution of k sets ordered by sum,
-    largest first; merging two of them joins the largest set of one with the smallest of the other.
+    With `equal_size` every set has len/k entries. The heap has partial solutions, the one with the largest spread
+    (largest less smallest sum) first: (negative spread, number that breaks ties, k sets as (sum, indices), largest sum
+    first). Merging two of them joins the largest set of one with the smallest of the other.
     """
-    _room(len(seqlen_list), k_partitions, equal_size)
+    _largest_set(len(seqlen_list), k_partitions, equal_size)  # for its error
     order = sorted((length, i) for i, length in enumerate(seqlen_list))
-    width = k_partitions if equal_size else 1
+    seeds = k_partitions if equal_size else 1  # sequences that a partial solution starts with
     heap = []
-    for number, start in enumerate(range(0, len(order), width)):
-        sets = [(length, [i]) for length, i in reversed(order[start : start + width])]
+    for number, start in enumerate(range(0, len(order), seeds)):
+        sets = [(length, [i]) for length, i in reversed(order[start : start + seeds])]
         sets += [(0, [])] * (k_partitions - len(sets))
         heap.append((sets[-1][0] - sets[0][0], number, sets))
     heapq.heapify(heap)
@@ -48,7 +46,7 @@ def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool) 
 
 def greedy_partition(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Longest first, each to the set with the least sum that still has room."""
-    room = _room(len(seqlen_list), k_partitions, equal_size)
+    room = _largest_set(len(seqlen_list), k_partitions, equal_size)
     sets: list[list[int]] = [[] for _ in range(k_partitions)]
     heap = [(0, k) for k in range(k_partitions)]
     for i in sorted(range(len(seqlen_list)), key=lambda i: -seqlen_list[i]):
@@ -59,7 +57,8 @@ def greedy_partition(seqlen_list: list[int], k_partitions: int, equal_size: bool
     return sets
 
 
-def _room(count: int, k_partitions: int, equal_size: bool) -> int:
+def _largest_set(count: int, k_partitions: int, equal_size: bool) -> int:
+    """Number of sequences that fit into one set; ValueError where sets of equal size are impossible."""
     if equal_size and count % k_partitions:
         raise ValueError(f"{count} sequences cannot be shared out in {k_partitions} sets of equal size")
     return count // k_partitions if equal_size else count
@@ -71,12 +70,17 @@ def get_seqlen_balanced_partitions(seqlen_list: list[int], k_partitions: int, eq
         raise ValueError(f"{len(seqlen_list)} sequences cannot fill {k_partitions} sets with at least one each")
     sets = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     if not all(sets):  # differencing may leave a set empty when lengths are very uneven
+        # A length of 0 would leave its set the least one, which then gets all that follow.
         sets = greedy_partition([max(1, n) for n in seqlen_list], k_partitions, equal_size)
     return [sorted(s) for s in sets]
 
 
 def log_seqlen_unbalance(seqlen_list: list[int], partitions: list[list[int]], prefix: str) -> dict[str, float]:
-    """Metrics: token sums of consecutive shares (min, max, minmax_diff) and of `partitions` (balanced_min, _max)."""
+    """Metrics of sharing out sequences of these lengths: tokens of a share. It logs nothing.
+
+    min, max, minmax_diff: if the sequences were cut into consecutive shares; balanced_min, balanced_max: with
+    `partitions`; mean: of either.
+    """
     k, count = len(partitions), len(seqlen_list)
     before = [sum(seqlen_list[count * i // k : count * (i + 1) // k]) for i in range(k)]
     after = _sums(seqlen_list, partitions)
@@ -102,11 +106,18 @@ def rearrange_micro_batches(
     num_batches_divided_by: int | None = None, same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None, use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[TensorDict], list[list[int]]]:
-    """Cut a batch (attention_mask [B, T]) in micro-batches of at most `max_token_len` real tokens each.
+    """Cut a batch into micro-batches of at most `max_token_len` real tokens each, of about equal cost.
 
-    Returns the micro-batches and the row numbers of each. With `same_micro_num_in_dp` all ranks of `dp_group` (None:
-    the whole world, if there is one) agree on the number of micro-batches. `use_dynamic_bsz_balance` puts the
-    heaviest first, so that a lack of memory shows at once.
+    Args:
+        batch: with attention_mask [B, T] (of [B, k, T], the first of the k counts), 1 for a real token.
+        dp_group: the ranks that have to agree; None is the whole world, if torch.distributed is initialized.
+        num_batches_divided_by: the number of micro-batches is rounded up to a multiple of it.
+        same_micro_num_in_dp: all ranks take the number of the rank that needs most.
+        min_num_micro_batch: the least number of micro-batches.
+        use_dynamic_bsz_balance: the most expensive micro-batch comes first, so that a lack of memory shows at once.
+
+    Returns the micro-batches, and the row numbers of each. Raises ValueError if a sequence exceeds `max_token_len`, or
+    if there are fewer rows than micro-batches.
     """
     mask = batch["attention_mask"]
     lengths = mask.reshape(mask.shape[0], -1, mask.shape[-1])[:, 0].sum(-1)  # [B]
@@ -150,12 +161,15 @@ def prepare_dynamic_batch(
 
 
 def get_reverse_idx(idx_map: list[int]) -> list[int]:
-    """Inverse of a permutation."""
+    """Inverse of a permutation: where each row went."""
     return sorted(range(len(idx_map)), key=idx_map.__getitem__)
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
-    """Rows that were joined micro-batch after micro-batch, [B, ...], back in the order they had before the cut."""
+    """Rows that were joined micro-batch after micro-batch, [B, ...], back in the order they had before the cut.
+
+    `batch_idx_list`: the row numbers that `rearrange_micro_batches` returned.
+    """
     order = [i for part in batch_idx_list for i in part]
     if len(order) != data.shape[0]:
         raise ValueError(f"{data.shape[0]} rows cannot be restored by {len(order)} row numbers")

@@ -1,4 +1,7 @@
-"""Every metric that a run logs: its name (a pattern, * for a variable part) and its meaning."""
+"""The metrics that a run logs, by name (a pattern, * for a variable part), with their meaning.
+
+METRICS has those of verl; a recipe adds RecipeMetrics.
+"""
 
 import functools
 import pkgutil
@@ -10,19 +13,24 @@ from typing import Any
 from verl.utils.problems import SHARE_NAMED
 from verl.utils.registry import installed_plugins
 
-#: panels of the report: (title, explanation, names, or prefixes that end in "/", "_" or "@")
+# (title, explanation, metrics) of each panel of the report; metrics are names, or beginnings that end in "/", "_", "@"
 Headlines = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a run leaves out, by a metric: its mean over the steps is a share, or its sum over that of `of`.
+    """A share of the data or the steps that a run leaves out, computed from a metric.
 
-    With `running`, both metrics count from the start of the run, and `of` does not contain the metric's own count.
+    Attributes:
+        metric: without `of` a share of each step, or a count per step: then the share is that of steps with one.
+        text: follows the share in a sentence: "of the answers were cut".
+        of: metric of the totals that `metric` counts a part of; the share is sum over sum.
+        running: both count from the start of the run, so that the last step has all, and `of` does not include
+            `metric`.
     """
 
     metric: str
-    text: str  # follows the share: "of the answers were cut"
+    text: str
     of: str | None = None
     running: bool = False
 
@@ -207,24 +215,25 @@ def all_metrics() -> dict[str, str]:
 
 
 def left_out(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, str]]:
-    """(metric, share, text) of what a run with these rows of metrics.jsonl left out, where above SHARE_NAMED.
+    """(metric, share, text) of each share above SHARE_NAMED that a run left out, by its rows of metrics.jsonl."""
+    logged = list({row["step"]: row["data"] for row in rows}.values())  # the last row of a step that ran twice
+    entries = (*LEFT_OUT, *(entry for recipe in metrics_of_recipes() for entry in recipe.left_out))
+    shares = [(entry.metric, _share(entry, logged), entry.text) for entry in entries]
+    return [found for found in shares if found[1] > SHARE_NAMED]
 
-    A count of skipped updates is 1 of its step: the share is that of the steps.
-    """
-    logged = list({row["step"]: row["data"] for row in rows}.values())
-    found = []
-    for entry in (*LEFT_OUT, *(entry for recipe in metrics_of_recipes() for entry in recipe.left_out)):
-        steps = [data for data in logged if entry.metric in data and (entry.of is None or entry.of in data)]
-        counts = [float(data[entry.metric]) for data in steps]
-        if entry.of is None:
-            share = sum(min(1.0, count) for count in counts) / max(1, len(counts))
-        else:
-            totals = [float(data[entry.of]) for data in steps]
-            part, whole = (counts[-1:], [*counts[-1:], *totals[-1:]]) if entry.running else (counts, totals)
-            share = sum(part) / max(1.0, sum(whole))
-        if share > SHARE_NAMED:
-            found.append((entry.metric, share, entry.text))
-    return found
+
+def _share(entry: LeftOut, logged: list[Mapping[str, Any]]) -> float:
+    """The share that `entry` describes; 0 if no step has its metrics."""
+    steps = [data for data in logged if entry.metric in data and (entry.of is None or entry.of in data)]
+    if not steps:
+        return 0.0
+    counts = [float(data[entry.metric]) for data in steps]
+    if entry.of is None:
+        return sum(min(1.0, count) for count in counts) / len(counts)  # a step that skipped several updates is one
+    totals = [float(data[entry.of]) for data in steps]
+    if entry.running:
+        return counts[-1] / max(1.0, counts[-1] + totals[-1])
+    return sum(counts) / max(1.0, sum(totals))
 
 
 def unknown_metrics(names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Copies model and data files to this machine."""
+"""Copies files between this machine, its shared memory and HDFS, and refuses outputs that cannot be written."""
 
 import argparse
 import hashlib
@@ -22,65 +22,20 @@ def is_non_local(path: str | os.PathLike) -> bool:
     return str(path).startswith(HDFS_PREFIX)
 
 
-def md5_encode(path: str) -> str:
-    """Hexadecimal digest that identifies a source path (not for security)."""
-    return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
-
-
-def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
-    """The path of `hdfs_path` in `cache_dir`: its base name in a folder of its own."""
-    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path.rstrip("/")))
-
-
-def _files(root: Path) -> dict[str, tuple[int, int]]:
-    """Path -> size and modification time, which shutil's copies keep."""
-    files = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
-    return {str(p.relative_to(root)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
-
-
-def verify_copy(src: str, dest: str) -> bool:
-    """True when both have the same files, of the same sizes and modification times."""
-    return os.path.exists(src) and os.path.exists(dest) and _files(Path(src)) == _files(Path(dest))
-
-
-def _record_directory_structure(folder_path: str | os.PathLike) -> str:
-    """Write the names of a folder's files and sub-folders to `.directory_record.txt` in it; the path of that file."""
-    record = os.path.join(folder_path, RECORD_FILE)
-    Path(record).write_text("\n".join(_names(folder_path)), encoding="utf-8")
-    return record
-
-
-def _check_directory_structure(folder_path: str | os.PathLike, record_file: str) -> bool:
-    """Whether a folder has the files and sub-folders of its record, and no other."""
-    record = Path(record_file)
-    return record.exists() and record.read_text(encoding="utf-8").splitlines() == _names(folder_path)
-
-
-def _names(folder: str | os.PathLike) -> list[str]:
-    return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.name != RECORD_FILE)
-
-
-def copy_to_shm(src: str) -> str:
-    """Copy a local file or folder to /dev/shm and return the copy; the source itself when it does not fit there."""
-    shm, src = Path("/dev/shm"), os.path.expanduser(src)
-    dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
-    need = sum(size for size, _ in _files(Path(src)).values())
-    if not verify_copy(src, dest) and (not shm.is_dir() or shutil.disk_usage(shm).free < need):
-        logger.warning(f"use_shm: {src} needs {need / 1024**3:.2f} GiB, which /dev/shm does not have; read in place")
-        return src
-    os.makedirs(os.path.dirname(dest), exist_ok=True)
-    with FileLock(dest + ".lock"):
-        if not verify_copy(src, dest):
-            shutil.rmtree(dest, ignore_errors=True)
-            (shutil.copytree if os.path.isdir(src) else shutil.copy2)(src, dest)
-    return dest
-
-
 def copy_to_local(
     src: str, cache_dir: str | None = None, filelock: str = ".file.lock", verbose: bool = False,
     always_recopy: bool = False, use_shm: bool = False,
 ) -> str:
-    """A local path of `src`: itself when it is local already, a cached copy of an hdfs:// path otherwise."""
+    """A local path of `src`: itself when it is local already, a cached copy of an hdfs:// path otherwise.
+
+    Args:
+        src: file or folder; an hdfs:// path without a slash at its end.
+        cache_dir: folder of the copies; None is verl-cache in the folder for temporary files.
+        filelock: name of the lock file next to the copy, by which the processes of a machine copy only once.
+        verbose: log the copying.
+        always_recopy: replace a copy that exists.
+        use_shm: return a copy in /dev/shm, if the file exists and fits there.
+    """
     local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
     return copy_to_shm(local) if use_shm and os.path.exists(local) else local
 
@@ -89,7 +44,7 @@ def copy_local_path_from_hdfs(
     src: str, cache_dir: str | None = None, filelock: str = ".file.lock", verbose: bool = False,
     always_recopy: bool = False,
 ) -> str:
-    """Copy an hdfs:// path with the `hdfs` command, once per machine; a local path comes back as it is."""
+    """`copy_to_local` without shared memory."""
     if not is_non_local(src):
         return os.path.expanduser(src)
     if src.endswith("/"):
@@ -102,45 +57,52 @@ def copy_local_path_from_hdfs(
         if not os.path.exists(local):
             if verbose:
                 logger.info(f"copying {src} to {local}")
-            copy(src, local)  # by its name, which programs with a storage client of their own replace
+            # Looked up here at each call: projects with another storage client replace verl.utils.fs.copy.
+            copy(src, local)
     return local
 
 
-def _hdfs(path: str, *arguments: str) -> None:
-    command = shutil.which("hdfs")
-    if command is None:
-        raise FileNotFoundError(f"{path}: the `hdfs` command is not on PATH; use a local path instead")
-    subprocess.run([command, "dfs", *arguments], check=True)
+def copy_to_shm(src: str) -> str:
+    """Copy a local file or folder to /dev/shm and return the copy; the source itself when it does not fit there."""
+    shm, src = Path("/dev/shm"), os.path.expanduser(src)
+    dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
+    need = sum(size for size, _ in _sizes_and_times(Path(src)).values())
+    if verify_copy(src, dest):
+        return dest
+    if not shm.is_dir() or shutil.disk_usage(shm).free < need:
+        logger.warning(f"use_shm: {src} needs {need / 1024**3:.2f} GiB, which /dev/shm does not have; read in place")
+        return src
+    os.makedirs(os.path.dirname(dest), exist_ok=True)
+    with FileLock(dest + ".lock"):
+        if not verify_copy(src, dest):  # another process may have copied it meanwhile
+            shutil.rmtree(dest, ignore_errors=True)
+            (shutil.copytree if os.path.isdir(src) else shutil.copy2)(src, dest)
+    return dest
 
 
-def _hdfs_get(src: str, dest: str) -> None:
-    unfinished = dest + ".part"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    _hdfs(src, "-get", "-f", src, unfinished)
-    os.replace(unfinished, dest)
+def verify_copy(src: str, dest: str) -> bool:
+    """True when both have the same files, of the same sizes and modification times."""
+    return os.path.exists(src) and os.path.exists(dest) and _sizes_and_times(Path(src)) == _sizes_and_times(Path(dest))
 
 
-def exists(path: str, **kwargs: Any) -> bool:
-    """Whether a local path or an hdfs:// one exists; further arguments are those of os.path.exists."""
-    if not is_non_local(path):
-        return os.path.exists(path, **kwargs)
-    try:
-        _hdfs(path, "-test", "-e", path)
-    except subprocess.CalledProcessError:
-        return False
-    return True
+def _sizes_and_times(root: Path) -> dict[str, tuple[int, int]]:
+    """{path relative to `root`: (size, modification time in ns)} of its files; shutil's copies keep both."""
+    files = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
+    return {str(p.relative_to(root)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
 
-def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
-    """Create a folder and its parents, local or hdfs://, which has no modes and may exist; as os.makedirs."""
-    if is_non_local(name):
-        _hdfs(name, "-mkdir", "-p", name)
-    else:
-        os.makedirs(name, mode, exist_ok, **kwargs)
+def md5_encode(path: str) -> str:
+    """Hexadecimal digest that identifies a source path (not for security)."""
+    return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """The path of `hdfs_path` in `cache_dir`: its base name in a folder of its own."""
+    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path.rstrip("/")))
 
 
 def copy(src: str, dst: str, **kwargs: Any) -> str | bool:
-    """Copy a file or folder to `dst`: to hdfs:// or from it (True), or locally (the path of the copy).
+    """Copy a file or folder, locally or to or from hdfs://. Returns the path of a local copy, True otherwise.
 
     Further arguments are those of shutil.copy or shutil.copytree. Raises OSError or subprocess.CalledProcessError.
     """
@@ -171,6 +133,56 @@ def copy_into(sources: Sequence[Path], folder: str) -> None:
             shutil.copy2(source, root / source.name)
 
 
+def exists(path: str, **kwargs: Any) -> bool:
+    """Whether a local path or an hdfs:// one exists; further arguments are those of os.path.exists.
+
+    Raises subprocess.CalledProcessError if the `hdfs` command fails.
+    """
+    if not is_non_local(path):
+        return os.path.exists(path, **kwargs)
+    try:
+        _hdfs(path, "-test", "-e", path)
+    except subprocess.CalledProcessError as error:
+        if error.returncode != 1:  # 1: there is no such path
+            raise
+        return False
+    return True
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+    """Create a folder and its parents, as os.makedirs does.
+
+    For an hdfs:// folder `mode` has no effect, and the folder may exist already.
+    """
+    if is_non_local(name):
+        _hdfs(name, "-mkdir", "-p", name)
+    else:
+        os.makedirs(name, mode, exist_ok, **kwargs)
+
+
+def _hdfs(path: str, *arguments: str) -> None:
+    """Run `hdfs dfs` with these arguments; `path` is for the error if there is no such command."""
+    command = shutil.which("hdfs")
+    if command is None:
+        raise FileNotFoundError(f"{path}: the `hdfs` command is not on PATH; use a local path instead")
+    subprocess.run([command, "dfs", *arguments], check=True)
+
+
+def _hdfs_get(src: str, dest: str) -> None:
+    """Copy from hdfs:// under another name first, so that `dest` is complete whenever it exists."""
+    unfinished = dest + ".part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _hdfs(src, "-get", "-f", src, unfinished)
+    os.replace(unfinished, dest)
+
+
+def local_mkdir_safe(path: str) -> str:
+    """Create a folder and its parents; fine when another process was faster. Returns its absolute path."""
+    full = os.path.abspath(os.path.expanduser(path))
+    os.makedirs(full, exist_ok=True)
+    return full
+
+
 def check_writable(path: str | os.PathLike, is_folder: bool) -> None:
     """Raise OSError, whose text says why, if nothing can be written to a local file or folder that may not exist yet.
 
@@ -178,6 +190,7 @@ def check_writable(path: str | os.PathLike, is_folder: bool) -> None:
     are found as well. Nothing is left behind.
     """
     target = Path(path).expanduser().absolute()
+    # The nearest path that exists; a broken link does, for lstat. Nothing is known below an unreadable folder.
     for there in (target, *target.parents):
         try:
             os.lstat(there)
@@ -219,8 +232,20 @@ def _output(text: str, is_folder: bool) -> Path:
     return Path(text).expanduser()
 
 
-def local_mkdir_safe(path: str) -> str:
-    """Create a folder and its parents; fine when another process was faster. Returns its absolute path."""
-    full = os.path.abspath(os.path.expanduser(path))
-    os.makedirs(full, exist_ok=True)
-    return full
+# The next two are not called here: code written for verl imports them.
+def _record_directory_structure(folder_path: str | os.PathLike) -> str:
+    """Write the names of a folder's files and sub-folders to `.directory_record.txt` in it; the path of that file."""
+    record = os.path.join(folder_path, RECORD_FILE)
+    Path(record).write_text("\n".join(_entries(folder_path)), encoding="utf-8")
+    return record
+
+
+def _check_directory_structure(folder_path: str | os.PathLike, record_file: str) -> bool:
+    """Whether a folder has the files and sub-folders of its record, and no other."""
+    record = Path(record_file)
+    return record.exists() and record.read_text(encoding="utf-8").splitlines() == _entries(folder_path)
+
+
+def _entries(folder: str | os.PathLike) -> list[str]:
+    """Paths of all files and sub-folders below a folder, sorted, without the record itself."""
+    return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.name != RECORD_FILE)

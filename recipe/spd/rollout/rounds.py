@@ -1,8 +1,9 @@
 """Further rounds of speculative decoding, scorer included, between the judged block and the target's completion."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,15 +12,30 @@ from recipe.spd.rollout.decoder import speculative_generate
 
 Scores = Callable[[SPDInputData], torch.Tensor]  # blocks -> z [B, g]
 Gather = Callable[[Any], list[Any]]  # an object of this rank -> those of every rank, in rank order
-ROWS_AT_A_TIME = 256  # each has its key/value caches
+ROWS_AT_A_TIME = 256  # contexts decoded together; each has its key/value caches
+
+
+class Addition(NamedTuple):
+    """What the rounds add to a context: token ids without the end token, and whether one came."""
+
+    tokens: tuple[int, ...]
+    ended: bool
 
 
 @dataclass(frozen=True)
 class FurtherRounds:
     """Draft, target and scorer decode `blocks` more blocks of `gamma` tokens; a mismatch is accepted where z > 0.
 
-    The decision is greedy: only the first block's actions are sampled and trained. A sharded scorer is gathered by all
-    ranks together, so every rank judges equally often, in as many forwards as the rank with the most rows needs.
+    The decision is greedy: only the first block's actions are sampled and trained. All ranks gather a sharded scorer
+    together, so each must call it equally often: one that has fewer rows, or whose rows end earlier, calls it with
+    blocks that fill up, until all have made as many calls as the rank with the most.
+
+    Attributes:
+        blocks: rounds to decode at most; each adds up to gamma + 1 tokens.
+        eos: ids of end tokens.
+        sep_token_id: separator of the scorer's input, and its padding.
+        rows_per_forward: blocks that one forward of the scorer takes.
+        gather: see Gather; called by all ranks together.
     """
 
     target: Any
@@ -33,38 +49,38 @@ class FurtherRounds:
 
     def extend(
         self, contexts: Sequence[tuple[int, ...]], scores: Scores
-    ) -> dict[tuple[int, ...], tuple[tuple[int, ...], bool]]:
-        """Context -> the token ids that `blocks` more rounds add to it, and whether an end token (not among them) came.
-
-        Every rank calls it, without contexts too.
-        """
+    ) -> dict[tuple[int, ...], Addition]:
+        """{context: what the rounds add to it}. All ranks call it together, a rank without contexts too."""
         distinct = list(dict.fromkeys(contexts))
-        missing = self.blocks * max(self.gather(-(-len(distinct) // ROWS_AT_A_TIME)))  # calls of the scorer
+        # Once per round and chunk of the rank with the most chunks.
+        calls_left = self.blocks * max(self.gather(math.ceil(len(distinct) / ROWS_AT_A_TIME)))
 
         def judge(block: Block) -> torch.Tensor:
-            nonlocal missing
-            missing -= 1
-            z = self._scores(block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist(), scores)
+            nonlocal calls_left
+            calls_left -= 1
+            z = self._score_together(block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist(), scores)
             return (z > 0).to(block.draft_ids.device)
 
         result = speculative_generate(
             self.target, self.draft, distinct, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
             max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=ROWS_AT_A_TIME,
         )  # fmt: skip
-        for _ in range(missing):  # rows here ended early; other ranks may still judge
-            self._scores([], [], [], scores)
+        for _ in range(calls_left):  # that other ranks may still make, after rows here ended early or were fewer
+            self._score_together([], [], [], scores)
         added = zip(distinct, result.tokens, result.finished, strict=True)
-        return {context: (tuple(tokens[:-1] if ended else tokens), ended) for context, tokens, ended in added}
+        return {context: Addition(tuple(tokens[:-1] if ended else tokens), ended) for context, tokens, ended in added}
 
-    def _scores(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
-        """z [B, gamma] of this rank's B >= 0 blocks; -1 after a draft's end token."""
+    def _score_together(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
+        """z [B, gamma] of this rank's B >= 0 blocks; -1 (reject) after a draft's end token.
+
+        All ranks call it together and make the same number of forwards.
+        """
         size, sep = self.rows_per_forward, self.sep_token_id
+        filler = ([sep], [sep] * self.gamma, [sep] * (self.gamma + 1))  # a block of matches, whose z is dropped
         parts = [torch.empty(0, self.gamma)]
-        for k in range(max(self.gather(-(-len(contexts) // size)))):
-            mine = slice(k * size, (k + 1) * size)
+        for number in range(max(self.gather(math.ceil(len(contexts) / size)))):
+            mine = slice(number * size, (number + 1) * size)
             blocks = list(zip(contexts[mine], drafts[mine], targets[mine], strict=True))
-            # A rank without blocks takes part in the other ranks' forward with a block of matches.
-            filler = ([sep], [sep] * self.gamma, [sep] * (self.gamma + 1))
             rows = [(context, *cut_at_end(draft, target, self.eos)) for context, draft, target in blocks or [filler]]
             z = scores(SPDInputData.from_blocks(
                 *zip(*rows, strict=True), sep_token_id=sep, pad_token_id=sep, device=self.target.device

@@ -1,4 +1,4 @@
-"""vLLM's worker with a scorer; named by `--worker-cls`, set up by additional_config["spd"]."""
+"""vLLM's worker with a scorer, for `--worker-cls`; its settings are additional_config["spd"]."""
 
 from __future__ import annotations
 
@@ -26,54 +26,62 @@ from verl.utils.weight_files import safetensors_of
 
 
 class SPDWorker(PlatformWorker):
-    """Judges between the target's forward and vLLM's sampling, whose code stays as it is."""
+    """vLLM's worker in which a scorer accepts drafted tokens that the target would reject.
+
+    Between the target's forward and vLLM's sampling, `ServedJudge` raises the logits of the accepted tokens. The module
+    v1 or v2 connects it to the model runner; vLLM's files are not changed.
+    """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.served = ServedScorer.from_engine(vllm_config.additional_config)
-        parallel, model, speculative = (
-            vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
-        )  # fmt: skip
-        options = {name: getattr(parallel, name, None) for name in WORKS}
-        options |= {"enable_lora": vllm_config.lora_config is not None, "logprobs_mode": model.logprobs_mode}
-        names = ("method", "model", "rejection_sample_method")
-        proposer = None if speculative is None else {name: getattr(speculative, name) for name in names}
         if not vllm.__version__.startswith(TESTED_VLLM):
             logger.warning("the scorer was tested with vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
-        self.scorer = self.served.check(model.model, proposer, options)
+        # Before vLLM's own start, which takes long.
+        self.scorer = self.served.check(vllm_config.model_config.model, *engine_options(vllm_config))
         super().__init__(vllm_config, *args, **kwargs)
-        self.judge: ServedJudge | None = None
+        self.judge: ServedJudge | None = None  # until load_model
 
     def load_model(self, **kwargs: Any) -> None:
+        """Load the target, then the scorer's head, and connect the judge to the model runner.
+
+        Raises ValueError if the head reads the states of a layer that this engine cannot return.
+        """
         super().load_model(**kwargs)
         if self.use_v2_model_runner:
-            from recipe.spd.vllm_plugin import v2 as runner_parts
+            from recipe.spd.vllm_plugin import v2 as hooks
         else:
-            from recipe.spd.vllm_plugin import v1 as runner_parts
-        check_interface(runner_parts)
-        self._parts = runner_parts
+            from recipe.spd.vllm_plugin import v1 as hooks
+        check_interface(hooks)
+        self._hooks = hooks
         head = SCORERS[self.scorer.backbone].make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
         embed = target_embedding(self.get_model(), self.vllm_config.model_config.model, self.device)
         self.judge = ServedJudge(head, embed, self.served.threshold, self.device)
-        runner_parts.install(self.model_runner, self.judge)
-        if (layer := self.scorer.state_layer) is not None:
-            given = self.model_runner.use_aux_hidden_state_outputs or get_pp_group().world_size > 1
-            if given or not supports_eagle3(self.get_model()):
-                raise ValueError(
-                    f"the scorer reads the states after layer {layer} (spd.state_layer), which vLLM returns only for "
-                    "models with EAGLE-3 support, without pipeline parallelism and a drafter that reads such states. "
-                    "Train a scorer without spd.state_layer."
-                )
-            self.model_runner.use_aux_hidden_state_outputs = True
-            self.get_model().set_aux_hidden_state_layers((layer,))
+        hooks.install(self.model_runner, self.judge)
+        if self.scorer.state_layer is not None:
+            self._request_states(self.scorer.state_layer)
+
+    def _request_states(self, layer: int) -> None:
+        """Let the target return its states after `layer`, by vLLM's interface for EAGLE-3 drafters."""
+        taken_by_drafter = self.model_runner.use_aux_hidden_state_outputs
+        if taken_by_drafter or get_pp_group().world_size > 1 or not supports_eagle3(self.get_model()):
+            raise ValueError(
+                f"the scorer reads the states after layer {layer} (spd.state_layer). vLLM returns them only for models "
+                "with EAGLE-3 support, and neither with pipeline parallelism nor with a drafter that reads such states "
+                "itself. Train a scorer without spd.state_layer."
+            )
+        self.model_runner.use_aux_hidden_state_outputs = True
+        self.get_model().set_aux_hidden_state_layers((layer,))
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        """Forward of a step; the judge first learns which requests begin or have ended."""
         self.judge.register_requests(scheduler_output)
         return super().execute_model(scheduler_output)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        self._parts.begin(self.model_runner, self.judge)
+        """Sampling of the step; the judge first gets the states of its forward."""
+        self._hooks.begin(self.model_runner, self.judge)
         return super().sample_tokens(grammar_output)
 
     def spd_counts(self, prefix: str | None = None) -> dict[str, Any]:
@@ -81,14 +89,27 @@ class SPDWorker(PlatformWorker):
         return self.judge.report(prefix)
 
 
-def check_interface(parts: Any) -> None:
-    """RuntimeError where this vLLM's methods or fields are not those that `parts` (v1 or v2) overrides or reads."""
+def engine_options(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(speculative_config, other options) of an engine, as `ServedScorer.check` takes them.
+
+    An option that this version of vLLM lacks is None, its default.
+    """
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    options = {name: getattr(parallel, name, None) for name in WORKS}
+    options |= {"enable_lora": vllm_config.lora_config is not None,
+                "logprobs_mode": vllm_config.model_config.logprobs_mode}  # fmt: skip
+    names = ("method", "model", "rejection_sample_method")
+    return None if speculative is None else {name: getattr(speculative, name) for name in names}, options
+
+
+def check_interface(hooks: Any) -> None:
+    """Raise RuntimeError if vLLM's methods or fields differ from what `hooks` (module v1 or v2) overrides or reads."""
     wrong = [
         f"{method.__qualname__}{inspect.signature(method)}, expected {', '.join(names)}"
-        for method, names in parts.INTERFACE.items()
+        for method, names in hooks.INTERFACE.items()
         if tuple(inspect.signature(method).parameters) != names
     ]
-    state, fields = parts.STATE
+    state, fields = hooks.STATE
     wrong += [f"{state.__name__} without {name}" for name in fields if name not in state._fields]
     if wrong:
         raise RuntimeError(
@@ -106,4 +127,4 @@ def target_embedding(model: nn.Module, path: str, device: torch.device) -> Calla
             if names := [name for name in opened.keys() if name.endswith("embed_tokens.weight")]:
                 table = opened.get_tensor(names[0])
                 return lambda ids: nn.functional.embedding(ids, table)
-    raise ValueError(f"{path} has no embed_tokens.weight, which the last pipeline rank needs. Use tensor parallelism.")
+    raise ValueError(f"{path} has no embed_tokens.weight, which the later pipeline ranks need. Use tensor parallelism.")

@@ -15,17 +15,23 @@ from verl.rollout.server_process import OwnedServer
 from verl.utils.accelerator import default_dtype
 from verl.utils.ports import free_port
 
-VARIABLE = "VERL_SERVER_TOKEN"  # of the server's environment: command lines can be read by all users
+TOKEN_VARIABLE = "VERL_SERVER_TOKEN"  # in the server's environment: all users can read command lines
 _GPU_SHARE = 0.5
 _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which takes seconds per GiB
 
 
 class LocalVllmServer(OwnedServer):
-    """vLLM's OpenAI server for the model in a directory, owned by this process. Start it early.
+    """vLLM's OpenAI server for the model in a directory, owned by this process.
 
-    Its output goes to `log_file`. The supervisor and vLLM with its children end with this process, SIGKILL included.
-    `extra_args` follow on vLLM's command line, and win. `host` is the address that it binds. With `token`,
-    requests need the header `Authorization: Bearer <token>`.
+    It loads in the background: create it early, and call `wait_ready` before the first request. It ends with this
+    process, even if that is killed.
+
+    Args:
+        log_file: gets its output.
+        max_model_len: tokens of prompt and answer; None is vLLM's default.
+        extra_args: follow on vLLM's command line, and win.
+        host: the address that it binds.
+        token: if not empty, requests need the header `Authorization: Bearer <token>`.
     """
 
     def __init__(
@@ -53,22 +59,22 @@ class LocalVllmServer(OwnedServer):
             command += ["--gpu-memory-utilization", str(_GPU_SHARE)]
         if token:
             command += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__name__}"]
+            # The server imports TokenGuard, also where verl is not installed but only on sys.path.
             paths = [str(Path(verl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
-            self.api_key = token
+            environment |= {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
+            self.api_key = token  # of `wait_ready`
         command += list(extra_args or [])
         super().__init__(command, f"http://{host}:{port}", log_file, environment)
 
 
 class TokenGuard:
-    """Middleware of vLLM's server that passes on requests with the header `Authorization: Bearer <token>`, and those
-    to /health.
+    """ASGI middleware of vLLM's server that refuses requests without the header `Authorization: Bearer <token>`.
 
-    vLLM's own --api-key guards the paths below /v1 only: not /classify, /pause or /metrics.
+    /health stays open. vLLM's own --api-key guards the paths below /v1 only: not /classify, /pause or /metrics.
     """
 
     def __init__(self, app: Any) -> None:
-        self.app, self.wanted = app, f"Bearer {os.environ[VARIABLE]}".encode()
+        self.app, self.wanted = app, f"Bearer {os.environ[TOKEN_VARIABLE]}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] in ("http", "websocket") and scope["path"] != "/health":

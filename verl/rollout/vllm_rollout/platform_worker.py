@@ -24,24 +24,27 @@ EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 class PlatformWorker(VllmWorker):
-    """On a CPU with tied heads and experts that follow every reload, and drafts verified at the requests' own
-    temperatures."""
+    """vLLM's worker, with repairs for CPUs.
+
+    There, tied output heads and experts compute with the new weights after every reload, embeddings are not kept twice,
+    drafts are verified at the requests' own temperatures, and runs on one machine do not share memory.
+    """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         # A CPU worker names the shared memory of a tensor parallel group after the port in its init method. With
         # `external_launcher` that is `env://` for every run on a machine: two runs would share memory, and a killed
-        # run's segment would stop the next one (`create shm ... errno: 17`). So each run gives a name.
+        # run's segment would stop the next one (`create shm ... errno: 17`). So each run gives a name (VLLMRollout).
         if name := vllm_config.additional_config.get("shared_memory_name"):
             kwargs["distributed_init_method"] += f":{name}"  # only the name is read: the process group exists already
         if current_platform.is_cpu() and vllm_config.speculative_config is not None:
-            # Drafts by n-grams start numba's threads. If there are more of them than OpenMP's, attention kernels, which
-            # divide their work in advance, give wrong values in the step in which that happens.
+            # Drafting by n-grams starts numba's threads. If they are more than OpenMP's, attention kernels, which
+            # divide their work in advance, give wrong values in the step in which the threads start.
             os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
             repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's `load_model`; embeddings that are no output heads are not kept packed as well."""
+        """vLLM's `load_model`, without the packed copies of embeddings that no output needs."""
         super().load_model(*args, **kwargs)
         self._unpack_embeddings(self.model_runner.get_model())
 
@@ -62,45 +65,48 @@ class PlatformWorker(VllmWorker):
 
     @staticmethod
     def _pack_again(model: nn.Module) -> None:
-        """Pack the weights of experts, and of output heads that are an embedding's.
+        """On a CPU, pack again the weights that a reload does not: those of tied output heads and of experts.
 
-        On a CPU vLLM multiplies by packed weights. A reload packs those of linear layers that the files name. A tied
-        head is none of them and would keep its first weights; experts are only packed when they are loaded first (vLLM
-        0.32), and their kernel would read weights that are not.
+        vLLM multiplies by packed copies there. A reload packs linear layers that the weights name. A tied head is not
+        named and would keep its first weights; experts are packed at the first load only (vLLM 0.32), and their kernel
+        would read unpacked weights.
         """
-        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
-        for layer in layers:
-            method = layer.quant_method
-            tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings
-            if tied and isinstance(method, UnquantizedEmbeddingMethod):
-                method.process_weights_after_loading(layer)
         if not current_platform.is_cpu():
             return
+        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        embedding_weights = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+        for layer in layers:
+            method = layer.quant_method
+            tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embedding_weights
+            if tied and isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
         PlatformWorker._unpack_embeddings(model)
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
         for layer in model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-            if isinstance(kernel and kernel.fused_experts, CPUUnquantizedExperts):
-                kernel.fused_experts.process_weights_after_loading(layer)
+            experts = getattr(kernel, "fused_experts", None)
+            if isinstance(experts, CPUUnquantizedExperts):
+                experts.process_weights_after_loading(layer)
 
     @staticmethod
     def _unpack_embeddings(model: nn.Module) -> None:
-        """Free the packed weights of embeddings: nothing multiplies by them where the model has an output head.
+        """On a CPU, free the packed copies of embeddings in a model with an output head: nothing multiplies by them.
 
-        vLLM 0.32 packs every layer of this class on a CPU, a copy as large as the embedding.
+        vLLM 0.32 packs every VocabParallelEmbedding, a copy as large as the embedding.
         """
         layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
         if any(isinstance(layer, ParallelLMHead) for layer in layers):
             for layer in layers:
                 if not isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
-                    layer.cpu_linear = nn.functional.linear
+                    layer.cpu_linear = nn.functional.linear  # which had the packed copy
 
 
 def repair_expand_kernel() -> None:
-    """Replace the CPU stand-in of a kernel that leaves its output unset (vLLM issue 55005): without this, sampled
-    requests with drafts are divided by uninitialised temperatures."""
+    """Replace the CPU stand-in of vLLM's `expand_kernel` where it leaves its output unset (vLLM issue 55005).
+
+    Else sampled requests with drafts are divided by uninitialised temperatures.
+    """
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
@@ -113,6 +119,7 @@ def repair_expand_kernel() -> None:
         output: torch.Tensor, given: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float,
         *_: Any, **__: Any,
     ) -> None:
+        """given [B], ends [B] (running token counts) -> output: given[i] for each token of i, replaced if equal."""
         given = torch.where(given == replace_from, torch.full_like(given, replace_to), given)
         output.copy_(given.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
 

@@ -95,7 +95,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         if self.record is not None:
             self.record.cut_after(self.global_steps)
 
-    def _check_rollout(self) -> None:
+    def _send_first_weights(self) -> None:
         """Send the first weights, and let the servers begin."""
         with self._timed("update_weights"):
             self._send_weights()

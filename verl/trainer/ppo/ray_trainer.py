@@ -53,9 +53,16 @@ Metrics = dict[str, Any]
 class RayPPOTrainer:
     """Trains a policy by RL. The driver holds batches and advantages; models live in worker groups.
 
-    Each step of `fit` changes the batch in place and returns its metrics. Variants override a step: `_gather_batch` to
-    draw prompts differently, `_make_rollout_phase` to generate elsewhere, `variant_state` and `load_variant_state` to
-    save more. `config` is a PPOConfig, or a composed config, of which `self.config` is the typed tree.
+    A step of `fit` changes the batch in place and returns metrics; one that may drop rows returns the batch as well.
+    Variants override a step: `_gather_batch` to draw prompts differently, `_make_rollout_phase` to generate elsewhere,
+    `variant_state` and `load_variant_state` to save more.
+
+    Args:
+        config: a PPOConfig or a composed config; `self.config` is always the PPOConfig.
+        role_worker_mapping: worker class of each role; the roles decide which models there are.
+        reward_fn, val_reward_fn: score samples, (DataProto, return_dict=True) -> {reward_tensor [B, R],
+            reward_extra_info}. Without `val_reward_fn` there is no validation.
+        train_dataset, val_dataset, collate_fn, train_sampler: built from the config where they are None.
     """
 
     def __init__(
@@ -96,8 +103,9 @@ class RayPPOTrainer:
         self.rollout_check, self.health = RolloutCheck(config), RunHealth(config)
         self.needs_greedy_baseline = "reward_baselines" in advantage.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
-        self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
+        self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0, "skipped": 0}
         self.best: dict[str, Any] = {}
+        # Set by the task runner, asked after each step.
         self.stop_requested: Callable[[], bool] = lambda: False
         self.data = RLData(config, tokenizer, processor, train_dataset, val_dataset, collate_fn, train_sampler)
         self.train_dataset, self.val_dataset = self.data.train_dataset, self.data.val_dataset
@@ -155,7 +163,7 @@ class RayPPOTrainer:
         """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
         with self.run_log:
             self._load_checkpoint()
-            self._check_rollout()
+            self._send_first_weights()
             self._validate_before_training()
             for self.global_steps in self._remaining_steps():  # noqa: B020
                 profiled = self.groups.profiled(
@@ -204,8 +212,8 @@ class RayPPOTrainer:
             batching.mark_without_baseline(samples, baselines)
         samples, counts = self._drop_lost(samples)
         if self.config.reward_model.launch_reward_fn_async and counts.scored:
-            self.late_scores.begin(samples, counts)
-        elif counts.scored:
+            self.late_scores.begin(samples, counts)  # runs during the forwards; `_await_scores` takes the result
+        elif counts.scored:  # else no sample is left, and check_any_scored raises
             samples, counts, scored = self._score(samples, counts)
             metrics |= scored
         metrics |= counts.metrics()
@@ -216,7 +224,7 @@ class RayPPOTrainer:
         return samples, metrics
 
     def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
-        """The samples that can be trained on, as many as the ranks share evenly."""
+        """Leave out lost samples, groups that became too small and rows that the ranks cannot share evenly; counted."""
         return batching.drop_lost(samples, self.n, self.ranks, self.keeps_groups_whole)
 
     @step("gen_max")
@@ -240,14 +248,14 @@ class RayPPOTrainer:
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
         samples, metrics = self.rollout.generate(prompts, self.global_steps, reward_fn=self.reward_fn)
-        self.weight_sync.recent = prompts
+        self.weight_sync.recent = prompts  # whose log-probs the next sync compares
         versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
         if len(versions) != 1:
             raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
         return samples, metrics | {"training/weights_version": int(versions[0])}
 
-    def _check_rollout(self) -> None:
-        """Send the first weights, before anything else is computed."""
+    def _send_first_weights(self) -> None:
+        """Send the rollout its first weights and check them, before anything else is computed."""
         self.weight_sync.send_first()
 
     def _rollout_awake(self) -> AbstractContextManager[Metrics]:
@@ -289,7 +297,11 @@ class RayPPOTrainer:
 
     @step("old_log_prob")
     def _compute_old_log_prob(self, batch: DataProto) -> Metrics:
-        """old_log_probs [B, R]; nothing where the update's own detached log-probs are the same."""
+        """old_log_probs [B, R]: of a forward, or the rollout's in bypass mode and with use_rollout_log_probs.
+
+        Nothing where an earlier step computed them (DAPO's filter), or where the update's own detached log-probs are
+        the same.
+        """
         bypasses = self.correction is not None and self.correction.bypass_mode
         if bypasses or self.config.actor_rollout_ref.actor.use_rollout_log_probs:
             apply_bypass_mode(batch)
@@ -307,7 +319,7 @@ class RayPPOTrainer:
 
     @step("ref")
     def _compute_ref_log_prob(self, batch: DataProto) -> Metrics:
-        """ref_log_prob [B, R], unless an earlier step computed it."""
+        """ref_log_prob [B, R], unless DAPO's filter computed it earlier."""
         if "ref_log_prob" not in batch.batch:
             output = self.rank_rows.forward(self.actor_rollout_wg.compute_ref_log_prob, batch)
             batch.batch["ref_log_prob"] = output.batch["ref_log_prob"]
@@ -360,15 +372,18 @@ class RayPPOTrainer:
         return self.rank_rows.update(self.actor_rollout_wg.update_actor, batch)
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:
-        """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`, or
-        with an error if no step changed a weight."""
-        skipped = any(value for name, value in metrics.items() if name.endswith("/nonfinite_steps"))
+        """Count the steps whose updates, of either model, were skipped; raise NonFiniteRun after too many.
+
+        Too many are `trainer.nonfinite_steps_max` steps in a row with a loss or gradient that is not finite, or, after
+        the last step, all steps: no weight was changed then.
+        """
+        nonfinite = any(value for name, value in metrics.items() if name.endswith("/nonfinite_steps"))
         empty = any(value for name, value in metrics.items() if name.endswith("/empty_steps"))
-        changed = any(name in metrics for name in ("actor/grad_norm", "critic/grad_norm"))
-        self.counters["skipped"] = self.counters.get("skipped", 0) + ((skipped or empty) and not changed)
+        changed = any(name in metrics for name in ("actor/grad_norm", "critic/grad_norm"))  # of an update that was made
+        self.counters["skipped"] += (nonfinite or empty) and not changed
         count_skipped(
-            self.counters, skipped, self.config.trainer.nonfinite_steps_max,
-            f"{'loss or gradient was NaN or infinite' if skipped else 'no token was counted'} in",
+            self.counters, nonfinite, self.config.trainer.nonfinite_steps_max,
+            f"{'loss or gradient was NaN or infinite' if nonfinite else 'no token was counted'} in",
             "those updates were skipped and the weights are unchanged. Lower the learning rate or check the rewards.",
             self.global_steps if self.is_finished else None,
         )  # fmt: skip
@@ -391,6 +406,7 @@ class RayPPOTrainer:
                 return
 
     def _due(self, every: int) -> bool:
+        """Whether a thing done `every` steps is due: 0 or less is never, and the last step always."""
         return every > 0 and (self.is_finished or self.global_steps % every == 0)
 
     @property
@@ -405,7 +421,7 @@ class RayPPOTrainer:
             self.run_log.write(self.global_steps, self._validate())
 
     def _validate_if_due(self, metrics: Metrics) -> None:
-        """Add the validation's metrics to those of the step, its weight syncs included."""
+        """Add the validation's metrics to those of the step; weight syncs of both are summed."""
         if self.val_reward_fn is not None and self._due(self.config.trainer.test_freq):
             validated = self._validate()
             validated[WEIGHT_SYNCS] += metrics[WEIGHT_SYNCS]
@@ -441,11 +457,13 @@ class RayPPOTrainer:
         if resumed is not None:
             state, same_data = resumed
             self.kl_ctrl.load_state_dict(state.kl_controller)
-            self.counters, self.best = state.counters, state.best
+            self.counters |= state.counters  # one that an older checkpoint lacks stays 0
+            self.best = state.best
             self.global_steps = self.resumed_step = state.global_step
             self.load_variant_state(state.variant, same_data)
         self.run_log.open(self.global_steps, self.checkpoints.origin)
-        if self.checkpoints.origin.leaves:  # otherwise this run made those calls before it was killed
+        # The journal has tool calls of steps that run again. After a kill they are this run's own, and it reads them.
+        if self.checkpoints.origin.leaves:
             set_aside(self.run_log.run_dir / TOOL_JOURNAL)
         self.health.replay(self.run_log.metrics_log.path)
 
@@ -469,7 +487,8 @@ class RayPPOTrainer:
         if overlong := getattr(self.train_dataset, "dropped_overlong", 0):
             metrics["training/overlong_prompts"] = overlong / (overlong + len(self.train_dataset))
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
-        metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
+        corrections = {key: value for key, value in metrics.items() if key.startswith("rollout_corr/")}
+        metrics |= {key.replace("rollout_corr/", "mismatch/"): value for key, value in corrections.items()}
         metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
         metrics |= self.health.measure(batch, self.global_steps, metrics)
         self.health.explain_no_reward(batch, self.tokenizer, self.global_steps, metrics)

@@ -57,9 +57,15 @@ class RunLog:
     """Collects the timings of the current step and writes what a run leaves for its users.
 
     Files in `trainer.default_local_dir`: metrics.jsonl, samples.jsonl, run_config.yaml, versions.json, report.html.
-    Used as a context manager, it opens the trackers (`trainer.logger`), closes them however the run ends, and makes
-    the report. `config` is a typed tree with a section `trainer`. With `writes=False` (ranks other than the first)
-    nothing is written.
+    A trainer enters it as a context manager, which opens the trackers of `trainer.logger`; calls `open` once it knows
+    where it resumes, `write` for each step, and `print_end`. Leaving the context closes the trackers and makes the
+    report, however the run ends. With `writes=False` (ranks other than the first) nothing is written.
+
+    Attributes:
+        config: a typed tree with a section `trainer`.
+        files: files with rows of this run; trainers add theirs. `open` sets those of an earlier run aside.
+        timing: seconds by phase of the current step, which the trainer's timers add to.
+        longest_step_s: seconds of the longest step so far.
     """
 
     def __init__(self, config: Any, total_steps: int, writes: bool = True) -> None:
@@ -70,7 +76,7 @@ class RunLog:
         self.sample_every = max(1, total_steps // SAMPLED_STEPS)
         self.metrics_log = JsonlLog(self.run_dir / "metrics.jsonl")
         self.samples_log = JsonlLog(self.run_dir / "samples.jsonl")
-        self.files = [self.metrics_log.path, self.samples_log.path]  # each is of one run
+        self.files = [self.metrics_log.path, self.samples_log.path]
         self.timing: defaultdict[str, float] = defaultdict(float)
         self.longest_step_s = 0.0
         self.tracking: Tracking | None = None
@@ -86,15 +92,16 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if self.writes:
             self.tracking.finish()
-            how = "stopped" if self.last_step < self.total_steps else "finished"
-            self.starts.end(self.last_step, how if kind is None else "failed")
+            ended = "failed" if kind else "stopped" if self.last_step < self.total_steps else "finished"
+            self.starts.end(self.last_step, ended)
             self.write_report()
 
     def open(self, resumed_step: int, origin: Origin | None = None) -> None:
-        """Write configuration and versions; report settings that changed since the checkpoint, and the seeds.
+        """Begin to log after `resumed_step`: write configuration and versions, log changed settings and the seeds.
 
-        Rows after `resumed_step` are removed. Where `origin` leaves later checkpoints, a copy keeps them; if the step
-        is 0, or of a checkpoint of another run, the files are renamed (metrics.1.jsonl).
+        Later rows are removed from the files. The files as they were are kept as metrics.1.jsonl etc.: as a copy if the
+        run goes back to an older checkpoint of its own (`origin.leaves`), renamed if it begins anew (step 0) or from a
+        checkpoint of another run.
         """
         origin = Origin() if origin is None else origin
         self.last_step = resumed_step
@@ -104,7 +111,11 @@ class RunLog:
         (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
         for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps, origin.start):
             logger.warning("changed since the checkpoint: {}", line)
-        self._leave_other_runs(resumed_step, origin)
+        self._set_earlier_rows_aside(resumed_step, origin)
+        self._log_seeds()
+
+    def _log_seeds(self) -> None:
+        """Log trainer.seed, and each seed that another setting gives."""
         settings, seed = dict(leaves(self.plain_config)), self.config.trainer.seed
         own = {k: v for k, v in settings.items() if k.endswith("seed") and v not in (None, seed)}
         if settings.get("data.environment.name") is None:  # its seeds are not read
@@ -112,18 +123,20 @@ class RunLog:
         seeds = ", ".join(f"{k}={v}" for k, v in {"trainer.seed": seed, **own}.items())
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 
-    def _leave_other_runs(self, step: int, origin: Origin) -> None:
-        """Keep what is not of this run under other names, and remove the rows of steps that will run again."""
-        trainer, own = self.plain_config["trainer"], step > 0 and origin.continues
+    def _set_earlier_rows_aside(self, step: int, origin: Origin) -> None:
+        """Keep rows of other runs, and those that a step back leaves, under other names; then remove rows after `step`.
+        """
+        trainer, continues = self.plain_config["trainer"], step > 0 and origin.continues
         kept = []
-        if not own or origin.leaves:
-            kept += [(path, set_aside(path, copy=own)) for path in self.files]
+        if not continues or origin.leaves:
+            kept += [(path, set_aside(path, copy=continues)) for path in self.files]
             folders = [trainer[key] for key in ("rollout_data_dir", "validation_data_dir") if trainer.get(key)]
-            kept += [(folder, set_dumps_aside(Path(folder).expanduser(), step if own else -1)) for folder in folders]
+            last = step if continues else -1
+            kept += [(folder, set_dumps_aside(Path(folder).expanduser(), last)) for folder in folders]
         for path, aside in kept:
             if aside is not None:
                 logger.info("{} of an earlier run is kept as {}", path, aside.name)
-        if not trainer.get("val_only"):
+        if not trainer.get("val_only"):  # which trains no step again
             for log in (self.metrics_log, self.samples_log):
                 log.cut_after(step)
 

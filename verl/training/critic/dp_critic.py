@@ -17,7 +17,8 @@ from verl.training.critic.base import BasePPOCritic
 from verl.training.engine import FSDPEngine
 from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
-from verl.training.policy.layout_probe import agreeing_layouts, in_float32
+from verl.training.policy.float32 import in_float32
+from verl.training.policy.layout_probe import agreeing_layouts
 from verl.training.policy.packing import on_host, pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")

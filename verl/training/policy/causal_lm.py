@@ -19,7 +19,8 @@ from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.base import Policy, check_temperature, register_policy
 from verl.training.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.training.policy.layout_probe import agreeing_layouts, in_float32
+from verl.training.policy.float32 import in_float32
+from verl.training.policy.layout_probe import agreeing_layouts
 from verl.training.policy.packing import Packing, on_host, pack_batch
 from verl.training.policy.prefix_tree import prefix_tree
 

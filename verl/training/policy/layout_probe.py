@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from verl.training.parallel.sequence_parallel import (
@@ -21,27 +16,32 @@ from verl.training.parallel.sequence_parallel import (
     get_ulysses_sequence_parallel_world_size,
     set_ulysses_sequence_parallel_group,
 )
-from verl.training.policy.attention import NAME, NAME_OF_FLASH
+from verl.training.policy.attention import NAME as PACKED
+from verl.training.policy.attention import NAME_OF_FLASH as PACKED_FLASH
 
 LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # of differences in float32, and in half precision
 PROMPT, ANSWERS = 6, (7, 4)  # tokens of the rows
 WINDOW = 4  # of attention: shorter than the prompt
 
 Compute = Callable[[TensorDict, bool, bool], torch.Tensor]
-"""(two rows, whether they go in a flat row, whether in float32) -> [2, R] or [2, R, H]: values at the responses."""
+"""(rows, flat, wide) -> [rows, R] or [rows, R, H]: values at the responses, from one flat row if `flat`, else with
+padding; computed in float32 if `wide`."""
 
 
 def agreeing_layouts(
-    model: PreTrainedModel, what: str, padded: Compute, layouts: Mapping[str, Compute], device: torch.device
+    model: PreTrainedModel, what: str, with_padding: Compute, layouts: Mapping[str, Compute], device: torch.device
 ) -> dict[str, bool]:
-    """Which of `layouts` ("without padding" and perhaps "with shared prompts") give what each row alone gives.
+    """{layout: whether it gives what each row alone gives}, of "with padding" and of each of `layouts`.
 
-    A warning says which do not. `what`: name of the values in messages; `padded`: computes them with padding. Called on
-    all ranks. Raises ValueError where padding changes the values too, or where ranks share sequences, which needs a
+    `layouts`, by name: "without padding", and perhaps "with shared prompts" too; it may be empty. `with_padding`
+    computes the values with padding; `what` names them in messages. Called on all ranks. A warning names the layouts
+    that disagree. Raises ValueError where padding changes the values too, or where ranks share sequences: they need a
     flat row.
     """
-    agrees, shown, name = {}, [], type(model).__name__.removeprefix("FSDP")
-    for layout, compute in {"with padding": padded, **layouts}.items():
+    agrees: dict[str, bool] = {}
+    shown: list[str] = []
+    name = type(model).__name__.removeprefix("FSDP")
+    for layout, compute in {"with padding": with_padding, **layouts}.items():
         difference, limit = layout_difference(model, compute, layout != "with padding", device)
         agrees[layout] = difference <= limit
         shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
@@ -62,18 +62,20 @@ def agreeing_layouts(
 def layout_difference(
     model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
 ) -> tuple[float, float]:
-    """(largest difference over all ranks, its limit) between what `compute` gives for two short rows of one prompt on
-    `device` together, with padding or `flat`, and for each of them alone. A row's differences are divided by the
-    standard deviation of its values if that is above 1: rounding errors grow with the values of a trained model.
+    """(difference, limit) between values of two short rows in one batch and those of each row alone.
 
-    They are computed in float32, or in the model's own type where one of its functions does not take float32; windows
-    of the model's attention are shorter meanwhile, so that the rows exceed them.
+    The rows have one prompt; the batch is a `flat` row, or padded. The difference is the largest over rows, response
+    tokens and ranks (infinite for NaN). A row's differences are divided by the standard deviation of its values if
+    that is above 1: rounding errors grow with the values of a trained model.
+
+    Computed in float32 (LIMIT), or with bfloat16 autocast where the model does not take float32 (LIMIT_OF_HALF). The
+    model's attention windows are shorter meanwhile, so that the rows exceed them. Called on all ranks.
     """
     rows = _rows(model.get_input_embeddings().num_embeddings, device)
     with _exact_short_windows(model):
         try:
             differences, limit = _compared(compute, rows, flat, True), LIMIT
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError) as error:  # one that has nothing to do with float32 is raised again below
             logger.debug("{} does not compute in float32: {}", type(model).__name__, error)
             with torch.autocast(device.type, torch.bfloat16):
                 differences, limit = _compared(compute, rows, flat, False), LIMIT_OF_HALF
@@ -83,18 +85,23 @@ def layout_difference(
     return difference.item(), limit
 
 
-def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) -> torch.Tensor:
-    """[2]: each row's largest difference, scaled, from that row alone, without padding, which one rank computes."""
+def _compared(compute: Compute, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+    """[2]: each row's largest difference between the batch's values and those of the row alone, scaled as above.
+
+    Ranks share sequences in flat rows only: each computes a padded batch, and a row alone, by itself.
+    """
     group = get_ulysses_sequence_parallel_group()
-    together = compute(rows, True, in_float32) if flat else None
     try:
+        if not flat:
+            set_ulysses_sequence_parallel_group(None)
+        together = compute(rows, flat, wide)
         set_ulysses_sequence_parallel_group(None)
-        together, largest = compute(rows, False, in_float32) if together is None else together, []
+        largest = []
         for row, answer in enumerate(ANSWERS):
-            kept = slice(1, 1 + PROMPT + answer)
+            kept = slice(1, 1 + PROMPT + answer)  # without the padding before and after it
             alone = {name: rows[name][row : row + 1, kept] for name in ("input_ids", "attention_mask", "position_ids")}
             alone |= {"responses": alone["input_ids"][:, PROMPT:], "group_index": rows["group_index"][:1]}
-            expected = compute(TensorDict(alone, batch_size=1), False, in_float32)[0]
+            expected = compute(TensorDict(alone, batch_size=1), False, wide)[0]
             largest.append((together[row, :answer] - expected).abs().max() / expected.std().clamp(min=1))
         return torch.stack(largest)
     finally:
@@ -103,29 +110,30 @@ def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) 
 
 @contextmanager
 def _exact_short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Replace flash attention, whose kernel rounds, and shorten windows and chunks of attention to WINDOW tokens."""
-    attention = model.config._attn_implementation
+    """Use exact attention instead of flash attention, whose kernel rounds; windows and chunks have WINDOW tokens."""
+    flash = model.config._attn_implementation == PACKED_FLASH
     names = ("sliding_window", "attention_chunk_size", "attention_window_size")
     places = [(part, name) for part in (model.config.get_text_config(), *model.modules()) for name in names]
     longer = [(part, name, value) for part, name in places
               if type(value := getattr(part, name, None)) is int and value > WINDOW]  # fmt: skip
     try:
-        if attention == NAME_OF_FLASH:
-            model.set_attn_implementation(NAME)
+        if flash:
+            model.set_attn_implementation(PACKED)
         for part, name, _ in longer:
             setattr(part, name, WINDOW)
         yield
     finally:
-        if attention == NAME_OF_FLASH:
-            model.set_attn_implementation(attention)
+        if flash:
+            model.set_attn_implementation(PACKED_FLASH)
         for part, name, value in longer:
             setattr(part, name, value)
 
 
-def _rows(words: int, device: torch.device) -> TensorDict:
-    """Two rows of one prompt, with a column of padding before it and answers of ANSWERS tokens; any words."""
+def _rows(vocabulary: int, device: torch.device) -> TensorDict:
+    """Two rows [2, 1 + PROMPT + max(ANSWERS)] of random tokens with one prompt: a column of padding, the prompt,
+    ANSWERS[row] tokens of response, padding."""
     generator, width = torch.Generator().manual_seed(0), 1 + PROMPT + max(ANSWERS)
-    ids = torch.randint(words, (2, width), generator=generator)
+    ids = torch.randint(vocabulary, (2, width), generator=generator)
     ids[1, : 1 + PROMPT] = ids[0, : 1 + PROMPT]
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
@@ -134,53 +142,3 @@ def _rows(words: int, device: torch.device) -> TensorDict:
     columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     columns |= {"responses": ids[:, 1 + PROMPT :], "group_index": torch.zeros(2, dtype=torch.int64)}
     return TensorDict(columns, batch_size=2, device=device)
-
-
-@contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
-    """Let the body of the model's forward compute in float32."""
-    mode = _Float32()
-    with ExitStack() as stack:
-        for part in (part for part in model.modules() if isinstance(part, FSDPModule)):
-            for handle in mode.leave_out_hooks(part):
-                stack.callback(handle.remove)
-        stack.enter_context(mode)
-        yield
-
-
-class _Float32(TorchFunctionMode):
-    """Widens tensors and dtypes of half precision among the arguments of every function, outside of FSDP2's hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = 0  # of FSDP2's hooks that run
-        self.inputs: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.depth:
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def leave_out_hooks(self, part: FSDPModule) -> Iterator[Any]:
-        """Hooks around those that gather and free the weights of `part`, and cast its inputs; their handles."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.depth += 1
-            self.inputs.append((args, kwargs))
-
-        def restore_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self.depth -= 1
-            return self.inputs.pop()  # as they were before the cast
-
-        yield part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        yield part.register_forward_pre_hook(restore_inputs, with_kwargs=True)
-        yield part.register_forward_hook(lambda *_: setattr(self, "depth", self.depth + 1), prepend=True)
-        yield part.register_forward_hook(lambda *_: setattr(self, "depth", self.depth - 1))
-
-
-def _widened(value: Any) -> Any:
-    half = (torch.bfloat16, torch.float16)
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in half else value
-    return torch.float32 if isinstance(value, torch.dtype) and value in half else value
