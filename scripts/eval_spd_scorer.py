@@ -82,8 +82,9 @@ def load_job(args: argparse.Namespace) -> Job:
     if both:
         raise ValueError(f"{len(both)} questions are in both splits, for example {min(both)!r}; split by question")
     labels = harm.read_labels(args.val_harm_labels) if args.val_harm_labels else []
-    if args.val_harm_labels and not labels and not args.scorer_thresholds:
-        raise ValueError(f"{args.val_harm_labels} holds no labels; give --scorer-thresholds, or label more blocks")
+    if not labels and (args.harmless_shares or args.val_harm_labels and not args.scorer_thresholds):
+        raise ValueError(f"--val-harm-labels {args.val_harm_labels} gives no labels: name a file that has some, "
+                         "or give --scorer-thresholds and no --harmless-shares")  # fmt: skip
     return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels), labels)
 
 

@@ -413,6 +413,12 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
         eval_spd_scorer.main(given(house, scorer, tmp_path, val="test"))
 
 
+def test_shares_of_harmless_mismatches_need_labels(house, tmp_path):
+    args = given(house, "s", tmp_path, "--harmless-shares", "0.5", "--scorer-thresholds", "0")
+    with pytest.raises(ValueError, match="--val-harm-labels None gives no labels .* no --harmless-shares"):
+        eval_spd_scorer.load_job(eval_spd_scorer.parse(args))
+
+
 def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     args = eval_spd_scorer.parse(given(house, scorer, tmp_path, "--batch-size", "5"))
