@@ -82,8 +82,9 @@ def load_job(args: argparse.Namespace) -> Job:
     if both:
         raise ValueError(f"{len(both)} questions are in both splits, for example {min(both)!r}; split by question")
     labels = harm.read_labels(args.val_harm_labels) if args.val_harm_labels else []
-    if args.val_harm_labels and not labels and not args.scorer_thresholds:
-        raise ValueError(f"{args.val_harm_labels} holds no labels; give --scorer-thresholds, or label more blocks")
+    if not labels and (args.harmless_shares or args.val_harm_labels and not args.scorer_thresholds):
+        raise ValueError(f"--val-harm-labels {args.val_harm_labels} gives no labels: name a file that has some, "
+                         "or give --scorer-thresholds and no --harmless-shares")  # fmt: skip
     return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels), labels)
 
 
@@ -91,7 +92,8 @@ def evaluate(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[EvaluationRow], list[EvaluationRow], int, dict[str, bool], Areas]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions, whether each
-    scorer's threshold keeps to --max-val-drop, areas_of).
+    scorer's threshold keeps to --max-val-drop, the areas under the ROC curve of the scorers and, with --all-rules, of
+    what the rules compare, on the labelled mismatches of each split that has any).
 
     Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
     --near-drop they follow, for the chosen thresholds and those that `runs_near` gives. Writes by_question.json.
@@ -103,18 +105,18 @@ def evaluate(
         console.print(f"continues with the {len(list(kept.iterdir()))} finished parts in {kept}")
     with Pool(job, args.processes, progress, functools.partial(part_file, kept, fingerprint(args), args)) as pool:
         wanted = args.all_rules or args.harmless_shares or not (args.margins and args.typicals)
-        scores = scores_of(args, "validation", wanted) if job.validation else []
+        scores, test_scores = scores_of(job, "validation", wanted), scores_of(job, "test", args.all_rules)
         pool.submit([*scores, *split_runs["validation"], *split_runs["test"]])
         labelled = {name: blocks for task in scores for name, blocks in pool.result(task).items()}
-        if labelled and args.all_rules:
-            known = {name: measures.harmless_share_and_auc(blocks) for name, blocks in labelled.items()}
+        known = {name: measures.harmless_share_and_auc(blocks) for name, blocks in labelled.items()}
+        if known and args.all_rules:
             named = ", ".join(f"{name} {area:.2f}" for name, (_, area) in known.items() if area is not None)
             console.print(f"labelled validation mismatches: {100 * known['scorer'][0]:.0f} % are harmless; area under "
                           f"the ROC curve: {named}", soft_wrap=True, highlight=False)  # fmt: skip
             exact, best = measures.accepted_without_error(job.validation)
             console.print(f"of their blocks exact match accepts {exact:.2f} draft tokens, a judge without error "
                           f"{best:.2f}", soft_wrap=True, highlight=False)  # fmt: skip
-        swept = thresholds_of(args, pool, labelled)
+        swept = thresholds_of(args, pool, labelled, known)
         free = rules_without_training(args, swept)
         swept = {name: swept[name] for name in args.scorers}
         sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}
@@ -172,7 +174,11 @@ def evaluate(
             runs.insert(len(test) + len(chosen), chance)
         rows = make_rows(pool, runs, chosen)
         write_by_question(pool, {"validation": (validation, chooser), "test": (runs, rows)})
-        areas = areas_of(pool)
+        pool.submit(test_scores)
+        tested = {name: measures.harmless_share_and_auc(blocks)
+                  for task in test_scores for name, blocks in pool.result(task).items()}  # fmt: skip
+        areas = {split: {name: area for name, (_, area) in of_split.items() if args.all_rules or name in args.scorers}
+                 for split, of_split in (("validation", known), ("test", tested)) if of_split}  # fmt: skip
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
     for run, row in zip(runs, rows, strict=True):
         row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
@@ -186,23 +192,13 @@ def evaluate(
     return rows, chooser, len(job.questions["test"]), kept, areas
 
 
-def scores_of(args: argparse.Namespace, split: str, rules_too: object) -> list[Scores]:
+def scores_of(job: Job, split: str, rules_too: object) -> list[Scores]:
     """The tasks that score a split's labelled mismatches by the scorers and, if `rules_too`, by what the rules compare.
 
-    Two tasks: with --parts, evaluations of other scorers share the second.
+    Without labels none, else two: with --parts, evaluations of other scorers share the second.
     """
-    names = (tuple(args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + bool(rules_too)]
-    return [Scores(some, split) for some in names]
-
-
-def areas_of(pool: Pool) -> Areas:
-    """How well the scorers, and with --all-rules what the rules compare, tell harmless from harmful mismatches: for
-    each split, the area under the ROC curve on its labelled mismatches."""
-    splits = [split for split in pool.job.questions if any(block.harmful for block in pool.job.labelled(split))]
-    tasks = {split: scores_of(pool.job.args, split, pool.job.args.all_rules) for split in splits}
-    pool.submit(task for of_split in tasks.values() for task in of_split)
-    return {split: {name: measures.harmless_share_and_auc(blocks)[1] for task in of_split
-                    for name, blocks in pool.result(task).items()} for split, of_split in tasks.items()}  # fmt: skip
+    names = (tuple(job.args.scorers), (*rules.STATISTICS, "deferred"))[: 1 + bool(rules_too)]
+    return [Scores(some, split) for some in names if job.labelled(split)]
 
 
 def runs_near(rows: Sequence[EvaluationRow], drop: float, scorers: Collection[str]) -> list[Run]:
@@ -274,16 +270,19 @@ def part_file(folder: Path, common: str, args: argparse.Namespace, part: Task) -
     return folder / f"{digest.hexdigest()[:24]}.json"
 
 
-def thresholds_of(args: argparse.Namespace, pool: Pool, labelled: Mapping[str, Labelled]) -> dict[str, list[float]]:
+def thresholds_of(
+    args: argparse.Namespace, pool: Pool, labelled: Mapping[str, Labelled],
+    known: Mapping[str, tuple[float, float | None]],
+) -> dict[str, list[float]]:  # fmt: skip
     """Thresholds of each swept rule and each scorer: those that the command names or whose shares it names; else those
     that `searched` tries of SHARES; without labels UNLABELLED. With --near-drop, of the rules whose thresholds labels
-    choose only the RIVALS with the greatest areas on labelled mismatches.
+    choose only the RIVALS with the greatest areas on labelled mismatches, the second values of `known`.
     """
     options = SWEPT | (MORE_SWEPT if args.all_rules else {}) | dict.fromkeys(args.scorers, "scorer_thresholds")
     free = [rule for rule, option in options.items() if rule in labelled and not getattr(args, option)]
     if args.near_drop is not None:
-        areas = {rule: measures.harmless_share_and_auc(labelled[rule])[1] or 0.0 for rule in free}
-        for rule in sorted((rule for rule in free if rule not in args.scorers), key=areas.__getitem__)[:-RIVALS]:
+        areas = {rule: known[rule][1] or 0.0 for rule in free if rule not in args.scorers}
+        for rule in sorted(areas, key=areas.__getitem__)[:-RIVALS]:
             free.remove(rule)
             del options[rule]
     named = {rule: getattr(args, option) or UNLABELLED[option] for rule, option in options.items()}

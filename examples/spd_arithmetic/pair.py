@@ -12,9 +12,8 @@ from typing import Any
 from loguru import logger
 from transformers import AutoConfig, AutoTokenizer
 
-from examples.spd_arithmetic.questions import Question
+from examples.spd_arithmetic.questions import Question, is_right
 from examples.spd_arithmetic.workers import Progress, Workers
-from recipe.spd.rollout.answers import is_correct
 from verl.utils.tokenizer import check_tokenizers, stop_ids
 
 EXACT, EVERYTHING = -math.inf, math.inf
@@ -70,9 +69,8 @@ class Pair:
     _numbers: Iterator[int] = field(default_factory=count)  # of the calls of `_map`, equal in every run
 
     def is_right(self, answer_ids: Sequence[int], question: Question) -> bool:
-        """Whether an ended answer names the right number; one cut at the limit is wrong."""
-        ended = bool(answer_ids) and answer_ids[-1] in self.ends
-        return ended and is_correct(self.decode(answer_ids), question.ground_truth)
+        """Whether an answer to the question has ended and names the right number."""
+        return is_right(answer_ids, question.ground_truth, self.decode, self.ends)
 
     def spoken(self, ids: Sequence[int]) -> int:
         """Number of tokens before the end token."""

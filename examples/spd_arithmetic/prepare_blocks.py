@@ -42,17 +42,18 @@ from examples.spd_arithmetic.questions import (
 )
 from examples.spd_arithmetic.train_pair import DEFAULTS
 from examples.spd_arithmetic.workers import RayWorkers, Workers
-from recipe.spd.rollout import decoder as decode
+from recipe.spd.rollout import answers, decoder
 from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.measures import mean_and_error
 from verl.data.fingerprint import model_dir_fingerprint
+from verl.models import grouped_attention, kv_cache
 from verl.utils.accelerator import default_dtype
 from verl.utils.fs import output_folder
 
 HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.py", "blocks.py", "workers.py",
         "prepare_blocks.py")
-CODE_ELSEWHERE = (rules, decode)
+CODE_ELSEWHERE = (rules, decoder, answers, grouped_attention, kv_cache)
 MODEL_SETTINGS = {
     "softness": "u: probability that the first token of another wording than the target's own counts in its training",
     "draft_softness": "the same for the wordings that the draft prefers",

@@ -3,7 +3,7 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
-from recipe.spd.rollout.answers import final_answer
+from recipe.spd.rollout.answers import final_answer, is_correct
 from verl.data.chat_template import render_chat
 from verl.utils.jsonl import read_objects
 
@@ -30,6 +30,11 @@ class Question:
 
 
 Splits = dict[str, list[Question]]
+
+
+def is_right(ids: Sequence[int], truth: str, decode: Callable[[Sequence[int]], str], ends: Collection[int]) -> bool:
+    """Whether an answer (token ids) has ended and names the right number; one cut at the limit is wrong."""
+    return bool(ids) and ids[-1] in ends and is_correct(decode(ids), truth)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer
 
-from examples.spd_arithmetic.questions import Question
-from recipe.spd.rollout.answers import is_correct
+from examples.spd_arithmetic.questions import Question, is_right
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.tokenizer import stop_ids
 
@@ -111,8 +110,7 @@ def tokens_per_draft(answers: Sequence[Sequence[int]], drafts: float) -> float |
 def accuracy(model: str, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> float:
     """Share of answers (token ids) that have ended and name the right number; `model` is the target's folder."""
     decode, ends = _texts_of(model)
-    pairs = zip(questions, answers, strict=True)
-    right = [bool(ids) and ids[-1] in ends and is_correct(decode(list(ids)), q.ground_truth) for q, ids in pairs]
+    right = [is_right(ids, q.ground_truth, decode, ends) for q, ids in zip(questions, answers, strict=True)]
     return sum(right) / len(right)
 
 

@@ -66,11 +66,11 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
     labelled, completions = _labelled(config, tokenizer, budget)
-    harmful = sum(min(values) < 0.5 for values in labelled[0].labels.values())
+    below = sum(min(values) < 0.5 for values in labelled[0].labels.values())
     logger.info(
         "{} of {} blocks labelled by {} completions, {} with a label below 1/2; left out: those whose own answer by "
         "the target is wrong, and those beyond --label-budget",
-        len(labelled[0]), len(labelled[0].blocks), completions, harmful,
+        len(labelled[0]), len(labelled[0].blocks), completions, below,
     )  # fmt: skip
     trainer = SupervisedScorerTrainer(config, patience, _settings(config, len(labelled[0])), tokenizer, *labelled)
     code = trainer.fit()
@@ -80,7 +80,7 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     if code:
         sys.exit(code)
     folder = Path(trainer.config.trainer.default_local_dir)
-    figures = {"blocks": len(labelled[0]), "harmful": harmful, "completions": completions, **_results(trainer)}
+    figures = {"blocks": len(labelled[0]), "blocks_below_half": below, "completions": completions, **_results(trainer)}
     (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
     return folder
 

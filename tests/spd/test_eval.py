@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -299,7 +300,9 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
 
 
 @pytest.mark.process
-def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys):
+def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path, capsys, monkeypatch):
+    of_labels = Mock(wraps=measures.harmless_share_and_auc)
+    monkeypatch.setattr(measures, "harmless_share_and_auc", of_labels)
     scorer, own = save_scorer(house, "target", tmp_path / "scorer"), tmp_path / "my_judge.py"
     own.write_text("from scripts.spd_evaluation.rules import margin\n")
     eval_spd_scorer.main(given(
@@ -332,6 +335,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     areas = json.loads((tmp_path / "evaluation.json").read_text())["areas"]
     (harmless, harmful), (other,) = [[z for z, _ in block] for block in labelled]
     assert areas["test"] == areas["validation"]  # the same labels
+    assert of_labels.call_count == 2 * len(areas["test"])
     assert areas["test"]["scorer"] == ((harmless > harmful) + (harmless > other)) / 2
 
 
@@ -411,6 +415,12 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     with pytest.raises(ValueError, match="12 questions are in both splits"):
         eval_spd_scorer.main(given(house, scorer, tmp_path, val="test"))
+
+
+def test_shares_of_harmless_mismatches_need_labels(house, tmp_path):
+    args = given(house, "s", tmp_path, "--harmless-shares", "0.5", "--scorer-thresholds", "0")
+    with pytest.raises(ValueError, match="--val-harm-labels None gives no labels .* no --harmless-shares"):
+        eval_spd_scorer.load_job(eval_spd_scorer.parse(args))
 
 
 def test_a_run_is_the_sum_of_its_parts(house, tmp_path):

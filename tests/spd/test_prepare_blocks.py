@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,12 @@ def test_options_that_do_not_fit_are_refused(changes, message, capsys):
     with pytest.raises(SystemExit):
         prepare_blocks.parse_arguments(["--out", "o", *changes])
     assert message in capsys.readouterr().err
+
+
+def test_changed_code_of_the_decoder_makes_a_new_test_bed():
+    code = {module.__name__: Path(module.__file__).read_text() for module in prepare_blocks.CODE_ELSEWHERE}
+    of_decoder = re.findall(r"^from (verl\.models\.\w+) import", code["recipe.spd.rollout.decoder"], re.M)
+    assert of_decoder and {*of_decoder, "recipe.spd.rollout.answers"} <= code.keys()
 
 
 def test_half_of_the_offsets_are_0_and_the_others_are_drawn_evenly_from_the_seed():

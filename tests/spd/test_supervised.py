@@ -126,7 +126,7 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         assert entry.main([*options, "--supervised", "--patience", "12"]) == 0
     folder = tmp_path / "run" / "supervised"
     figures = json.loads((folder / "supervised.json").read_text())
-    assert figures["blocks"] == 3 and figures["harmful"] == 2
+    assert figures["blocks"] == 3 and figures["blocks_below_half"] == 2
     assert figures["loss"][-1] < 0.5 * figures["loss"][0]
     if contradicted:
         validation = {int(step): loss for step, loss in figures["validation"].items()}  # an epoch has one step
@@ -173,7 +173,7 @@ def test_labels_of_the_data_need_no_server(tiny_llama, tmp_path):
     ]  # fmt: skip
     code = entry.main(options)
     figures = json.loads((tmp_path / "run" / "supervised" / "supervised.json").read_text())
-    assert code == 0 and figures["completions"] == 0 and figures["blocks"] == 2 and figures["harmful"] == 1
+    assert code == 0 and figures["completions"] == 0 and figures["blocks"] == 2 and figures["blocks_below_half"] == 1
     assert figures["loss"][-1] < 0.5 * figures["loss"][0]
     rows = Path(blocks).read_text().splitlines()
     Path(blocks).write_text(rows[0] + "\n" + rows[0].replace("harmless", "first") + "\n")  # two labels each

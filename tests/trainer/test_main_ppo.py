@@ -1,5 +1,6 @@
 """Roles by name, samplers, and the driver's environment."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -118,9 +119,13 @@ def test_only_the_recorded_session_of_a_dead_run_is_stopped(tmp_path):
         os.rmdir(folders[1])
 
 
-def test_a_node_of_a_cluster_tries_the_folder_of_the_run_before_anything_is_loaded():
-    config = to_settings(compose_ppo("trainer.default_local_dir=/dev/null/run"), PPOConfig)
+def test_a_node_of_a_cluster_tries_the_folder_and_the_trackers_of_the_run_before_anything_is_loaded(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "mlflow" else find(name, *a))
+    config = to_settings(compose_ppo("trainer.default_local_dir=/dev/null/run", "trainer.logger=[mlflow]"), PPOConfig)
     with pytest.raises(ConfigError, match="trainer.default_local_dir: /dev/null/run cannot be written: /dev/null is"):
+        TaskRunner().make_trainer(config)
+    with pytest.raises(ConfigError, match="trainer.logger=mlflow: not installed here; pip install mlflow"):
         TaskRunner().make_trainer(config)
 
 

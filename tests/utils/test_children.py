@@ -1,5 +1,6 @@
 """Processes of this one: calls, limits of time, memory and output, and the end with the owner, whatever their kind."""
 
+import errno
 import functools
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -249,6 +251,15 @@ def test_a_program_that_does_not_report_in_time_is_killed():
 def test_arguments_keep_their_names():
     child = ForkedChild(functools.wraps(work)(lambda **given: given))
     assert child.call(20.0, seconds=1, self=2) == {"seconds": 1, "self": 2}
+    child.end()
+
+
+def test_a_forked_child_that_would_outlive_its_parent_says_so(monkeypatch):
+    refused = Mock(side_effect=OSError(errno.EPERM, "prctl(1, 9): Operation not permitted"))
+    monkeypatch.setattr("verl.utils.children.end_with_parent", refused)
+    child = ForkedChild(work)
+    with pytest.raises(PermissionError, match=r"prctl\(1, 9\)"):
+        child.call(20.0, "a")
     child.end()
 
 

@@ -45,6 +45,10 @@ class TokenOutput(BaseModel):
     num_preempted: int | None = None
     extra_fields: dict[str, Any] = {}
 
+    def is_cut(self, is_full: bool) -> bool:
+        """Whether a limit ended the answer; `is_full`: it leaves no room in the row that holds it."""
+        return self.stop_reason == "length" or (is_full and self.stop_reason != "completed")
+
 
 class RolloutMode(Enum):
     """Where a server runs: in the ranks that train, next to them in the same pool, or in a pool of its own."""

@@ -187,7 +187,7 @@ class TaskRunner:
 
     def build(self, trainer_class: type, config: Any, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
-        from verl.planning.checks import check_written
+        from verl.planning.checks import check_outputs
         from verl.reward.loading import load_reward_manager
         from verl.utils.import_utils import import_external_libs
         from verl.utils.tokenizer import policy_tokenizer
@@ -197,10 +197,10 @@ class TaskRunner:
             name = trainer_class.__name__
             raise ValueError(f"algorithm.filter_groups.enable=true: {name} does not filter groups. Set it to false.")
         folder = os.path.expanduser(config.trainer.default_local_dir)
-        if problems := [*check_written("trainer.default_local_dir", folder)]:  # on a cluster's node
-            raise ConfigError(problems)
         config = with_values(config, {"trainer.default_local_dir": folder})
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
+        if problems := [*check_outputs(config.trainer)]:  # on a cluster's node
+            raise ConfigError(problems)
         worker_class, group_class = self.add_actor_rollout_worker(config)
         if config.trainer.local:
             from verl.single_controller.local import LocalWorkerGroup

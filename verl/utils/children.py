@@ -148,9 +148,12 @@ class ForkedChild(Child):
             pid = os.fork()
             if pid == 0:
                 try:
-                    end_with_parent(signal.SIGKILL, caller)  # an endless call must not outlive its caller
                     connection.close()
+                    end_with_parent(signal.SIGKILL, caller)  # an endless call must not outlive its caller
                     serve(theirs, function)
+                except OSError as error:  # the kernel refused: the first call raises it
+                    theirs.recv_bytes()
+                    theirs.send_bytes(pickle.dumps((False, error)))
                 finally:
                     os._exit(0)
             theirs.close()

@@ -26,8 +26,7 @@ from transformers import AutoTokenizer
 
 from examples.spd_arithmetic import vllm_tasks
 from examples.spd_arithmetic.pair import PairFiles, end_tokens
-from examples.spd_arithmetic.questions import PromptStyle
-from recipe.spd.rollout.answers import is_correct
+from examples.spd_arithmetic.questions import PromptStyle, is_right
 from verl.data.fingerprint import model_dir_fingerprint
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.fs import output_file
@@ -97,24 +96,20 @@ class Labeller:
         whole = [text + ids for (*_, text), ids in zip(asked, more, strict=True)]
         return [
             {"question": question, "parent": n, "position": at, "ids": ids[at:], "draft_ids": [],
-             "right": self.is_right(question, ids)}
+             "right": is_right(ids, self.truths[question], self.decode, ends)}
             for (n, question, at, _), ids in zip(asked, whole, strict=True)
         ]  # fmt: skip
 
     def own_answers(self, questions: Sequence[int]) -> list[Row]:
         """The target's own answers, with the draft's predictions along them."""
-        prompts = [self.prompts[q] for q in questions]
+        ends, prompts = end_tokens(self.files.folder), [self.prompts[q] for q in questions]
         answers = vllm_tasks.continued(self.files, "target", prompts, [LIMIT] * len(prompts))
         # Of prompts in the prefix cache no log-probs are computed.
         vllm_tasks.continued(self.files, "draft", prompts, [1] * len(prompts))
         predicted = vllm_tasks.predictions(self.files, "draft", list(zip(prompts, answers, strict=True)))
         return [{"question": q, "parent": -1, "position": 0, "ids": ids, "draft_ids": drafted[: len(ids)],
-                 "right": self.is_right(q, ids)}
+                 "right": is_right(ids, self.truths[q], self.decode, ends)}
                 for q, ids, (drafted, _) in zip(questions, answers, predicted, strict=True)]  # fmt: skip
-
-    def is_right(self, question: int, ids: Sequence[int]) -> bool:
-        ended = bool(ids) and ids[-1] in end_tokens(self.files.folder)
-        return ended and is_correct(self.decode(ids), self.truths[question])
 
 
 def write_rows(rows: Sequence[Row], file: Path) -> None:

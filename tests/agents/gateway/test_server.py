@@ -164,6 +164,23 @@ async def test_a_session_sees_only_its_own_conversation():
 @pytest.mark.parametrize(
     ("body", "said"),
     [
+        ({"input": 3}, "input=3 must be a text or a list of items"),
+        ({"input": {"role": "user", "content": "?"}}, "input={.*} must be a text or a list of items"),
+        ({"input": "?", "text": "json"}, "text=json must be an object"),
+        ({"input": "?", "text": {"format": {"type": "json_object"}}}, "text.format.type='json_object'"),
+    ],
+)
+async def test_the_responses_api_names_a_field_of_a_wrong_type(body, said):
+    session = session_of(scripted())
+    async with client_of(session) as client:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await client.post("/responses", body=body, cast_to=object)
+    assert session.tree.turns == 0 and session.failure is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "king"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),

@@ -109,8 +109,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if output.stop_reason == "aborted":
             raise EnvironmentFailed("the generation was aborted")
         message = {"role": "assistant", "content": answer_text(self.tokenizer, output.token_ids)}
-        is_full = len(state.conversation.response_ids) >= limit
-        cut = output.stop_reason == "length" or (is_full and output.stop_reason != "completed")
+        cut = output.is_cut(len(state.conversation.response_ids) >= limit)
         if tools and not cut:
             content, calls = await parser.extract_tool_calls(output.token_ids)
             for i, call in enumerate(calls):

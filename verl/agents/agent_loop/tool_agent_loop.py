@@ -254,7 +254,7 @@ class ToolAgentLoop(AgentLoopBase):
         if output.stop_reason == "aborted":
             return data.end("cancelled")
         is_full = len(conversation.response_ids) >= self.rollout_config.response_length
-        if output.stop_reason == "length" or (is_full and output.stop_reason != "completed"):
+        if output.is_cut(is_full):
             return data.end("length")
         _, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, data.starts_reasoning)
         data.messages.append(self._message(output.token_ids, data))

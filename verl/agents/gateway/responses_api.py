@@ -10,10 +10,13 @@ from uuid import uuid4
 from verl.agents.gateway.chat_api import calls_of, check_format, positive
 from verl.agents.gateway.messages import RequestError, template_messages, template_tools
 from verl.agents.gateway.session import Session
+from verl.utils.problems import one_line
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:
     """Messages of the chat completions API for input items; calls are part of the message of the assistant."""
+    if not isinstance(items, str | list | None):
+        raise RequestError(f"input={one_line(items)} must be a text or a list of items")
     messages: list[dict[str, Any]] = []
     for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items or []):
         kind = item.get("type", "message") if isinstance(item, dict) else None
@@ -44,7 +47,10 @@ def _messages(items: Any) -> list[dict[str, Any]]:
 
 async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     """The object that answers a body of POST /responses; `previous_response_id` is one of the same session."""
-    check_format((body.get("text") or {}).get("format"), "text.format")
+    settings = body.get("text") or {}
+    if not isinstance(settings, dict):
+        raise RequestError(f'text={one_line(settings)} must be an object: {{"format": {{"type": "text"}}}}')
+    check_format(settings.get("format"), "text.format")
     previous = body.get("previous_response_id")
     if previous is not None and previous not in session.responses:
         raise RequestError(f"previous_response_id={previous!r} is not a response of this session", 404)

@@ -38,7 +38,7 @@ class AbstractRewardManager(ABC):
 REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager] | str] = Registry(
     "reward_manager.name",
     "Your own: set reward_manager.source=importlib and reward_manager.module.{path,name}, or register it in a module "
-    "named by actor_rollout_ref.model.external_lib.",
+    "named by actor_rollout_ref.model.external_lib or VERL_USE_EXTERNAL_MODULES.",
 )
 REWARD_MANAGER_REGISTRY["batch"] = "verl.reward.managers.batch.BatchRewardManager"  # imported when it is used
 # Decorator: enter a manager, of batches or of single samples, under a name; a second one of that name is refused.
