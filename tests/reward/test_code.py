@@ -181,6 +181,7 @@ print('UNCONFINED', run_python('print(1)', limits=SandboxConfig(unconfined=True)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "REFUSED this machine cannot confine programs (" in ran.stdout, ran.stdout + ran.stderr
     assert "reward_model.sandbox.unconfined=true" in ran.stdout and "sandbox_fusion.url" in ran.stdout
+    assert "A code tool reads neither key: set unconfined: true in its own config." in ran.stdout
     assert "UNCONFINED b'1\\n'" in ran.stdout and "RAN" not in ran.stdout
 
 

@@ -109,8 +109,8 @@ def test_markers_are_in_dumps_and_in_generated_answers():
     (dumped,) = sample_rows(row, tokenizer, [1.0], {}, 1)
     assert (dumped["input"], dumped["output"]) == ("", "<think> a </think> a")
     rollout = SimpleNamespace(
-        model_config=SimpleNamespace(path=None), config=SimpleNamespace(stop_token_ids=None),
+        model_config=SimpleNamespace(path=None), config=SimpleNamespace(stop_token_ids=None, ignore_eos=False),
         generate_sequences=lambda batch: row,
     )  # fmt: skip
     prompts = [{"input_ids": torch.ones(1, dtype=torch.int64)}]
-    assert answers(rollout, prompts, SimpleNamespace(n_samples=1), tokenizer) == [["<think> a </think> a"]]
+    assert answers(rollout, prompts, SimpleNamespace(n_samples=1), tokenizer) == ([["<think> a </think> a"]], 0)

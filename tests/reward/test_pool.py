@@ -100,7 +100,7 @@ def test_a_function_that_starts_processes_is_told_what_permits_it(tmp_path):
     (failure,) = pool.map(items("a"))
     assert failure.text.startswith("raised AssertionError: daemonic processes") and "starts.py:5" in failure.text
     assert "use threads or subprocess" in failure.text
-    assert "reward_model.num_workers=0 permits it" in failure.text
+    assert "rewards of a training run, reward_model.num_workers=0 permits it" in failure.text  # not in main_eval
     pool.close()
     manager = NaiveRewardManager(None, 0, function)
     manager.settings = RewardModelConfig(num_workers=0)

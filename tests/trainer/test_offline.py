@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.compose import to_settings
@@ -102,8 +103,11 @@ def test_answers_end_where_generation_config_or_the_key_says(tiny_llama, prompts
         text[: text.index(stop) + 1] if stop in text else text for text in texts
     ]
     leave_group()
-    rows = generate(prompts, tmp_path / "model", tmp_path / "key.parquet", *settings, "rollout.stop_token_ids=[3]")
+    with logged() as said:
+        rows = generate(prompts, tmp_path / "model", tmp_path / "key.parquet", *settings, "rollout.stop_token_ids=[3]")
     assert [row["responses"][0].split() for row in rows] == texts
+    (line,) = [line for line in said if "were cut" in line]
+    assert "of the answers were cut at a limit of tokens; raise rollout.response_length" in line
 
 
 @pytest.mark.process

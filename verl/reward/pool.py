@@ -20,8 +20,8 @@ from verl.utils.user_code import full_traceback, user_frame
 # The advice where a function asks multiprocessing for a process.
 _MAY_NOT_START = (
     ". Rewards and environments run in daemonic processes, where multiprocessing cannot start others: use threads or "
-    "subprocess. For rewards, reward_model.num_workers=0 permits it: they run in the trainer's process then (not with "
-    "the manager prime)"
+    "subprocess. For rewards of a training run, reward_model.num_workers=0 permits it: they run in the trainer's "
+    "process then (not with the manager prime)"
 )
 # What the fork server imports for the functions of a module, beyond this one; only where needed, as it is slow.
 _PRELOAD_FOR = {"verl.reward.rules": ["verl.reward.rules", "math_verify"]}

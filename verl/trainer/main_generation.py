@@ -40,6 +40,7 @@ from verl.utils.distributed import (
     initialize_global_process_group,
     shared_store,
 )
+from verl.utils.problems import SHARE_NAMED
 from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
@@ -86,10 +87,15 @@ def run_generation(config: DictConfig) -> None:
         started = time.perf_counter()
         for share in shares(len(pending), data.batch_size, together):
             numbers = [pending[i] for i in share]
-            partial.add(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer))
+            texts, cut = answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer)
+            partial.add(numbers, texts)
+            queue.add("cut", cut)
             answered = queue.add("answered", len(share))  # on all ranks
             if line := progress(answered - len(share), answered, len(pending), time.perf_counter() - started):
                 logger.info(line)
+        if rank == 0 and (cut := queue.add("cut", 0) / (queue.add("answered", 0) * data.n_samples)) > SHARE_NAMED:
+            keys = "rollout.response_length, or rollout.max_model_len if it is set"
+            logger.warning("{:.0%} of the answers were cut at a limit of tokens; raise {}.", cut, keys)
         rollout.close()  # vLLM ends the process group with its own
     if rank == 0:
         partial.finish(prompts.rows)
@@ -137,15 +143,19 @@ def shares(count: int, size: int, together: int) -> Iterator[list[int]]:
     dist.barrier()  # the queue lives on the first rank
 
 
-def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any) -> list[list[str]]:
-    """data.n_samples texts for each prompt."""
+def answers(
+    rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any
+) -> tuple[list[list[str]], int]:
+    """data.n_samples texts for each prompt, and how many of all do not end with a stop token (0 with ignore_eos)."""
     batch = DataProto.from_single_dict(collate_fn(rows))
     ends = stop_ids(tokenizer, rollout.model_config.path, rollout.config.stop_token_ids)
     batch.meta_info |= {"n": data.n_samples, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     outputs = rollout.generate_sequences(batch).batch
     kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
-    texts = [answer_text(tokenizer, ids[mask].tolist()) for ids, mask in kept]
-    return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
+    written = [ids[mask].tolist() for ids, mask in kept]
+    cut = 0 if rollout.config.ignore_eos else sum(ids[-1] not in ends for ids in written if ids)
+    texts = [answer_text(tokenizer, ids) for ids in written]
+    return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)], cut
 
 
 def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:

@@ -90,7 +90,8 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         raise SandboxUnavailable(
             f"this machine cannot confine programs ({ended['refused'].strip()}). Allow user namespaces and "
             "Landlock here, name a remote service in reward_model.sandbox_fusion.url, or set "
-            "reward_model.sandbox.unconfined=true to run model-written code with resource limits alone."
+            "reward_model.sandbox.unconfined=true to run model-written code with resource limits alone. A code tool "
+            "reads neither key: set unconfined: true in its own config."
         )
     stopped = "output" if overflow else "time" if ended["timeout"] else None
     return Outcome(*map(bytes, outputs.values()), ended["exit"], stopped, ended["seconds"])
