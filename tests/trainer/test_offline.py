@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
+from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.compose import to_settings
 from verl.config.offline import EvaluationConfig
 from verl.planning.offline import generation_entry
+from verl.protocol import DataProto
 from verl.reward.rows import RewardError
 from verl.rollout.vllm_rollout import vLLMRollout
 from verl.single_controller.base import Worker
@@ -71,7 +73,9 @@ def test_an_engine_of_its_own_keeps_the_weights_it_started_with(monkeypatch):
 
 
 def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp_path):
-    rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
+    with logged() as lines:
+        rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
+    assert any(line.startswith("100% of the answers were cut at a limit of tokens") for line in lines)
     tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(tiny_llama)
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2, 3, 4]
     for row in rows:
@@ -82,6 +86,20 @@ def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp
             for _ in range(5):
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
         assert row["responses"] == [tokenizer.decode(ids[0, asked:], skip_special_tokens=True)]
+
+
+def test_answers_that_no_stop_token_ended_are_counted():
+    """Stop token 2, R = 3: ended by it, cut at R, cut before R, empty."""
+    ids = torch.tensor([[5, 2, 0], [5, 6, 7], [5, 6, 0], [0, 0, 0]])
+    outputs, counts = DataProto.from_dict({"responses": ids, "response_mask": (ids > 0).long()}), dist.HashStore()
+    rows = [{"input_ids": torch.ones(2)}] * 2
+    for ignore_eos, so_far in ((False, 2), (True, 2 + 3)):
+        settings = SimpleNamespace(stop_token_ids=[2], ignore_eos=ignore_eos)
+        rollout = SimpleNamespace(
+            config=settings, model_config=SimpleNamespace(path=None), generate_sequences=lambda batch: outputs
+        )
+        texts = main_generation.answers(rollout, rows, SimpleNamespace(n_samples=2), make_tokenizer(), counts)
+        assert [len(of_prompt) for of_prompt in texts] == [2, 2] and counts.add("cut", 0) == so_far
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.process, pytest.mark.slow])])
@@ -320,8 +338,10 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     good = answer("a", "3", ["3"])
     with pytest.raises(RewardError, match="row 1 .*raised ZeroDivisionError: nothing to divide"):
         scored(tmp_path, [good, answer("a", "3", ["raise"])])
-    dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
+    with logged() as lines:
+        dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
     assert dropped == {"test_score/a": 0.5}
+    assert any("33% of the answers, 1 of 3, could not be graded and are left out" in line for line in lines)
     with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
     with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers"):

@@ -40,6 +40,7 @@ from verl.utils.distributed import (
     initialize_global_process_group,
     shared_store,
 )
+from verl.utils.problems import SHARE_NAMED
 from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
@@ -86,10 +87,13 @@ def run_generation(config: DictConfig) -> None:
         started = time.perf_counter()
         for share in shares(len(pending), data.batch_size, together):
             numbers = [pending[i] for i in share]
-            partial.add(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer))
+            partial.add(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer, queue))
             answered = queue.add("answered", len(share))  # on all ranks
             if line := progress(answered - len(share), answered, len(pending), time.perf_counter() - started):
                 logger.info(line)
+        if rank == 0 and (cut := queue.add("cut", 0) / (queue.add("answered", 0) * data.n_samples)) > SHARE_NAMED:
+            remedy = "raise rollout.response_length, and rollout.max_model_len if it is set"
+            logger.warning("{:.0%} of the answers were cut at a limit of tokens: {}", cut, remedy)
         rollout.close()  # vLLM ends the process group with its own
     if rank == 0:
         partial.finish(prompts.rows)
@@ -137,14 +141,19 @@ def shares(count: int, size: int, together: int) -> Iterator[list[int]]:
     dist.barrier()  # the queue lives on the first rank
 
 
-def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any) -> list[list[str]]:
-    """data.n_samples texts for each prompt."""
+def answers(
+    rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any, counts: dist.Store
+) -> list[list[str]]:
+    """data.n_samples texts for each prompt; those that no stop token ended are added to the count `cut`."""
     batch = DataProto.from_single_dict(collate_fn(rows))
     ends = stop_ids(tokenizer, rollout.model_config.path, rollout.config.stop_token_ids)
     batch.meta_info |= {"n": data.n_samples, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     outputs = rollout.generate_sequences(batch).batch
-    kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
-    texts = [answer_text(tokenizer, ids[mask].tolist()) for ids, mask in kept]
+    pairs = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
+    kept = [ids[mask].tolist() for ids, mask in pairs]
+    stops = () if rollout.config.ignore_eos else ends
+    counts.add("cut", sum(bool(ids) and ids[-1] not in stops for ids in kept))
+    texts = [answer_text(tokenizer, ids) for ids in kept]
     return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
 
 
