@@ -101,7 +101,12 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         if not settings.enable or config.trainer.dry_run:
             return dataset
         own = type(dataset)(str(own_answers(config, dataset)), tokenizer, dataset.config)
-        return dataset.extend(own) if settings.keep_ground_truth else own
+        asked = len(dataset) if settings.max_prompts < 0 else min(settings.max_prompts, len(dataset))
+        own.skipped = asked - len(own)
+        if settings.keep_ground_truth:
+            return dataset.extend(own)
+        own.skipped += dataset.skipped
+        return own
 
     @classmethod
     def build_val_dataset(
@@ -116,6 +121,12 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
                 "are checked and numbered; derive it from that class of dllm_reasoning.trainer.sft_dataset."
             )
         return dataset_class(local, tokenizer, to_omegaconf(config.data), max_samples)
+
+    def training_step(self, batch: TensorDict) -> dict[str, float]:
+        metrics, rows = super().training_step(batch), self.train_stream.loader.dataset
+        if skipped := getattr(rows, "skipped", 0):
+            metrics["train/skipped_rows"] = skipped / (skipped + len(rows))
+        return metrics
 
     def step_inputs(self, batch: TensorDict) -> StepInputs:
         """Draw the step's noise, the same on every rank; its seeds become a column [b] of `batch`."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.rl_dataset import DatasetError, read_rows
+from verl.utils.fs import output_folder
 
 KINDS = (".parquet", ".jsonl", ".json", ".csv")
 SPLITS = {"train": ("train",), "test": ("test", "validation", "val")}
@@ -21,8 +22,9 @@ def run(convert: Convert, description: str, default_save_dir: str, argv: list[st
     """Command line: --local_dataset_path FOLDER_OR_FILE --local_save_dir FOLDER."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--local_dataset_path", type=Path, required=True, help="folder with train.*, test.*, or a file")
-    parser.add_argument("--local_save_dir", type=Path, default=Path(default_save_dir), help="folder to write into")
-    parser.add_argument("--local_dir", type=Path, help="older name of --local_save_dir")
+    folder = {"type": output_folder, "default": Path(default_save_dir), "help": "folder to write into"}
+    parser.add_argument("--local_save_dir", **folder)
+    parser.add_argument("--local_dir", type=output_folder, help="older name of --local_save_dir")
     args = parser.parse_args(argv)
     try:
         for file in save(convert, args.local_dataset_path, args.local_dir or args.local_save_dir):

@@ -15,6 +15,7 @@ METRICS = RecipeMetrics(
         "spd/baseline/truncated": "Share of samples whose answer by the target alone is cut there (`spd.truncated`).",
         "spd/baseline/changed": "Share of samples whose baseline by the run's server differs from that of the data.",
         "spd/unlabelled_blocks": "Share of the supervised training's blocks that have no label.",
+        "spd/unlabelled_val_blocks": "The same of its validation.",
         "spd/output_length_ratio": "Length of the answer after a hybrid context over the target's own.",
     },
     headlines=(
@@ -31,5 +32,6 @@ METRICS = RecipeMetrics(
         LeftOut("spd/hit_limit", "of the answers after a hybrid context were cut at the token limit"),
         LeftOut("spd/baseline/truncated", "of the samples have a baseline that is cut at the token limit"),
         LeftOut("spd/unlabelled_blocks", "of the training blocks have no label"),
+        LeftOut("spd/unlabelled_val_blocks", "of the validation blocks have no label"),
     ),
 )

@@ -257,6 +257,7 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     def _validate(self) -> dict[str, float]:
         means = super()._validate()
         self.validation[self.global_steps] = means["val/loss"]
+        means["spd/unlabelled_val_blocks"] = self.blocks[1].unlabelled
         if self.best["val/loss"]["step"] == self.global_steps:
             self.save_scorer()
         return means

@@ -57,12 +57,15 @@ def test_a_bad_row_names_its_file_and_number(assets, tmp_path, row, more, messag
     assert f"bad.parquet, {message}" in output
 
 
-def test_bad_rows_are_skipped_and_counted_by_config(assets, tmp_path):
+def test_bad_rows_are_skipped_and_counted_by_config(assets, tmp_path, capsys):
     file = runs.save_rows(tmp_path / "bad.parquet", BAD)
     config = runs.compose(assets[0], [file, file], tmp_path, "data.bad_rows=skip")
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     dataset = IterativeRefineTrainer.build_dataset(config.data.train_files, config, tokenizer)
     assert len(dataset) == 2 and dataset.skipped == 6
+    few = ("data.train_batch_size=2", "data.micro_batch_size_per_gpu=2", "trainer.total_training_steps=1")
+    runs.trainer(assets[0], [file, file], tmp_path / "run", "data.bad_rows=skip", *few).fit()
+    assert "Over a tenth: 75% of the rows were left out (data.bad_rows" in capsys.readouterr().out
     only_bad = runs.save_rows(tmp_path / "only_bad.parquet", BAD[1:])
     with pytest.raises(DatasetError, match="only_bad.parquet: no row can be trained on"):
         IterativeRefineTrainer.build_dataset(only_bad, config, tokenizer)

@@ -105,6 +105,7 @@ def test_answers_without_room_are_dropped_and_counted(assets, tmp_path):
     assert [tuple(row.values()) for row in made.rows] == fits and 0 < len(fits) < len(greedy_answers(assets))
     [summary] = [text for text in lines if text.startswith("own answers: ")]
     assert f"own answers: {len(fits)} of 40 kept ({40 - len(fits)} without an end within iterative.self_gen" in summary
+    assert made.skipped == 40 - len(fits)
 
 
 @pytest.mark.process

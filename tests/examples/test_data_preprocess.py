@@ -75,6 +75,15 @@ def test_a_row_that_does_not_fit_is_named(tmp_path, rows, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_in_the_place_of_the_folder_is_named_before_rows_are_read(tmp_path, capsys):
+    (tmp_path / "taken").touch()
+    for option in ("--local_save_dir", "--local_dir"):
+        with pytest.raises(SystemExit):
+            given = ["--local_dataset_path", str(tmp_path / "none"), option, str(tmp_path / "taken")]
+            local_files.run(gsm8k.convert, "", "unused", given)
+        assert f"argument {option}: {tmp_path}/taken cannot be written" in capsys.readouterr().err
+
+
 def test_folders_without_a_data_set_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="no train"):
         local_files.run(gsm8k.convert, "", "out", ["--local_dataset_path", str(tmp_path)])

@@ -82,7 +82,9 @@ def test_an_rl_run_tries_what_its_settings_ask_for(tmp_path, file):
     rollout = "actor_rollout_ref.rollout"
     enabled = {f"{rollout}.skip_dump_dir": (file, f"{rollout}.skip_rollout=true"),
                f"{rollout}.prometheus.file": (tmp_path, f"{rollout}.prometheus.enable=true"),
-               "global_profiler.save_path": (file, "global_profiler.steps=[1]")}  # fmt: skip
+               "global_profiler.save_path": (file, "global_profiler.steps=[1]"),
+               "actor_rollout_ref.actor.profiler.save_path": (
+                   file / "a", "actor_rollout_ref.actor.profiler.enable=true")}  # fmt: skip
     given = [f"{key}={value}" for key, value in (always | {k: v for k, (v, _) in enabled.items()}).items()]
 
     def keys(*more):

@@ -179,7 +179,7 @@ def conversations(tmp_path_factory):
 
 def asynchronous_batch():
     phase = object.__new__(SeparateRolloutPhase)
-    phase.rollout_config = RolloutConfig(name="vllm", prompt_length=4, response_length=6, n=1)
+    phase.rollout_config = RolloutConfig(name="vllm", prompt_length=4, response_length=6, n=1, stop_token_ids=[9])
     phase.tokenizer = SimpleNamespace(pad_token_id=0)
     fields = {"response_ids": [8, 9], "response_mask": [1, 1], "extra_fields": {"end_reason": "stop"}}
     output = AgentLoopOutput(prompt_ids=[7], num_turns=2, **fields)

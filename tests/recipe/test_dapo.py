@@ -191,8 +191,11 @@ def test_a_batch_that_ranks_cannot_share_once_a_sample_is_lost_is_named(tmp_path
 @pytest.mark.process
 def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
     trainer = dapo(tmp_path, AllAlike, algorithm__filter_groups__max_num_gen_batches=3)
-    with pytest.raises(StepFailed, match=r"3 generations gave 0 of data.train_batch_size=4 .*max_num_gen_batches=3"):
+    said = r"3 generations gave 0 of data.train_batch_size=4 .*max_num_gen_batches=3"
+    with logged() as lines, pytest.raises(StepFailed, match=said):
         trainer.fit()
+    (line,) = [line for line in lines if "nothing can be learned" in line]  # what the answers look like, once
+    assert "step 1: all 24 samples have the reward 0" in line and "100% of the answers were cut" in line
 
 
 @pytest.mark.process

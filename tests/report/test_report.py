@@ -135,6 +135,9 @@ def test_the_command_makes_the_page_of_a_running_run_and_names_a_folder_without_
     assert ">40<" in (run / "report.html").read_text()
     refused = subprocess.run([*command, str(run / "none")], capture_output=True, text=True, cwd=ROOT)
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "holds no metrics.jsonl" in refused.stderr
+    (run / "report.html.tmp").mkdir()
+    refused = subprocess.run([*command, str(run)], capture_output=True, text=True, cwd=ROOT)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "report.html.tmp" in refused.stderr
 
 
 def write_rows(path, rows):

@@ -118,6 +118,7 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
     if contradicted:  # harmful after 21 and harmless after 20, as no training block is
         targets = {"v": [21, 12, 25, 26], "w": [20, 12, 24, 26]}
         held = {name: ([30, 31, 32], [11, 12, 13], ids) for name, ids in targets.items()}
+        held["x"] = BLOCKS["wrong baseline"]  # no label
         val_blocks, val_metadata = written(tmp_path, "val", held)
         options += ["--val-blocks", val_blocks, "--val-metadata", val_metadata]
     server = AnsweringServer()
@@ -133,6 +134,8 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         last = figures["saved_step"] + 12  # epochs of patience
         assert list(validation) == list(range(1, last + 1)) and len(figures["loss"]) == figures["steps"] == last < 40
         assert figures["saved_step"] == min(validation, key=validation.get)
+        logged = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert logged[-1]["spd/unlabelled_val_blocks"] == pytest.approx(1 / 3)
         assert validation[last] > 1.1 * validation[figures["saved_step"]]
         scorer = AutoModelForSPDScoring.from_pretrained(folder)
         columns = zip(*held.values(), strict=True)

@@ -72,7 +72,9 @@ def test_an_engine_of_its_own_keeps_the_weights_it_started_with(monkeypatch):
 
 
 def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp_path):
-    rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
+    with logged() as lines:
+        rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
+    assert any(line.startswith("100% of the answers were cut at a limit of tokens") for line in lines)
     tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(tiny_llama)
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2, 3, 4]
     for row in rows:
@@ -324,8 +326,10 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     good = answer("a", "3", ["3"])
     with pytest.raises(RewardError, match="row 1 .*raised ZeroDivisionError: nothing to divide"):
         scored(tmp_path, [good, answer("a", "3", ["raise"])])
-    dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
+    with logged() as lines:
+        dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
     assert dropped == {"test_score/a": 0.5}
+    assert any("33% of the answers, 1 of 3, could not be graded and are left out" in line for line in lines)
     with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
     with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers"):

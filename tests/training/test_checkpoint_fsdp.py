@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
+from verl.training.checkpoint import fsdp_checkpoint_manager
 from verl.training.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 from verl.training.checkpoint.publish import DIGESTS
 
@@ -49,6 +50,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(llama, tmp_path, 
     assert train(resumed, 2, seed=10) == straight
     np.testing.assert_equal(weights_of(resumed), weights_of(engine))
     assert resumed.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_weights_for_transformers_are_copied_and_written_part_by_part(llama, tmp_path, monkeypatch, model):
+    monkeypatch.setattr(fsdp_checkpoint_manager, "SHARD_BYTES", 1)
+    engine = make_engine(llama, contents=("model", "optimizer", "extra", "hf_model"), **model)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    files = sorted((tmp_path / "huggingface").glob("model-*.safetensors"))
+    assert len(files) > 10 and all(len(load_file(file)) == 1 for file in files)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface").state_dict()
+    assert all((exported[name].numpy() == weight).all() for name, weight in weights_of(engine).items())
 
 
 @pytest.mark.parametrize(("offloads", "fused", "moments", "counters"), [

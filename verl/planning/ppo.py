@@ -9,6 +9,7 @@ from rich.console import Console
 from verl.algos.names import COMPARES_SAMPLES, MEANS_OVER_SEQUENCES
 from verl.config.asynchronous import AsyncPPOConfig, versions_allowed
 from verl.config.batch_sizes import plan_batches, steps_in_all
+from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
 from verl.planning.checks import (
@@ -33,6 +34,7 @@ from verl.planning.rollouts import check_agent_loops, check_cpu_heads, check_dra
 from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
+PROFILED = (*(f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref")), "critic", "reward_model")
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
@@ -94,6 +96,10 @@ def check_files_of_the_run(config: PPOConfig) -> Iterator[Problem]:
         yield from check_written(f"{key}.prometheus.file", rollout.prometheus.file, is_folder=False)
     if config.global_profiler.steps:
         yield from check_written("global_profiler.save_path", config.global_profiler.save_path)
+        for role in PROFILED:
+            own = select(config, f"{role}.profiler")
+            if own is not None and own.enable and own.save_path != config.global_profiler.save_path:
+                yield from check_written(f"{role}.profiler.save_path", own.save_path)
 
 
 def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:

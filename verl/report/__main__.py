@@ -9,5 +9,5 @@ parser = argparse.ArgumentParser(prog="python -m verl.report", description="Make
 parser.add_argument("run_dir", metavar="RUN_DIR", help="trainer.default_local_dir of the run, finished or not")
 try:
     sys.stdout.write(f"{write_report(parser.parse_args().run_dir)}\n")
-except (FileNotFoundError, ValueError) as e:
+except (OSError, ValueError) as e:
     sys.exit(str(e))

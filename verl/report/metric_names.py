@@ -52,7 +52,10 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("critic/empty_steps", "of the steps skipped updates of the critic, without a counted token"),
     LeftOut("train/rows_without_target", "of the rows have no learned token within data.max_length"),
     LeftOut("train/skipped_steps", "of the steps changed no weight"),
+    LeftOut("val/rows_without_target", "of the validation rows have no learned token within data.max_length"),
     LeftOut("val-aux/dropped_samples", "of the validation's samples were dropped", "val-aux/requested_samples"),
+    LeftOut("val-aux/overlong_prompts",
+            "of the validation prompts are longer than data.max_prompt_length and were left out"),
 )  # fmt: skip
 
 METRICS: dict[str, str] = {
@@ -163,6 +166,8 @@ METRICS: dict[str, str] = {
     "train/rows_without_target": "Share of the step's rows that have no learned token within data.max_length.",
     "train/time(s)": "Seconds of the training step.",
     "val/loss": "SFT: the loss over the learned tokens of the full validation set.",
+    "val/rows_without_target": "Share of the validation rows that have no learned token within data.max_length, if "
+    "there are any.",
     "train/num_gen_batches": "Generations that one DAPO batch took.",
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from loguru import logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,6 +19,7 @@ from verl.reward.loading import get_custom_reward_fn, rule_reward
 from verl.reward.pool import Failure, GradingPool
 from verl.reward.rows import RewardError, Row, parse_results
 from verl.reward.rules import truth_problem
+from verl.utils.problems import SHARE_NAMED
 
 
 @hydra_main(config_path="config", config_name="evaluation")
@@ -57,6 +59,10 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
             scores[row.data_source][row.index].append(result[0])
     if rows and not scores:
         raise RewardError(f"none of {len(rows)} answers could be graded; the first error: {results[0].text}")
+    failed = sum(isinstance(result, Failure) for result in results)
+    if failed > SHARE_NAMED * len(results):
+        text = "{:.0%} of the answers, {} of {}, could not be graded and are left out (reward_model.error=drop)"
+        logger.warning(text, failed / len(results), failed, len(results))
     return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 

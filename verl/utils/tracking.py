@@ -123,6 +123,11 @@ def written_by(backend: str, project_name: str, experiment_name: str) -> tuple[P
     return None
 
 
+def generations_file(project_name: str, experiment_name: str) -> Path:
+    """The file of the validation samples that the backend `file` shows, next to that of its metrics."""
+    return written_by("file", project_name, experiment_name)[0].with_suffix(".generations.jsonl")
+
+
 class FileLogger(Backend):
     """JSON lines `{"step": N, "data": {...}}` in $VERL_FILE_LOGGER_PATH, or <root>/<project>/<experiment>.jsonl
     (root: $VERL_FILE_LOGGER_ROOT, else the working directory).
@@ -329,8 +334,8 @@ class ValidationGenerationsLogger:
 
     def log_generations_to_file(self, samples: list[list[Any]], step: int) -> None:
         """JSON lines next to the metrics' file: <experiment>.generations.jsonl."""
-        metrics_file = FileLogger(self.project_name, self.experiment_name).path
-        target = metrics_file.with_suffix(".generations.jsonl")
+        target = generations_file(self.project_name, self.experiment_name)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for prompt, answer, score, *_ in samples:
                 entry = {"step": step, "input": prompt, "output": answer, "score": plain_number(score)}

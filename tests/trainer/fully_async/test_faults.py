@@ -58,15 +58,18 @@ def queued(number, k, spans, **fields):
 
 
 def test_samples_of_several_versions_have_all_columns():
-    """Those of the prompt, of the conversation, and the log-prob of each token, in the row of the sample."""
-    rollout = RolloutConfig(name="vllm", prompt_length=4, response_length=6, n=2, calculate_log_probs=True)
+    """Those of the prompt, of the conversation, and the log-prob of each token, in the row of the sample. A loop that
+    does not say why it ended did so by its last token."""
+    rollout = RolloutConfig(name="vllm", prompt_length=4, response_length=6, n=2, calculate_log_probs=True,
+                            stop_token_ids=[13])  # fmt: skip
     phase = object.__new__(SeparateRolloutPhase)
     phase.rollout_config, phase.tokenizer = rollout, SimpleNamespace(pad_token_id=0)
     groups = []
     for number, spans in enumerate(([(0, 2), (1, 1), (2, 3)], [(2, 4)])):
         columns = {"uid": str(number), "data_source": f"source {number}", "extra_info": {"index": number}}
         arrays = {name: np.array([value], dtype=object) for name, value in columns.items()}
-        samples = [queued(number, k, spans, end_reason="stop", notes=f"{number}/{k}") for k in range(2)]
+        ended = {} if number else {"end_reason": "turns"}
+        samples = [queued(number, k, spans, notes=f"{number}/{k}", **ended) for k in range(2)]
         groups.append(Group(number, DataProto(None, arrays, {}), {}, 1, samples))
     batch, _ = phase.batch_of(groups, 5)
     assert batch.meta_info == {"global_steps": 5, "temperature": 1.0}
@@ -77,7 +80,8 @@ def test_samples_of_several_versions_have_all_columns():
     assert columns["weights_version"].tolist() == [0, 0, 2, 2]
     assert columns[SPANS].tolist() == [[(0, 2), (1, 1), (2, 3)]] * 2 + [[(2, 4)]] * 2
     assert [result["score"] for result in columns[GRADED]] == [0, 1, 1, 2]
-    assert columns["end_reason"].tolist() == ["stop"] * 4 and columns["__num_turns__"].tolist() == [2] * 4
+    assert columns["end_reason"].tolist() == ["turns", "turns", "stop", "stop"]
+    assert columns["__num_turns__"].tolist() == [2] * 4
     assert batch.batch["responses"][0].tolist() == [10, 11, 12, 13, 14, 15]
     assert torch.equal(batch.batch["rollout_log_probs"][0], -0.5 * torch.arange(6))
     assert batch.batch["response_mask"].sum(1).tolist() == [6, 6, 4, 4]

@@ -136,8 +136,7 @@ def test_answers_without_any_reward_are_described_once():
     def said(health, batch):
         with logged() as lines:
             for step in (1, 2):
-                metrics = known | health.measure(batch, step, known)
-                health.explain_no_reward(batch, tokenizer, step, metrics)
+                health.explain_no_reward(batch, tokenizer, step)
         return [line for line in lines if "nothing can be learned" in line]
 
     assert said(new_health(tools), batch) == [

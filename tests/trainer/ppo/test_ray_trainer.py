@@ -445,3 +445,11 @@ def test_the_last_lines_name_the_share_of_prompts_and_samples_that_were_left_out
     share = rows[0]["training/dropped_samples"] / rows[0]["training/requested_samples"]
     for said in ("20% of the prompts are longer", f"{share:.0%} of the requested samples were dropped"):
         assert any(line.startswith(f"Over a tenth: {said}") for line in lines), lines
+
+
+def test_the_last_lines_name_the_share_of_validation_prompts_that_were_left_out(tmp_path, capsys):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__val_only="true"))
+    trainer.val_dataset.dropped_overlong = 2  # of 6 rows
+    trainer.fit()
+    said = "Over a tenth: 33% of the validation prompts are longer than data.max_prompt_length"
+    assert any(line.startswith(said) for line in capsys.readouterr().out.splitlines())

@@ -22,6 +22,7 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.run_log import JsonlLog, RunLog, installed_versions
 from verl.trainer.run.samples import pick_samples, report_rows, write_jsonl
 from verl.training.checkpoint.publish import verify_manifest
+from verl.utils.tracking import ValidationGenerationsLogger
 
 
 def steps_in(path) -> list[int]:
@@ -43,6 +44,25 @@ def test_a_fresh_run_in_an_old_folder_keeps_the_earlier_metrics(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists() and steps_in(tmp_path / "metrics.1.jsonl") == [0, 1]
     assert OmegaConf.load(tmp_path / "run_config.yaml") == log.config
     assert json.loads((tmp_path / "versions.json").read_text())["torch"] == installed_versions()["torch"]
+
+
+def test_the_files_of_the_backend_file_are_of_one_run(tmp_path, monkeypatch):
+    """Its validation samples too: rows of a step that runs again are removed, those of another run kept apart."""
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
+    log, shown = make_log(tmp_path / "run", total_steps=10), ValidationGenerationsLogger("p", "e")
+    log.plain_config["trainer"] |= {"logger": ["file"], "project_name": "p", "experiment_name": "e"}
+    metrics, samples = tmp_path / "p" / "e.jsonl", tmp_path / "p" / "e.generations.jsonl"
+    log.open(resumed_step=0)
+    for step in (1, 2, 3):
+        shown.log("file", [["q", "a", 1.0]], step)
+    metrics.write_text(samples.read_text())
+    log.open(resumed_step=2)
+    assert steps_in(samples) == [1, 2]
+    log.open(resumed_step=0)
+    assert not metrics.exists() and not samples.exists()
+    assert steps_in(tmp_path / "p" / "e.1.jsonl") == [1, 2, 3]
+    assert steps_in(tmp_path / "p" / "e.generations.1.jsonl") == [1, 2]
 
 
 def test_samples_are_best_worst_and_others_each_once():

@@ -136,6 +136,18 @@ def test_the_last_lines_and_the_report_name_the_share_of_rows_that_trained_nothi
     assert all(f">{name}" in page for name in ("Loss<", "Validation<", "skipped steps<"))
 
 
+def test_the_last_lines_name_the_share_of_validation_rows_without_a_learned_token(tmp_path, tiny_llama, capsys):
+    """2 of 5 rows, whose questions fill data.max_length."""
+    write_pairs(tmp_path)
+    rows = [{"question": " ".join(["1"] * (30 if i < 2 else 1)), "answer": "2"} for i in range(5)]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = make_trainer(tmp_path, tiny_llama, trainer__total_training_steps=1, data__truncation="right")
+    trainer.fit()
+    assert [row["val/rows_without_target"] for row in metric_rows(tmp_path)] == pytest.approx([0.4, 0.4])
+    said = "40% of the validation rows have no learned token within data.max_length (val/rows_without_target)."
+    assert f"Over a tenth: {said}" in capsys.readouterr().out and set(trainer.best) == {"val/loss"}
+
+
 def test_the_model_is_not_validated_before_its_training_where_that_is_off_or_without_validation_files(
     tmp_path, tiny_llama
 ):

@@ -44,6 +44,8 @@ async def close_all(replicas: Sequence[RolloutReplica]) -> None:
 class SeparateRolloutPhase(RolloutPhase):
     """Starts the servers, gives them weights, and generates for training and validation."""
 
+    has_texts = True  # servers generate nothing else
+
     def __init__(
         self, config: AsyncPPOConfig, tokenizer: Any, stream: PromptStream, reward_fn: Any, total_prompts: int
     ) -> None:

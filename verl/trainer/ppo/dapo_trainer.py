@@ -119,6 +119,7 @@ class RayDAPOTrainer(RayPPOTrainer):
                 f"step {self.global_steps}: none of {len(groups)} groups has samples that differ in "
                 f"{self.filter.metric!r}; drawing the next prompts"
             )
+            self.health.explain_no_reward(samples, self.tokenizer, self.global_steps)
             return np.empty(0, dtype=np.int64)
         return np.concatenate(chosen)
 

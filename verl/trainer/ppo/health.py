@@ -17,6 +17,7 @@ from verl.report.health import RULES, Rule, best_of_groups
 from verl.reward.rows import reward_extras
 from verl.reward.rules import lacks_answer
 from verl.trainer.ppo.batching import group_rows
+from verl.trainer.ppo.metric_utils import cut_answers
 from verl.trainer.run.samples import sample_rows
 from verl.utils.jsonl import read_objects
 from verl.utils.visible_text import visible
@@ -65,29 +66,36 @@ class RunHealth:
         if self.has_texts:
             values["truncated"] = metrics["response_length/clip_ratio"]
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
-            if self.has_tools and (calls := batch.non_tensor_batch.get("tool_call_counts")) is not None:
-                values["without_tool_call"] = np.mean([not count for count in calls])
-                made = sum(count or 0 for count in calls)  # None: a row of a loop without tools
-                if made and (failed := batch.non_tensor_batch.get("failed_tool_calls")) is not None:
-                    values["failed_tool_calls"] = sum(count or 0 for count in failed) / made
+            values |= self._of_tools(batch)
         named = {f"health/{name}": float(value) for name, value in values.items()}
         self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
 
-    def explain_no_reward(self, batch: DataProto, tokenizer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+    def _of_tools(self, batch: DataProto) -> dict[str, float]:
+        """Shares of the conversations without a call and of the calls that failed, where tools are given."""
+        calls = batch.non_tensor_batch.get("tool_call_counts") if self.has_tools else None
+        if calls is None:
+            return {}
+        values = {"without_tool_call": float(np.mean([not count for count in calls]))}
+        made = sum(count or 0 for count in calls)  # None: a row of a loop without tools
+        if made and (failed := batch.non_tensor_batch.get("failed_tool_calls")) is not None:
+            values["failed_tool_calls"] = sum(count or 0 for count in failed) / made
+        return values
+
+    def explain_no_reward(self, batch: DataProto, tokenizer: Any, step: int) -> None:
         """Warn, at the first step whose samples all have the same reward of at most 0, of what their answers look like.
 
-        `metrics` are those of the step, with health/*.
+        Reads token_level_scores [B, R] and what `measure` and `sample_rows` read.
         """
         scores = batch.batch["token_level_scores"].sum(-1)
         if self.explained or not self.has_texts or scores.max() > 0 or scores.max() - scores.min() > 1e-9:
             return
         self.explained = True
         texts = [row["output"] for row in sample_rows(batch, tokenizer, scores.tolist(), {}, step)]
-        said = [f"{metrics['health/truncated']:.0%} of the answers were cut at a limit of tokens"]
+        said = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
         if found := self._without_answer(batch, texts):
             said.append(f"the scorer found no answer to compare in {np.mean(found):.0%}")
-        if (share := metrics.get("health/without_tool_call")) is not None:
+        if (share := self._of_tools(batch).get("without_tool_call")) is not None:
             said.append(f"{share:.0%} called no tool, although tools are given")
         text = texts[0] if len(texts[0]) <= 2 * SHOWN else f"{texts[0][:SHOWN]} ... {texts[0][-SHOWN:]}"
         logger.warning(

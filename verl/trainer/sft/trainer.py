@@ -275,16 +275,19 @@ class FSDPSFTTrainer:
         sums: dict[str, float] = defaultdict(float)
         with self.engine.eval_mode():
             for rows in self.val_loader:
+                sums["rows"] += float(rows["loss_mask"][:, 1:].any(-1).sum())
                 batch = self._joined(TensorDict(rows, batch_size=len(rows["loss_mask"])))
                 sums["tokens"] += float(batch["loss_mask"][:, 1:].sum())
                 for name, value in self.validation_step(batch).items():
                     sums[name] += value
         total = all_reduce_values(sums, self.engine.device)
-        tokens = total.pop("tokens")
+        tokens, learned = total.pop("tokens"), total.pop("rows")
         if tokens == 0:
             raise ValueError("data.val_files: no row has a learned token within data.max_length; raise it.")
         means = self.validation_means(total, tokens)
         update_best(self.best, means, self.global_steps, min)
+        if without := 1 - learned / len(self.val_loader.dataset.dataset):
+            means["val/rows_without_target"] = without
         return means
 
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
