@@ -132,7 +132,8 @@ METRICS: dict[str, str] = {
     "mismatch/*": "The values of rollout_corr/* under their other name.",
     "rollout_corr/*": "Distance of rollout and trained model: perplexities, kl, k3_kl, chi2.",
     "health/groups_without_variance": "Share of prompts whose samples have equal scores.",
-    "health/best@*": "Expected largest score of k samples of a prompt, over all subsets of k of the step's samples.",
+    "health/best@*": "Expected largest score of k samples of a prompt, over all subsets of k of the step's samples; "
+    "k is 1, 2, 4, ... and rollout.n.",
     "health/pass@*": "The same of whether the reward's `acc` is above 0.5: the probability that one of k is right.",
     "health/pass_change": "health/pass@k of the largest k, mean of the last 10 steps, minus that of the first 10; 0 if "
     "the difference is not more than its noise.",
