@@ -296,9 +296,9 @@ def with_shown_files(page: Path) -> str:
 def main() -> int:
     check, stale = "--check" in sys.argv[1:], 0
     pages = {ROOT / path: file.text for path, file in files().items()}  # the pages read the yaml files
-    docs, extending = ROOT / "docs", ROOT / "docs" / "extending.md"
+    docs = ROOT / "docs"
     pages |= {docs / "config.md": config_page, docs / "api.md": api_page}
-    pages[extending] = lambda: with_shown_files(extending)
+    pages |= {docs / name: functools.partial(with_shown_files, docs / name) for name in ("extending.md", "plugins.md")}
     main_columns = {name: {**ARRAYS, **TENSORS}[name] for name in MAIN_COLUMNS}
     for name, tables in {
         "columns": columns_tables(), "concepts": {"columns": column_table(main_columns)}, "metrics": metric_tables(),

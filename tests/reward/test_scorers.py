@@ -344,4 +344,5 @@ def test_question_helpers():
     assert search_r1_like_qa_em.count_answer_tags("<answer></answer></answer>") == (1, 2)
     truth = {"target": "moon"}
     assert search_r1_like_qa_em.compute_score_subem("<answer>blue moon</answer>", truth) == 1.0
+    assert search_r1_like_qa_em.compute_score_subem("<answer>moon</answer>" * 11, truth) == 1.0  # as in verl
     assert search_r1_like_qa_em.compute_score("<answer>blue moon</answer>", truth, format_score=0.2) == 0.2

@@ -8,8 +8,7 @@ from typing import Any
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A right answer in a text with more tags than this was guessed: it gets a quarter of the score.
-_MOST_TAGS = 10
+_MOST_TAGS = 10  # a right answer in a text with more tags was guessed
 
 
 def normalize_answer(s: str) -> str:
@@ -48,15 +47,19 @@ def compute_score(
     solution_str: str, ground_truth: Mapping[str, Any], method: str = "strict", format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:  # fmt: skip
-    """`score` when the answer is one of `ground_truth["target"]`, `format_score` for another, 0 without an answer."""
-    return _scored(em_check, solution_str, ground_truth, format_score, score)
+    """`score` when the answer is one of `ground_truth["target"]`, `format_score` for another, 0 without an answer.
+
+    A right answer in a text with more than 10 opening or closing tags gets a quarter of `score`.
+    """
+    guessed = max(count_answer_tags(solution_str)) > _MOST_TAGS
+    return _scored(em_check, solution_str, ground_truth, format_score, score / 4 if guessed else score)
 
 
 def compute_score_subem(
     solution_str: str, ground_truth: Mapping[str, Any], method: str = "strict", format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:  # fmt: skip
-    """The same where the answer need only hold one of the targets."""
+    """`score` when the answer contains one of the targets, `format_score` or 0 as in `compute_score`."""
     return _scored(subem_check, solution_str, ground_truth, format_score, score)
 
 
@@ -64,6 +67,4 @@ def _scored(check: Any, text: str, ground_truth: Mapping[str, Any], format_score
     answer = extract_solution(text)
     if answer is None:
         return 0.0
-    if not check(answer, ground_truth["target"]):
-        return format_score
-    return score / 4 if max(count_answer_tags(text)) > _MOST_TAGS else score
+    return score if check(answer, ground_truth["target"]) else format_score
