@@ -16,7 +16,7 @@ from benchmarks import gsm8k as benchmark
 from benchmarks.run import WANTED
 from examples.data_preprocess.gsm8k import DATA_SOURCE, convert
 from examples.pretrained import stages
-from examples.pretrained.gsm8k import demo, questions, select, serve, tool_questions
+from examples.pretrained.gsm8k import demo, questions, select, serve
 from examples.pretrained.gsm8k.reward import compute_score, number_after
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.chat_templates import Format, byte_tokenizer
@@ -222,12 +222,11 @@ def test_an_adapter_is_served_merged_and_as_an_adapter(gsm8k, tmp_path, tiny_lla
 
 
 def test_the_template_for_coder_models_writes_calls_that_the_parser_json_reads():
-    template = Path(tool_questions.__file__).with_name("json_calls.jinja")
+    template = Path(questions.__file__).with_name("json_calls.jinja")
     tokenizer = byte_tokenizer(Format("", "<|im_end|>", None, None, ("<|im_start|>",)))
     use_chat_template(tokenizer, str(template))
-    question = [*tool_questions.beginning(), {"role": "user", "content": "How many?"}]
     tools = [{"type": "function", "function": {"name": "check_answer"}}]
-    text = render_chat(tokenizer, question, tools=tools, add_generation_prompt=True)
+    text = render_chat(tokenizer, questions.tool_messages("How many?"), tools=tools, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
     assert '\n{"name": "check_answer"}\n' in text and text.count("<|im_start|>") == 1 + 2 * 4 + 2
     read = [ToolParser.get_tool_parser("json", tokenizer).parse(turn) for turn in text.split("<|im_start|>assistant\n")]
@@ -237,7 +236,7 @@ def test_the_template_for_coder_models_writes_calls_that_the_parser_json_reads()
 
 
 def test_questions_for_the_tool_have_its_right_answer(gsm8k, tmp_path):
-    tool_questions.main(["--gsm8k", str(gsm8k), "--out", str(tmp_path / "rows")])
+    questions.main(["--gsm8k", str(gsm8k), "--tool", "--out", str(tmp_path / "rows")])
     row = pd.read_parquet(tmp_path / "rows" / "train.parquet").iloc[3]
     assert row["agent_name"] == "tool_agent" and row["prompt"][-1]["content"] == "What is 3 + 3 in train?"
     assert row["extra_info"]["tools_kwargs"] == {"check_answer": {"create_kwargs": {"ground_truth": "6"}}}

@@ -174,10 +174,3 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
     step = None if path is None else read_tracker(path)
     folder = os.path.join(path or "", directory_format.format(step))
     return folder if step is not None and os.path.isdir(folder) else None
-
-
-def rearrange(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """einops.rearrange."""
-    import einops
-
-    return einops.rearrange(*args, **kwargs)

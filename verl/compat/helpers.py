@@ -28,11 +28,7 @@ def get_ppo_ray_runtime_env() -> dict[str, Any]:
 
 
 def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """`verl.algos.rollout_correction.apply_bypass_mode` with verl's signature.
-
-    With both sections (`algorithm.rollout_correction`, `actor.policy_loss`), the loss of the second is set to that of
-    bypass mode, in place.
-    """
+    """`verl.algos.rollout_correction.apply_bypass_mode`; with both sections it also sets the loss of the second."""
     rollout_correction.apply_bypass_mode(batch)
     if policy_loss_config is not None and rollout_corr_config is not None:
         policy_loss_config.loss_mode = "bypass_mode"
@@ -77,14 +73,13 @@ def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_te
     by comparison: between an answer and the next question stand the end of the answer and the header, at the end of a
     conversation the end of the answer alone.
     """
-    question, answer = "question-7f3a", "answer-7f3a"  # texts that no template contains
+    question, answer = "question-7f3a", "answer-7f3a"  # in no template
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     once, twice = (render_chat(tokenizer, turns * n, **apply_chat_template_kwargs) for n in (1, 2))
-    front = _ids(tokenizer, once.partition(question)[0])
-    between = _ids(tokenizer, twice.split(answer)[1].partition(question)[0])
-    end = _ids(tokenizer, once.rpartition(answer)[2])
-    header = between[_equal_at_start(between, end) :]
-    return front[: len(front) - _equal_at_start(front[::-1], header[::-1])]
+    texts = once.partition(question)[0], twice.split(answer)[1].partition(question)[0], once.rpartition(answer)[2]
+    front, between, end = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    header = between[len(os.path.commonprefix([between, end])) :]  # it works on lists as well
+    return front[: len(front) - len(os.path.commonprefix([front[::-1], header[::-1]]))]
 
 
 def extract_system_prompt_and_generation(
@@ -92,15 +87,6 @@ def extract_system_prompt_and_generation(
 ) -> tuple[list[int], list[int]]:
     """The ids of `initialize_system_prompt`, and those that `add_generation_prompt` adds to a user's turn."""
     turn, with_prompt = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
-    without = _ids(tokenizer, render_chat(tokenizer, turn, **apply_chat_template_kwargs))
-    prompted = _ids(tokenizer, render_chat(tokenizer, turn, **with_prompt))
+    texts = (render_chat(tokenizer, turn, **settings) for settings in (apply_chat_template_kwargs, with_prompt))
+    without, prompted = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), prompted[len(without) :]
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _equal_at_start(a: list[int], b: list[int]) -> int:
-    """Number of equal ids at the start of both."""
-    return len(os.path.commonprefix([a, b]))  # works on lists as well

@@ -129,7 +129,7 @@ NAMES = {
     "verl.trainer.ppo.rollout_corr_helper": ("verl.algos.rollout_correction:*", f"{_HELPERS}:apply_bypass_mode"),
     "verl.utils.attention_utils": (
         "transformers.modeling_flash_attention_utils:pad_input=_pad_input,unpad_input=_unpad_input",
-        "operator:index_first_axis=getitem", f"{_BASICS}:rearrange",
+        "operator:index_first_axis=getitem", "einops:rearrange",
     ),
     "verl.utils.chat_template": (f"{_HELPERS}:extract_system_prompt_and_generation,initialize_system_prompt",),
     "verl.utils.checkpoint": ("verl.training.checkpoint:*", _TRACKER),

@@ -29,11 +29,10 @@ def copy_to_local(
     """A local path of `src`: itself when it is local already, a cached copy of an hdfs:// path otherwise.
 
     Args:
-        src: file or folder; an hdfs:// path without a slash at its end.
+        src: file or folder.
         cache_dir: folder of the copies; None is verl-cache in the folder for temporary files.
         filelock: name of the lock file next to the copy, by which the processes of a machine copy only once.
-        verbose: log the copying.
-        always_recopy: replace a copy that exists.
+        verbose, always_recopy: log the copying; replace a copy that exists.
         use_shm: return a copy in /dev/shm, if the file exists and fits there.
     """
     local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
@@ -57,8 +56,7 @@ def copy_local_path_from_hdfs(
         if not os.path.exists(local):
             if verbose:
                 logger.info(f"copying {src} to {local}")
-            # Looked up here at each call: projects with another storage client replace verl.utils.fs.copy.
-            copy(src, local)
+            copy(src, local)  # a name that projects with another storage client replace
     return local
 
 
@@ -92,7 +90,7 @@ def _sizes_and_times(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def md5_encode(path: str) -> str:
-    """Hexadecimal digest that identifies a source path (not for security)."""
+    """Hexadecimal digest that names a source path."""
     return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -134,10 +132,7 @@ def copy_into(sources: Sequence[Path], folder: str) -> None:
 
 
 def exists(path: str, **kwargs: Any) -> bool:
-    """Whether a local path or an hdfs:// one exists; further arguments are those of os.path.exists.
-
-    Raises subprocess.CalledProcessError if the `hdfs` command fails.
-    """
+    """Whether a local path or an hdfs:// one exists; further arguments are those of os.path.exists."""
     if not is_non_local(path):
         return os.path.exists(path, **kwargs)
     try:
@@ -150,10 +145,7 @@ def exists(path: str, **kwargs: Any) -> bool:
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
-    """Create a folder and its parents, as os.makedirs does.
-
-    For an hdfs:// folder `mode` has no effect, and the folder may exist already.
-    """
+    """Create a folder and its parents, as os.makedirs does; one of hdfs:// may exist, and has no mode."""
     if is_non_local(name):
         _hdfs(name, "-mkdir", "-p", name)
     else:
@@ -232,7 +224,7 @@ def _output(text: str, is_folder: bool) -> Path:
     return Path(text).expanduser()
 
 
-# The next two are not called here: code written for verl imports them.
+# Code written for verl imports the next two; nothing here calls them.
 def _record_directory_structure(folder_path: str | os.PathLike) -> str:
     """Write the names of a folder's files and sub-folders to `.directory_record.txt` in it; the path of that file."""
     record = os.path.join(folder_path, RECORD_FILE)
@@ -247,5 +239,4 @@ def _check_directory_structure(folder_path: str | os.PathLike, record_file: str)
 
 
 def _entries(folder: str | os.PathLike) -> list[str]:
-    """Paths of all files and sub-folders below a folder, sorted, without the record itself."""
     return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.name != RECORD_FILE)

@@ -42,8 +42,7 @@ def hf_tokenizer(
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Replace the tokenizer's chat template unless `given` is None: a template, or the name of a .jinja file with one.
-    OSError if the file cannot be read."""
+    """Replace the tokenizer's chat template, unless `given` is None, by that text or by that of a .jinja file."""
     if given is not None:
         tokenizer.chat_template = Path(given).read_text(encoding="utf-8") if given.endswith(".jinja") else given
 

@@ -1,8 +1,10 @@
 """Ways to ask GSM8K's questions, and the questions in the RL data format.
 
-    python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME] [--out DIR]
+    python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME | --tool] [--out DIR]
 
-writes train.parquet and test.parquet (the first 256 test questions) into --out.
+writes train.parquet and test.parquet (the first 256 test questions) into --out. With --tool the rows are for the agent
+loop tool_agent, with the tool of tools.yaml, which checks an answer; the worked answers before a question call it,
+since models of this size do not call a tool of which they only read the description.
 """
 
 import argparse
@@ -60,23 +62,55 @@ CANDIDATES = {
 CHOSEN = "answer_is"  # by selection.json
 
 
+TOOL = "check_answer"  # of tools.yaml
+TOOL_SYSTEM = (
+    "Solve the question in at most five short lines. Then call the function check_answer with your answer. If it is "
+    "wrong, correct it and call the function again. End with '#### ' and the number."
+)
+
+
+def worked_answers() -> list[tuple[str, str, str]]:
+    """(question, steps of its answer, number) of the worked examples."""
+    parts = ((row["question"], *row["answer"].rpartition(WORKED_ENDING)) for row in read_gsm8k(FEW_SHOT))
+    return [(question, steps, number.rstrip(".")) for question, steps, _, number in parts]
+
+
 def messages(prompt: Prompt, question: str) -> list[dict[str, str]]:
     """The conversation up to the answer."""
-    worked = []
-    for row in read_gsm8k(FEW_SHOT)[: prompt.turns]:
-        steps, _, number = row["answer"].rpartition(WORKED_ENDING)
-        worked.append((row["question"], steps + prompt.ending.format(number.rstrip("."))))
+    examples = worked_answers()[: prompt.turns]
+    worked = [(asked, steps + prompt.ending.format(number)) for asked, steps, number in examples]
     return conversation(prompt.system, worked, f"{question.strip()} {prompt.instruction}".rstrip())
 
 
-def asked(prompt: Prompt, row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
-    """A row of GSM8K in the RL data format; ValueError where its answer does not end in '#### <number>'."""
+def tool_messages(question: str) -> list[dict[str, Any]]:
+    """The conversation up to the answer, in which the worked answers call the tool."""
+    turns: list[dict[str, Any]] = [{"role": "system", "content": TOOL_SYSTEM}]
+    for asked, steps, number in worked_answers():
+        call = {"id": "call00000", "type": "function", "function": {"name": TOOL, "arguments": {"answer": number}}}
+        turns += [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": steps.strip(), "tool_calls": [call]},
+            {"role": "tool", "content": f"Current parsed answer='{number}' reward=1.0"},
+            {"role": "assistant", "content": f"#### {number}"},
+        ]
+    return [*turns, {"role": "user", "content": question.strip()}]
+
+
+def asked(prompt: Prompt | None, row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
+    """A row of GSM8K in the RL data format, without `prompt` for the tool, which gets the right answer.
+
+    ValueError where the row's answer does not end in '#### <number>'.
+    """
     converted = convert(row, number, split)
     info = converted["extra_info"]
+    if prompt is None:
+        tools = {TOOL: {"create_kwargs": {"ground_truth": converted["reward_model"]["ground_truth"]}}}
+        info |= {"need_tools_kwargs": True, "tools_kwargs": tools}
+        return {**converted, "agent_name": "tool_agent", "prompt": tool_messages(info["question"])}
     return {**converted, "prompt": messages(prompt, info["question"]), "extra_info": {**info, "marker": prompt.marker}}
 
 
-def write(gsm8k: Path, folder: Path, prompt: Prompt, sizes: Mapping[str, int | None] = SIZES) -> None:
+def write(gsm8k: Path, folder: Path, prompt: Prompt | None, sizes: Mapping[str, int | None] = SIZES) -> None:
     """FOLDER/SPLIT.parquet with the first rows of each split, all where its size is None. SystemExit where a row
     cannot be read."""
     for split, size in sizes.items():
@@ -91,10 +125,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     fetch.add_gsm8k(parser)
     parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN, help="how questions are asked (docs/gsm8k.md)")
+    parser.add_argument("--tool", action="store_true", help="for the agent loop tool_agent; --prompt is not read then")
     parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"))
     args = parser.parse_args(argv)
-    write(fetch.gsm8k_folder(args.gsm8k), args.out, CANDIDATES[args.prompt])
-    print(f"{os.path.relpath(args.out)}: train.parquet and test.parquet, with the prompt {args.prompt}")
+    write(fetch.gsm8k_folder(args.gsm8k), args.out, None if args.tool else CANDIDATES[args.prompt])
+    how = f"the tool {TOOL}" if args.tool else f"the prompt {args.prompt}"
+    print(f"{os.path.relpath(args.out)}: train.parquet and test.parquet, with {how}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.agents.gateway.parts import CALL, LOOKUP, USER, client_of, session_of
+from verl.agents.gateway import responses_api
 from verl.agents.gateway.server import Gateway
 from verl.agents.message_encoder import NotAppendable
 from verl.rollout.replica import TokenOutput
@@ -136,6 +137,14 @@ async def test_the_responses_api_continues_a_conversation(by_id):
         assert second.output_text == "It is 42." and second.status == "completed"
     (row,) = session.tree.rows()
     assert row.ids == sum(session.settings.server_manager.asked[1][:2], [])
+
+
+def test_items_of_a_reply_are_one_message_and_no_text_is_lost():
+    said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    messages = responses_api._chat_messages([said[0], said[1], call, said[0]])
+    assert [message["content"] for message in messages] == ["One.", "Two.", "One."]
+    assert [len(message.get("tool_calls", ())) for message in messages] == [0, 1, 0]
 
 
 async def test_a_session_sees_only_its_own_conversation():

@@ -9,16 +9,17 @@ from uuid import uuid4
 
 from verl.agents.gateway.chat_api import calls_of, check_format, positive
 from verl.agents.gateway.messages import RequestError, template_messages, template_tools
-from verl.agents.gateway.session import Session
+from verl.agents.gateway.session import Choice, Session
 from verl.utils.problems import one_line
 
 
-def _messages(items: Any) -> list[dict[str, Any]]:
-    """Messages of the chat completions API for input items; calls are part of the message of the assistant."""
+def _chat_messages(items: Any) -> list[dict[str, Any]]:
+    """The input items of a request as messages of the chat completions API: one message for all items of a reply."""
     if not isinstance(items, str | list | None):
         raise RequestError(f"input={one_line(items)} must be a text or a list of items")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items or []):
+    for i, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
@@ -34,9 +35,11 @@ def _messages(items: Any) -> list[dict[str, Any]]:
         else:
             raise RequestError(f"input[{i}].type={kind!r} is not supported: message, function_call, "
                                "function_call_output and reasoning are")  # fmt: skip
-        # One reply consists of several items: its reasoning, its text, its calls.
+        # A reply consists of several items: its reasoning, its text, its calls. A text after a text or after calls
+        # begins the next reply. Reasoning after the first item is left out.
         last = messages[-1] if messages else {}
-        if message["role"] == last.get("role") == "assistant" and not (message["content"] and last.get("tool_calls")):
+        both = message["role"] == last.get("role") == "assistant"
+        if both and not (message["content"] and (last["content"] or last.get("tool_calls"))):
             calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
             last["content"] = last["content"] or message["content"]
             last |= {"tool_calls": calls} if calls else {}
@@ -46,7 +49,11 @@ def _messages(items: Any) -> list[dict[str, Any]]:
 
 
 async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
-    """The object that answers a body of POST /responses; `previous_response_id` is one of the same session."""
+    """Answer a body of POST /responses with the response object.
+
+    The session remembers each conversation by the id of its last response, for `previous_response_id`. Raises
+    RequestError for ids of other sessions.
+    """
     settings = body.get("text") or {}
     if not isinstance(settings, dict):
         raise RequestError(f'text={one_line(settings)} must be an object: {{"format": {{"type": "text"}}}}')
@@ -54,33 +61,26 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     previous = body.get("previous_response_id")
     if previous is not None and previous not in session.responses:
         raise RequestError(f"previous_response_id={previous!r} is not a response of this session", 404)
-    history = [*session.responses.get(previous, ()), *_messages(body.get("input"))]
+    history = [*session.responses.get(previous, ()), *_chat_messages(body.get("input"))]
+    # Not remembered: instructions hold for one request only.
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    # This API has a function's fields beside its type; the chat API has them below "function".
     given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in body.get("tools") or ()]
     tools = None if body.get("tool_choice") == "none" else template_tools(given)
     limit = positive(body, "max_output_tokens")
     answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)
     (choice,) = answer.choices
-    made, calls = uuid4().hex, calls_of(choice)
+    number, calls = uuid4().hex, calls_of(choice)
     status = "incomplete" if choice.finish_reason == "length" else "completed"
-    output: list[dict[str, Any]] = []
-    if reasoning := choice.message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": reasoning}]
-        output.append({"type": "reasoning", "id": f"rs_{made}", "summary": [], "content": content, "status": status})
-    if choice.message["content"] or not calls:
-        content = [{"type": "output_text", "text": choice.message["content"], "annotations": [], "logprobs": []}]
-        output.append({"type": "message", "id": f"msg_{made}", "role": "assistant", "status": status,
-                       "content": content})  # fmt: skip
-    for number, call in enumerate(calls):
-        output.append({"type": "function_call", "id": f"fc_{made}_{number}", "call_id": call["id"], "status": status,
-                       **call["function"]})  # fmt: skip
-    response_id = f"resp_{made}"
+    response_id = f"resp_{number}"
+    # Without reasoning, which does not count when conversations are compared.
     message = {"role": "assistant", "content": choice.message["content"]} | ({"tool_calls": calls} if calls else {})
     session.responses[response_id] = [*history, message]
-    reached = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
         "id": response_id, "object": "response", "created_at": time.time(), "model": str(body.get("model") or "policy"),
-        "status": status, "incomplete_details": reached, "error": None, "output": output,
+        "status": status, "incomplete_details": incomplete, "error": None,
+        "output": _output_items(choice, calls, number, status),
         "instructions": body.get("instructions"), "previous_response_id": previous, "metadata": {},
         "parallel_tool_calls": True, "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
         "usage": {
@@ -92,12 +92,28 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream, without their numbers; a reply is streamed when it is complete."""
-    begun = {**made, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+def _output_items(choice: Choice, calls: list[dict[str, Any]], number: str, status: str) -> list[dict[str, Any]]:
+    """The items of a reply: its reasoning, its text, its calls."""
+    items: list[dict[str, Any]] = []
+    if reasoning := choice.message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": content, "status": status})
+    if choice.message["content"] or not calls:
+        content = [{"type": "output_text", "text": choice.message["content"], "annotations": [], "logprobs": []}]
+        items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "status": status,
+                      "content": content})  # fmt: skip
+    for i, call in enumerate(calls):
+        items.append({"type": "function_call", "id": f"fc_{number}_{i}", "call_id": call["id"], "status": status,
+                      **call["function"]})  # fmt: skip
+    return items
+
+
+def events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream of `response`, which is complete already; the server adds their sequence numbers."""
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
-    for index, item in enumerate(made["output"]):
+    for index, item in enumerate(response["output"]):
         place = {"item_id": item["id"], "output_index": index}
         empty = {"content": []} if "content" in item else {"arguments": ""}
         added = {**item, "status": "in_progress", **empty}
@@ -107,13 +123,13 @@ def events(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": f"{name}.delta", **place, "delta": item["arguments"]}
             yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
         for part in item.get("content", ()):
-            place |= {"content_index": 0}
+            part_place = {**place, "content_index": 0}  # each item has one part
             name = "response.output_text" if part["type"] == "output_text" else "response.reasoning_text"
-            more = {"logprobs": []} if part["type"] == "output_text" else {}
-            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-            yield {"type": f"{name}.delta", **place, "delta": part["text"], **more}
-            yield {"type": f"{name}.done", **place, "text": part["text"], **more}
-            yield {"type": "response.content_part.done", **place, "part": part}
+            logprobs = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": "response.content_part.added", **part_place, "part": {**part, "text": ""}}
+            yield {"type": f"{name}.delta", **part_place, "delta": part["text"], **logprobs}
+            yield {"type": f"{name}.done", **part_place, "text": part["text"], **logprobs}
+            yield {"type": "response.content_part.done", **part_place, "part": part}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    last = "response.incomplete" if made["status"] == "incomplete" else "response.completed"
-    yield {"type": last, "response": made}
+    last = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
+    yield {"type": last, "response": response}

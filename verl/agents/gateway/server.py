@@ -27,7 +27,8 @@ class Gateway:
 
     POST /v1/chat/completions and /v1/responses are those of OpenAI's API, GET /v1/models lists one model. POST
     /v1/reward {"reward": number} is the reward of the session; the last one counts. Every request needs the header
-    `Authorization: Bearer <token>`, which identifies the session: another one cannot be named.
+    `Authorization: Bearer <token>`. The token alone says which session is meant, so that a program cannot reach another
+    program's.
 
     It listens while at least one session is open.
     """
@@ -56,7 +57,8 @@ class Gateway:
                     await runner.cleanup()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._checked])
+        """Listen on a free port of 127.0.0.1."""
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._with_session])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/reward", self._reward)
@@ -68,7 +70,8 @@ class Gateway:
         self._runner, self.url = runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
     @web.middleware
-    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _with_session(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Find the session of the request's token, or answer 401; errors of handlers become OpenAI's error objects."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(token) if scheme.lower() == "bearer" else None
         if session is None:
@@ -83,8 +86,8 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
-        answer, about = await chat_api.complete(session, body)
-        arguments = (answer, about, body, session.settings.encoder.tokenizer)
+        answer, shared_fields = await chat_api.complete(session, body)
+        arguments = (answer, shared_fields, body, session.settings.encoder.tokenizer)
         if body.get("stream"):
             texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
             return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
@@ -92,11 +95,11 @@ class Gateway:
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
-        made = await responses_api.respond(session, body)
+        response = await responses_api.respond(session, body)
         if body.get("stream"):
-            numbered = ({**e, "sequence_number": i} for i, e in enumerate(responses_api.events(made)))
+            numbered = ({**e, "sequence_number": i} for i, e in enumerate(responses_api.events(response)))
             return await _stream(request, (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in numbered))
-        return web.json_response(made)
+        return web.json_response(response)
 
     async def _reward(self, request: web.Request) -> web.Response:
         reward = (await _body(request)).get("reward")
