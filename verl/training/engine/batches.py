@@ -6,11 +6,9 @@ else those of all tokens. Values of the full batch: use_dynamic_bsz with max_tok
 micro_batch_size_per_gpu (by default the engine's own), temperature (1), calculate_entropy (false).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +18,12 @@ from verl.protocol.merge import assign_non_tensor_data, cat_rows, get_non_tensor
 from verl.protocol.seqlen_balancing import rearrange_micro_batches
 from verl.training.policy.base import Policy
 
-if TYPE_CHECKING:
-    from verl.training.engine.fsdp import FSDPEngine
-
 #: (model_output=, data=, dp_group=) -> (loss, metrics)
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
 def forward_backward_batch(
-    engine: FSDPEngine, policy: Policy, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    engine: Any, policy: Policy, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
 ) -> dict[str, Any]:
     """`model_output` by name, in the order of the rows and on the CPU, and loss and metrics of each micro-batch.
 
@@ -66,8 +61,7 @@ def forward_backward_batch(
         for name, value in output.items():
             outputs[name].append(value.detach().cpu())
         output = loss = None  # its graph's nodes would keep a CPU's allocator from joining freed activations
-    # Rows were computed in the order of the parts.
-    order = torch.tensor([row for rows in parts for row in rows]).argsort()
+    order = torch.tensor([row for rows in parts for row in rows]).argsort()  # rows were computed in the order of the parts
     joined = TensorDict({name: cat_rows(pieces) for name, pieces in outputs.items()}, batch_size=[len(data)])
     ordered = index_select_tensor_dict(joined, order)
     return {"model_output": dict(ordered.items()), "loss": losses, "metrics": dict(metrics)}
@@ -83,11 +77,8 @@ def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.nested.to_padded_tensor(ids, 0), mask.long()
 
 
-def _parts(engine: FSDPEngine, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
-    """The rows of each micro-batch.
-
-    With use_dynamic_bsz all ranks get equally many micro-batches; else they must have equally many rows.
-    """
+def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
+    """The rows of each micro-batch, as many micro-batches on every rank; a fixed size needs equally many rows for this."""
     config = engine.engine_config
     if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
@@ -104,7 +95,7 @@ def _parts(engine: FSDPEngine, data: TensorDict, mask: torch.Tensor) -> list[lis
 
 
 def _outputs(
-    engine: FSDPEngine, policy: Policy, micro: TensorDict, ids: torch.Tensor, attention: torch.Tensor
+    engine: Any, policy: Policy, micro: TensorDict, ids: torch.Tensor, attention: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """log_probs, and entropy if calculate_entropy: with padded `responses` [b, R] theirs.
 
