@@ -61,7 +61,7 @@ def forward_backward_batch(
         for name, value in output.items():
             outputs[name].append(value.detach().cpu())
         output = loss = None  # its graph's nodes would keep a CPU's allocator from joining freed activations
-    order = torch.tensor([row for rows in parts for row in rows]).argsort()  # rows were computed in the order of the parts
+    order = torch.tensor([row for rows in parts for row in rows]).argsort()  # the outputs are in the order of parts
     joined = TensorDict({name: cat_rows(pieces) for name, pieces in outputs.items()}, batch_size=[len(data)])
     ordered = index_select_tensor_dict(joined, order)
     return {"model_output": dict(ordered.items()), "loss": losses, "metrics": dict(metrics)}
@@ -78,7 +78,7 @@ def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
-    """The rows of each micro-batch, as many micro-batches on every rank; a fixed size needs equally many rows for this."""
+    """The rows of each micro-batch. Ranks get equally many; of a fixed size only if they have equally many rows."""
     config = engine.engine_config
     if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
