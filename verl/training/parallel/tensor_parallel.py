@@ -104,10 +104,11 @@ def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> di
     They are DTensors, since ranks may hold different numbers of tokens. `styles`: the split layers.
     """
     whole, part, decoder = Replicate(), Shard(1), model.get_decoder()
+    as_dtensors = {"use_local_output": False}
     plan = decoder.config.base_model_tp_plan or {}
     # Embeddings and final norm see all tokens. The first layer cuts them, and they stay cut between layers.
     added: dict[nn.Module, ParallelStyle] = {c: GatherTokens() for c in decoder.children() if c is not decoder.layers}
-    added[decoder.layers[0]] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, use_local_output=False)
+    added[decoder.layers[0]] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, **as_dtensors)
     for child in (child for layer in decoder.layers for child in layer.children()):
         holds_split = any(module in styles for module in child.modules())  # attention or MLP; others are norms
         added[child] = GatherTokens() if holds_split else SequenceParallel()
@@ -115,7 +116,7 @@ def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> di
         if plan.get(_plan_name(name)) != "rowwise":
             continue
         if module in styles:  # replaces that style
-            added[module] = RowwiseParallel(output_layouts=part, use_local_output=False)
+            added[module] = RowwiseParallel(output_layouts=part, **as_dtensors)
         else:  # the sum of a split layer and its adapter, which is cut after it is whole
-            added[module] = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, use_local_output=False)
+            added[module] = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, **as_dtensors)
     return added
