@@ -144,15 +144,12 @@ class SFTOptimConfig(BaseConfig, section="optim"):
 class SFTTrainerConfig(RunConfig):
     """One run under torchrun, whose last step is validated, and saved unless save_freq is 0."""
 
-    # Help and range of the first four are those of RunConfig.
-    default_local_dir: str = "checkpoints/gsm8k-sft/test"
+    default_local_dir: str = "checkpoints/gsm8k-sft/test"  # plain fields have help and range of RunConfig
     project_name: str = "gsm8k-sft"
     experiment_name: str = "test"
     total_epochs: int = 4
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    test_freq: int | str = setting(
-        -1, "Steps between validations, or after_each_epoch; -1 or 0 for one at the end only."
-    )
+    test_freq: int | str = setting(-1, "Steps between validations, or after_each_epoch; -1 or 0: at the end only.")
     save_freq: int | str = setting(
         -1, "Steps between checkpoints, or after_each_epoch; -1 for one at the end only, 0 for none."
     )

@@ -23,8 +23,7 @@ class PoolMode(Enum):
 class TokenBucketWorker:
     """A semaphore of `rate_limit` tokens, one for each call that runs: it bounds calls at once, not calls per second.
 
-    A token comes back by itself `lease` seconds after it was given, since its holder may have been killed; a call that
-    runs longer no longer counts.
+    A token comes back `lease` seconds after it was given, even if its call still runs: the holder may be gone.
     """
 
     def __init__(self, rate_limit: int, lease: float = _LEASE_S):

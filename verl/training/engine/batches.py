@@ -102,8 +102,7 @@ def _outputs(
     Else at each position those of the next token, jagged [b, j] or padded [b, T] as input_ids are: 0 in the last
     column, and at the last token of a shorter row what the policy gives at padding.
     """
-    ids, attention = ids.to(engine.device), attention.to(engine.device)
-    jagged = micro["input_ids"].is_nested
+    ids, attention, jagged = ids.to(engine.device), attention.to(engine.device), micro["input_ids"].is_nested
     responses = None if jagged else micro.get("responses", None)
     inputs = TensorDict(
         {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),

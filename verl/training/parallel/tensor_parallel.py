@@ -36,7 +36,7 @@ STYLES = {
 
 
 def refusal(config: PretrainedConfig, size: int) -> str | None:
-    """Why `size` ranks cannot split a model's layers; None if they can. Callers put "key=size: " before it."""
+    """Why `size` ranks cannot split a model's layers; None if they can. Its "it" is the key that callers put before."""
     text = config.get_text_config()
     plan, values = text.base_model_tp_plan or {}, text.to_dict()
     if unknown := set(plan.values()) - STYLES.keys():
@@ -112,9 +112,7 @@ def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> di
     for child in (child for layer in decoder.layers for child in layer.children()):
         holds_split = any(module in styles for module in child.modules())  # attention or MLP; others are norms
         added[child] = GatherTokens() if holds_split else SequenceParallel()
-    for name, module in decoder.named_modules():
-        if plan.get(_plan_name(name)) != "rowwise":
-            continue
+    for module in (m for name, m in decoder.named_modules() if plan.get(_plan_name(name)) == "rowwise"):
         if module in styles:  # replaces that style
             added[module] = RowwiseParallel(output_layouts=part, **as_dtensors)
         else:  # the sum of a split layer and its adapter, which is cut after it is whole

@@ -33,8 +33,7 @@ def prefix_tree(columns: Mapping[str, torch.Tensor], responses: int) -> PrefixTr
     ValueError if a group's rows are not adjacent.
     """
     ids, mask, positions, groups = (columns[name].cpu().numpy() for name in TREE_COLUMNS)
-    rows, width = ids.shape
-    attended = mask.astype(bool)
+    (rows, width), attended = ids.shape, mask.astype(bool)
     lengths, prompts = attended.sum(1), attended[:, : width - responses].sum(1)
     # [B, longest + 1]: from the left a number for each token and position id, then -1 - row, which is in no other row
     tokens = np.repeat(-1 - np.arange(rows)[:, None], lengths.max(initial=0) + 1, 1)
@@ -46,8 +45,7 @@ def prefix_tree(columns: Mapping[str, torch.Tensor], responses: int) -> PrefixTr
         raise ValueError(f"group_index {groups.tolist()} has a group whose rows are not adjacent.")
     for first, end in pairwise([*begins, rows]):
         for row in range(first + 1, end):
-            # [row - first]: how many first tokens this row has in common with each earlier row of its group
-            agreeing = (tokens[first:row] != tokens[row]).argmax(1)
+            agreeing = (tokens[first:row] != tokens[row]).argmax(1)  # [row - first], first tokens in common
             longest = int(agreeing.max())
             best = first + int(np.flatnonzero(agreeing == longest)[-1])
             # A cut that exists adds no node, and 0 shares nothing.
