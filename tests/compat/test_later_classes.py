@@ -186,6 +186,22 @@ def test_requests_take_what_later_versions_pass(monkeypatch):
         asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={}, audio_data=["a"]))
 
 
+def test_a_server_manager_knows_all_servers_of_its_ranks(monkeypatch):
+    from tests.helpers.configs import compose_ppo
+    from verl.compat import agent_loop
+    from verl.rollout.replica import ServerHandle
+    from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+
+    replicas = [SimpleNamespace(server_handle=ServerHandle(f"h:{i}"), server_address=f"h:{i}") for i in (1, 2)]
+    monkeypatch.setattr(agent_loop, "one_replica_per_engine", lambda rollout, model, worker_group: replicas)
+    config = compose_ppo("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async")
+    servers = LLMServerManager.create(config, worker_group="ranks")
+    assert servers.get_addresses() == ["h:1", "h:2"] and servers.get_replicas() == replicas
+    client = servers.get_client()
+    assert type(client) is LLMServerClient and client.worker_group == "ranks"
+    assert [server.handle.address for server in client.clients] == ["h:1", "h:2"]
+
+
 def test_workers_and_runner_have_their_later_paths():
     from verl.trainer import main_ppo, main_ppo_v0
     from verl.workers.engine_workers import ActorRolloutRefWorker

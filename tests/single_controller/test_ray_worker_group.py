@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -279,13 +280,28 @@ def test_a_pool_larger_than_the_cluster_is_refused_with_numbers(ray_cluster, mon
         RayResourcePool([64], use_gpu=False).get_placement_groups()
 
 
+def test_counts_follow_the_groups_into_the_order_of_addresses(monkeypatch):
+    module = "verl.single_controller.ray.resource_pool"
+    reserve = lambda bundles, *_, **__: SimpleNamespace(bundle_count=len(bundles))  # noqa: E731
+    monkeypatch.setattr(f"{module}.placement_group", reserve)
+    monkeypatch.setattr(f"{module}.sort_placement_group_by_node_ip", lambda groups: groups[::-1])
+    monkeypatch.setattr(RayResourcePool, "_wait_until_ready", lambda self, groups: None)
+    pool = RayResourcePool([2, 1], use_gpu=False)
+    bundles = [(group.bundle_count, *rest) for group, *rest in pool.bundles("PACK", "cpu")]
+    assert bundles == [(1, 0, 0, 1), (2, 0, 0, 2), (2, 1, 1, 2)]
+    assert pool.local_rank_list() == [0, 0, 1] and pool.local_world_size_list() == [1, 2, 2]
+
+
 def test_pools_split_and_merge(ray_cluster):
     a, b = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=False)
     try:
         first, second = split_resource_pool(a, 1)
         assert [p.world_size for p in (first, second)] == [1, 1]
         assert [p.bundles("PACK", "cpu")[0][1] for p in (first, second)] == [0, 1]
-        assert merge_resource_pool(a, b).store == [2, 1]
+        merged = merge_resource_pool(a, b)
+        assert merged.store == [group.bundle_count for group in merged.pgs] == [2, 1]
+        with pytest.raises(ValueError, match="a part of a split pool cannot be merged"):
+            merge_resource_pool(first, second)
         with pytest.raises(ValueError, match="do not add up"):
             split_resource_pool(a, [1, 2])
         wg = RayWorkerGroup(second, RayClassWithInitArgs(Adder))

@@ -19,7 +19,7 @@ from verl.training.actor.batch_cuts import micro_batches
 from verl.training.policy import attention, get_policy, prefix_tree
 from verl.training.policy.attention import BACKENDS, segment_attention
 from verl.training.policy.packing import pack, pack_batch
-from verl.training.policy.prefix_tree import SHORTEST
+from verl.training.policy.prefix_tree import SHORTEST_GAIN
 
 P, R = 9, 8
 
@@ -69,7 +69,7 @@ def distinct_prefixes(batch) -> int:
 @pytest.fixture
 def any_length(monkeypatch):
     """Nodes may have a single token."""
-    monkeypatch.setattr(prefix_tree, "SHORTEST", 1)
+    monkeypatch.setattr(prefix_tree, "SHORTEST_GAIN", 1)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -114,7 +114,7 @@ def test_gradients_of_trees_in_float64(any_length, monkeypatch, seed):
 def test_any_batch_is_packed_with_the_keys_of_each_row(seed, shortest, share):
     batch = random_tree(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "SHORTEST", shortest)
+        patch.setattr(prefix_tree, "SHORTEST_GAIN", shortest)
         packing = pack_batch(batch, R, share_prompt=share)
     attended = batch["attention_mask"].bool()
     ids = packing.flat(batch["input_ids"])[0]
@@ -169,11 +169,11 @@ def test_kernels_pass_over_ancestors_where_they_are_continued_more_than_once(any
 
 
 def test_a_short_prefix_is_no_node_but_an_equal_prompt_is():
-    long = list(range(5, 5 + SHORTEST))
+    long = list(range(5, 5 + SHORTEST_GAIN))
     batch = rows_batch([([1, 2], [3, *long, 4]), ([1, 2], [3, 9]), ([1, 2], [3, *long, 5]), ([1, 2, 3], [*long, 5])],
-                       [0, 0, 0, 0], 3, SHORTEST + 2)  # fmt: skip
-    tree = prefix_tree.prefix_tree(batch, SHORTEST + 2)
-    assert tree.shared.tolist() == [0, 2, SHORTEST + 3, SHORTEST + 3]
+                       [0, 0, 0, 0], 3, SHORTEST_GAIN + 2)  # fmt: skip
+    tree = prefix_tree.prefix_tree(batch, SHORTEST_GAIN + 2)
+    assert tree.shared.tolist() == [0, 2, SHORTEST_GAIN + 3, SHORTEST_GAIN + 3]
     assert tree.parent.tolist() == [0, 0, 0, 2]
 
 
@@ -182,6 +182,7 @@ def test_rows_of_two_groups_or_with_other_positions_share_nothing(any_length):
     assert prefix_tree.prefix_tree(batch, R).shared.tolist() == [0, 3, 0]
     batch["position_ids"][1] += 1
     assert prefix_tree.prefix_tree(batch, R).shared.tolist() == [0, 0, 0]
+    assert prefix_tree.prefix_tree(batch[:0], R).shared.tolist() == []
 
 
 def test_tokens_in_several_rows_are_predicted_once_unless_each_has_a_sampling_mask(any_length):

@@ -5,12 +5,11 @@ that is replaced in it is replaced for the code that uses it. Other paths give a
 several live modules.
 """
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_loader
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -18,30 +17,30 @@ from verl.compat import table
 
 
 def live_name(path: str) -> str | None:
-    """The live module that an old path stands for; None for other paths."""
+    """The one live module that an old path stands for; None for paths of NAMES and for those that are not old."""
     if path in table.MODULES or path in table.NAMES:
         return table.MODULES.get(path)
     package = path
-    while package and package not in table.PACKAGES:
+    while package and package not in table.PACKAGES:  # ends at the longest old package that holds the path
         package = package.rpartition(".")[0]
     return table.PACKAGES[package] + path.removeprefix(package) if package else None
 
 
 class CompatModule(ModuleType):
-    """A module of names that live elsewhere: a name that is replaced here is replaced there, too."""
+    """A module of names that live elsewhere: replacing a callable replaces it in all of our modules that have it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = vars(self).get(name)
         if callable(before):
-            for module in list(sys.modules.values()):
+            for module in list(sys.modules.values()):  # a copy: reading an attribute may import more
                 ours = getattr(module, "__name__", "").startswith(("verl.", "recipe.", "dllm_reasoning."))
                 if ours and vars(module).get(name) is before:
                     vars(module)[name] = value
         super().__setattr__(name, value)
 
 
-def _add_names(module: ModuleType, sources: Sequence[str]) -> None:
-    """Add the names of rows such as "verl.data:collate_fn,SFTDataset" or "verl.data.sampler:*" to a module."""
+def fill_module(module: ModuleType, sources: Sequence[str]) -> None:
+    """Set the names of rows of NAMES; those of "module:*" are its __all__, else all without an underscore."""
     for source in sources:
         home, _, names = source.partition(":")
         live = importlib.import_module(home)
@@ -54,8 +53,8 @@ def _add_names(module: ModuleType, sources: Sequence[str]) -> None:
     vars(module)["__all__"] = [name for name in vars(module) if not name.startswith("_")]
 
 
-def add_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a live package that also has names of verl, which are imported on first use."""
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a package of table.LIVE_PACKAGES, whose names are imported on first use."""
     rows = [source.partition(":") for source in table.LIVE_PACKAGES[package]]
     homes = {name: home for home, _, names in rows for name in names.split(",")}
 
@@ -68,43 +67,44 @@ def add_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 
 
 class CompatFinder(MetaPathFinder, Loader):
-    """Finds and loads the modules of the table, and no others."""
+    """Finds and loads the modules of the table, and no others; those of NAMES are packages, with old paths below."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name in table.REMOVED:
             raise ModuleNotFoundError(f"{name} of verl is left out here: {table.REMOVED[name]}", name=name)
         live = live_name(name)
         if live is not None and _exists(live):
-            return spec_from_loader(name, self, origin=live)
-        return spec_from_loader(name, self, is_package=True) if name in table.NAMES else None
+            return importlib.util.spec_from_loader(name, self, origin=live)
+        return importlib.util.spec_from_loader(name, self, is_package=True) if name in table.NAMES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         live = live_name(spec.name)
         if live is None:
             return CompatModule(spec.name)
         module = importlib.import_module(live)
-        spec.loader_state = module.__spec__  # importlib replaces the module's own spec by this one
+        spec.loader_state = module.__spec__  # importlib replaces it by `spec`; exec_module puts it back
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
-        if spec.loader_state is not None:
+        if spec.loader_state is not None:  # of a live module, which is complete
             module.__spec__ = spec.loader_state
-            if module.__name__.startswith("verl.compat."):
+            if module.__name__.startswith("verl.compat."):  # it has names of other modules, for code to replace
                 module.__class__ = CompatModule
             return
-        _add_names(module, table.NAMES[spec.name])
+        fill_module(module, table.NAMES[spec.name])
         module.__doc__ = f"Compatibility with verl: names of {', '.join(table.NAMES[spec.name]) or 'its modules'}."
 
     def get_code(self, name: str) -> CodeType:
         """The code of the live module, for `python -m` with an old path."""
-        live = find_spec(live_name(name))
+        live = importlib.util.find_spec(live_name(name))
         return live.loader.get_code(live.name)
 
 
 def _exists(live: str) -> bool:
+    """Whether the live module is there: an old package may have had others."""
     try:
-        return find_spec(live) is not None
+        return importlib.util.find_spec(live) is not None
     except ModuleNotFoundError:
         return False
 

@@ -1,6 +1,7 @@
 """Compatibility with verl: managers and clients of the rollout servers as verl 0.9 makes them."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,7 +14,7 @@ from verl.rollout.replica import ServerHandle, one_replica_per_engine
 
 
 def _create(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """An object, or a coroutine of it where an event loop runs: it waits for servers in a loop of its own."""
+    """`cls(...)`, or a coroutine of it where an event loop runs: its own loop cannot run inside that one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -22,10 +23,10 @@ def _create(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class LLMServerClient(AsyncLLMServerManager):
-    """Requests of agent loops to the servers of `worker_group`, between which `load_balancer_handle` chooses."""
+    """Sends requests to servers, by `load_balancer_handle`: a RequestRouter, its Ray actor, or None for one here."""
 
     def __init__(
-        self, config: DictConfig, load_balancer_handle: Any = None, server_handles: list[ServerHandle] = (),
+        self, config: DictConfig, load_balancer_handle: Any = None, server_handles: Sequence[ServerHandle] = (),
         worker_group: Any = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(config, list(server_handles), router=load_balancer_handle)
@@ -33,7 +34,7 @@ class LLMServerClient(AsyncLLMServerManager):
 
 
 class LLMServerManager:
-    """The servers of the ranks of a worker group."""
+    """The servers of the ranks of a worker group; other arguments of verl have no effect."""
 
     def __init__(self, config: DictConfig, worker_group: Any = None, **kwargs: Any) -> None:
         self.config, self.worker_group = config, worker_group
@@ -43,9 +44,8 @@ class LLMServerManager:
     create = classmethod(_create)
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
-        """A client of all servers."""
-        handles = [replica.server_handle for replica in self.rollout_replicas]
-        cls = client_cls or LLMServerClient
+        """A client of all servers; `kwargs` go to its class."""
+        cls, handles = client_cls or LLMServerClient, [replica.server_handle for replica in self.rollout_replicas]
         return cls(self.config, server_handles=handles, worker_group=self.worker_group, **kwargs)
 
     def get_addresses(self) -> list[str]:
@@ -53,14 +53,14 @@ class LLMServerManager:
         return [replica.server_address for replica in self.rollout_replicas]
 
     def get_replicas(self) -> list[Any]:
-        """The engines that serve."""
+        """The replicas, one for each engine that serves."""
         return self.rollout_replicas
 
 
 class AgentLoopManager(manager.AgentLoopManager):
-    """As verl.agents.agent_loop.AgentLoopManager, also made from a client of the servers."""
+    """verl.agents.agent_loop.AgentLoopManager with verl's `create`."""
 
     @classmethod
     def create(cls, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> Any:
-        """A manager over the ranks of `llm_client`, or in an event loop a coroutine of it; the rest has no effect."""
+        """A manager over `llm_client.worker_group`, or in an event loop a coroutine of it; the rest has no effect."""
         return _create(cls, config, llm_client.worker_group)

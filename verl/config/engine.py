@@ -8,6 +8,7 @@ from verl.config.common import COMPILED, LAYER_RANKS, SEQUENCE_RANKS, TOKEN_PART
 from verl.config.fields import setting
 
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+STABLE_DTYPES = DTYPES[:4]  # those that need no loss scaling
 
 
 @dataclass
@@ -20,7 +21,7 @@ class EngineConfig(BaseConfig, section="engine"):
     dtype: str = setting(
         "bfloat16",
         "Type of the computation; float32 turns autocast off.",
-        choices=DTYPES[:4],
+        choices=STABLE_DTYPES,
         hint="float16 would need loss scaling.",
     )
     use_dynamic_bsz: bool = True

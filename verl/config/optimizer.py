@@ -61,9 +61,9 @@ class FSDPOptimizerConfig(OptimizerConfig):
     optimizer: str = setting("AdamW", "Class of the optimizer in optimizer_impl.")
     optimizer_impl: str = setting("torch.optim", "Module of the optimizer's class.")
     min_lr_ratio: float | None = setting(
-        None, "Final learning rate (cosine) as a share of lr; null means 0.", low=0, high=1
+        None, "Final learning rate of cosine and wsd as a share of lr; null means 0.", low=0, high=1
     )
-    num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
+    num_cycles: float = setting(0.5, "Cycles of the cosine, with wsd of its decay; 0.5 decays once.", above=0)
     lr_wsd_decay_style: str = setting("cosine", choices=tuple(WSD_DECAYS))
     lr_wsd_decay_steps: int | None = setting(None, low=1)
 

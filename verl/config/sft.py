@@ -15,10 +15,10 @@ from verl.config.common import (
     ModuleConfig,
     RunConfig,
 )
-from verl.config.engine import DTYPES
+from verl.config.engine import STABLE_DTYPES
 from verl.config.fields import setting
+from verl.config.optimizer import SCHEDULES
 
-SCHEDULES = ("cosine", "wsd", "linear", "constant")
 EACH_EPOCH = "after_each_epoch"
 
 
@@ -45,7 +45,7 @@ class SFTDataConfig(BaseConfig, section="data"):
     )
     micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
     packing: bool = setting(
-        False, "Pack samples without padding, up to max_token_len_per_gpu tokens a forward, and ignore sample counts."
+        False, "Pack samples without padding: up to max_token_len_per_gpu tokens a forward, not a number of samples."
     )
     max_token_len_per_gpu: int | None = setting(
         None, "Tokens of a packed forward on one rank; null: micro_batch_size_per_gpu x max_length.", low=2
@@ -87,10 +87,10 @@ class SFTDataConfig(BaseConfig, section="data"):
 
 @dataclass
 class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
-    """How the weights are sharded; `dtype` is the type of autocast, float32 turns it off."""
+    """How the weights are sharded and of what types they are."""
 
-    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES[:4])
-    dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=DTYPES[:4])
+    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=STABLE_DTYPES)
+    dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=STABLE_DTYPES)
     wrap_policy: dict[str, Any] = setting(
         lambda: {"min_num_params": 0}, "Submodules that are sharded on their own; min_num_params 0: by layer class."
     )
@@ -133,25 +133,23 @@ class SFTOptimConfig(BaseConfig, section="optim"):
     )
     lr_warmup_steps: int = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
     min_lr_ratio: float | None = setting(
-        None, "Final learning rate (cosine) as a share of lr; null means 0.", low=0, high=1
+        None, "Final learning rate of cosine and wsd as a share of lr; null means 0.", low=0, high=1
     )
-    num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
+    num_cycles: float = setting(0.5, "Cycles of the cosine, with wsd of its decay; 0.5 decays once.", above=0)
     clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
     lr_scheduler: str = setting("cosine", "Schedule after warm-up.", choices=SCHEDULES)
 
 
 @dataclass
 class SFTTrainerConfig(RunConfig):
-    """One run under torchrun; the last step is saved and validated all the same."""
+    """One run under torchrun, whose last step is validated, and saved unless save_freq is 0."""
 
-    default_local_dir: str = "checkpoints/gsm8k-sft/test"
+    default_local_dir: str = "checkpoints/gsm8k-sft/test"  # plain fields have help and range of RunConfig
     project_name: str = "gsm8k-sft"
     experiment_name: str = "test"
     total_epochs: int = 4
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    test_freq: int | str = setting(
-        -1, "Steps between validations, or after_each_epoch; the last step has one always, also with -1."
-    )
+    test_freq: int | str = setting(-1, "Steps between validations, or after_each_epoch; -1 or 0: at the end only.")
     save_freq: int | str = setting(
         -1, "Steps between checkpoints, or after_each_epoch; -1 for one at the end only, 0 for none."
     )

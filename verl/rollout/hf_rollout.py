@@ -78,7 +78,7 @@ class HFRollout(BaseRollout):
         sampling = request.sampling
         for t in range(limit):
             token, log_prob, kept = choose(logits.float(), uniforms[rows, t], sampling, filtered=True)
-            if request.masks:
+            if request.records_masks:
                 counts, order, mass = kept
                 self.kept_masses.append(mass[~done[rows]].cpu())
                 for row, ids, ended in zip(rows.tolist(), split_kept(counts, order), done[rows].tolist(), strict=True):
@@ -112,7 +112,7 @@ class HFRollout(BaseRollout):
                 self._compare(logits[~done[rows]], *whole, ~done[rows])
         returned = log_probs if self.config.calculate_log_probs else None
         samples: dict[str, Any] = build_rollout_batch(prompts, n, responses, response_mask, returned)
-        return samples | ({SAMPLING_MASK: mask_column(kept_ids)} if request.masks else {})
+        return samples | ({SAMPLING_MASK: mask_column(kept_ids)} if request.records_masks else {})
 
     def _forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: dict[str, Cache]

@@ -1,4 +1,4 @@
-"""What token rollouts share: the request of a batch, with sampling and seeds, and the batch that they return."""
+"""What token rollouts share: from a batch of prompts to a request, from its samples to a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sampling:
     top_p: float
 
     def parameters(self) -> dict[str, float]:
-        """The arguments of an engine: temperature, top_p, top_k; a temperature of 0 alone is greedy."""
+        """The arguments of an engine: temperature, top_p and top_k; for greedy only a temperature of 0."""
         if self.greedy:
             return {"temperature": 0.0}
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -33,8 +33,8 @@ class Sampling:
 class GenerationRequest:
     """n samples of each prompt; a sample ends with a token of `eos_ids` or after `limit` tokens.
 
-    `seeds[i][k]` is the seed, below 2**56, of sample k of prompt i: it depends on rollout.seed, the global step, the
-    prompt and k only, not on the batch or the rank.
+    `seeds[i][k]` is the seed, below 2**56, of sample k of prompt i: a hash of the prompt, its sample_index if the batch
+    has that column, the global step, k and rollout.seed, so that neither the batch nor the rank changes it.
     """
 
     prompt_ids: list[list[int]]
@@ -46,43 +46,52 @@ class GenerationRequest:
     limit: int
     log_probs: bool  # whether the samples come with the engine's log-probs
     repetition_penalty: float
-    masks: bool = False  # whether the tokens that top-k and top-p leave are recorded (column `sampling_mask`)
+    records_masks: bool = False  # whether the tokens that top-k and top-p leave are recorded (column `sampling_mask`)
 
     @classmethod
     def from_batch(cls, prompts: DataProto, config: RolloutConfig) -> GenerationRequest:
-        """The request of left-padded prompts [B, P]; meta_info overrides the rollout's settings.
+        """The request of left-padded prompts [B, P], attention_mask 1 = token.
 
-        Reads meta_info n, eos_token_id (an id, several, or None), pad_token_id, temperature, do_sample, validate and
-        global_steps. Validation uses `config.val_kwargs`. With meta_info["probe_tokens"] samples have at most so many
+        Reads meta_info n (1), eos_token_id (an id, several, or None), pad_token_id, global_steps (0) and do_sample,
+        which overrides the settings. In validation (meta_info["validate"]) these are `config.val_kwargs`; else
+        meta_info["temperature"] overrides them, too. With meta_info["probe_tokens"] samples have at most so many
         tokens, drawn from the model's own distribution (temperature 1, no filter, no penalty), with log-probs.
         """
-        meta, columns = prompts.meta_info, prompts.non_tensor_batch
+        meta = prompts.meta_info
         validate = bool(meta.get("validate"))
         base = config.val_kwargs if validate else config
         temperature = base.temperature if validate else meta.get("temperature", base.temperature)
         greedy = not meta.get("do_sample", base.do_sample) or temperature == 0
-        sampling = Sampling(greedy, 1.0 if temperature == 0 else temperature, base.top_k, base.top_p)
+        # Without a temperature to divide by, the log-probs of greedy tokens are those at 1.
+        sampling = Sampling(greedy, temperature or 1.0, base.top_k, base.top_p)
         limit, log_probs, penalty = config.response_length, config.calculate_log_probs, config.repetition_penalty
         if probe := meta.get("probe_tokens"):
-            sampling, limit, log_probs, penalty = Sampling(False, 1.0, -1, 1.0), min(limit, probe), True, 1.0
+            sampling = Sampling(greedy=False, temperature=1.0, top_k=-1, top_p=1.0)
+            limit, log_probs, penalty = min(limit, probe), True, 1.0
         filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1)
-        masks = config.record_sampling_mask and filtered and not validate
         rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
         prompt_ids = [ids[attended].tolist() for ids, attended in rows]
-        n, step = meta.get("n", 1), meta.get("global_steps", 0)
-        seeds = []
-        for i, ids in enumerate(prompt_ids):
-            known = columns["sample_index"][i] if "sample_index" in columns else ""
-            identity = np.asarray(ids, dtype=np.int64).tobytes()
-            keys = (identity + f"|{known}|{step}|{k}|{config.seed}".encode() for k in range(n))
-            seeds.append([int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big") for key in keys])
+        n, columns = meta.get("n", 1), prompts.non_tensor_batch
+        seeds = _seeds(prompt_ids, columns.get("sample_index"), n, meta.get("global_steps", 0), config.seed)
         eos = meta["eos_token_id"]
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        masks = config.record_sampling_mask and filtered and not validate
         return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty, masks)
 
 
+def _seeds(prompt_ids: list[list[int]], sample_index: Sequence | None, n: int, step: int, seed: int) -> list[list[int]]:
+    """`seeds` of GenerationRequest."""
+    seeds = []
+    for i, ids in enumerate(prompt_ids):
+        known = "" if sample_index is None else sample_index[i]
+        identity = np.asarray(ids, dtype=np.int64).tobytes()
+        keys = (identity + f"|{known}|{step}|{k}|{seed}".encode() for k in range(n))
+        seeds.append([int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big") for key in keys])
+    return seeds
+
+
 def right_padded(rows: Sequence[Sequence], length: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """[len(rows), length] of `dtype`, padded with `value` on the right."""
+    """Rows of at most `length` values as [len(rows), length] of `dtype`, padded with `value` on the right."""
     filled = torch.full((len(rows), length), value, dtype=dtype)
     for i, row in enumerate(rows):
         filled[i, : len(row)] = torch.tensor(row, dtype=dtype)

@@ -73,8 +73,9 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
     assert gone.failure == "exception" and "ClientConnectorError" in gone.response.text
 
 
-def test_another_format_is_an_error_text():
-    with serving(lambda request: (200, {"result": [[{"text": "a"}]]})) as (url, _):
+@pytest.mark.parametrize("passage", [{"text": "a"}, {"document": {"contents": None}}])
+def test_another_format_is_an_error_text(passage):
+    with serving(lambda request: (200, {"result": [[passage]]})) as (url, _):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
     assert result.failure == "exception" and "answered in another format" in result.response.text
 

@@ -265,7 +265,7 @@ def conversations_of(prompts: DataProto, request: GenerationRequest, rollout: Ro
     params: dict[str, Any] = request.sampling.parameters()
     params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
     params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
-    if request.masks and rollout.engine_returns_kept_tokens:
+    if request.records_masks and rollout.engine_returns_kept_tokens:
         params["kept_tokens"] = True
     seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
     rows = DataProto(None, dict(prompts.non_tensor_batch), {}).repeat(request.n, interleave=True)

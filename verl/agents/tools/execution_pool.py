@@ -1,4 +1,4 @@
-"""Bounds how many calls of a tool run at once, in one process and in all processes of a Ray cluster."""
+"""Bounds how many calls of a tool run at once, in one process and in a Ray cluster."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from verl.utils.threads import in_thread
 
 T = TypeVar("T")
+_RATE_LIMIT, _NAME = 10, "tool-rate-limiter"
 _LEASE_S = 600.0  # after which a token that was never released is free again
 
 
@@ -20,9 +21,9 @@ class PoolMode(Enum):
 
 
 class TokenBucketWorker:
-    """`rate_limit` tokens, one for each call that runs.
+    """A semaphore of `rate_limit` tokens, one for each call that runs: it bounds calls at once, not calls per second.
 
-    A token comes back by itself after `lease` seconds, since its holder may have been killed.
+    A token comes back `lease` seconds after it was given, even if its call still runs: the holder may be gone.
     """
 
     def __init__(self, rate_limit: int, lease: float = _LEASE_S):
@@ -30,24 +31,25 @@ class TokenBucketWorker:
             raise ValueError(f"rate_limit={rate_limit} must be at least 1")
         self.rate_limit, self.lease = rate_limit, lease
         self._held: dict[int, float] = {}  # token -> when it comes back
-        self._number = 0
+        self._last_token = 0
         self._freed = asyncio.Event()
 
     async def acquire(self) -> int:
         """A token, as soon as one is free."""
         while self.get_current_count() >= self.rate_limit:
             self._freed.clear()
+            next_end = min(self._held.values())
             try:
-                await asyncio.wait_for(self._freed.wait(), max(0.01, min(self._held.values()) - time.monotonic()))
+                await asyncio.wait_for(self._freed.wait(), max(0.01, next_end - time.monotonic()))
             except TimeoutError:
-                pass  # the oldest lease ran out
-        self._number += 1
-        self._held[self._number] = time.monotonic() + self.lease
-        return self._number
+                pass  # a lease ran out: get_current_count drops its token
+        self._last_token += 1
+        self._held[self._last_token] = time.monotonic() + self.lease
+        return self._last_token
 
     async def release(self, token: int | None = None) -> None:
         """Give a token back; without a number the oldest one."""
-        self._held.pop(min(self._held, default=0) if token is None else token, None)
+        self._held.pop(min(self._held, default=0) if token is None else token, None)  # no token is 0
         self._freed.set()
 
     def get_current_count(self) -> int:
@@ -58,15 +60,16 @@ class TokenBucketWorker:
 
 
 class ExecutionWorker:
-    """Runs functions in threads, at most `num_workers` at once in this process and `rate_limit` in all.
+    """Runs calls: functions in threads, coroutine functions in the event loop.
 
-    "All" are the processes of the Ray cluster that use the same `name`, or this process where Ray is not running. The
-    first one's `rate_limit` counts. With Ray the tokens are kept by a detached actor: it outlives its creator.
+    At most `num_workers` of this object run at once, and `rate_limit` of all objects of the same `name` in the Ray
+    cluster; without Ray, `rate_limit` of this object. The limit that was given first counts. With Ray the tokens are
+    kept by a detached actor: it outlives its creator.
     """
 
     def __init__(
-        self, enable_global_rate_limit: bool = True, rate_limit: int = 10, *, num_workers: int = 10,
-        name: str = "tool-rate-limiter",
+        self, enable_global_rate_limit: bool = True, rate_limit: int = _RATE_LIMIT, *, num_workers: int = 10,
+        name: str = _NAME,
     ):  # fmt: skip
         self._slots = asyncio.Semaphore(num_workers)
         self._acquire = self._release = None
@@ -74,21 +77,21 @@ class ExecutionWorker:
             self._acquire, self._release = _bucket(rate_limit, name)
 
     def ping(self) -> bool:
-        """Whether it is there."""
+        """True; verl's callers wait for it."""
         return True
 
     async def _token(self) -> int:
         """A token; one that is granted after this call was cancelled is given back."""
-        asked = asyncio.ensure_future(self._acquire())
+        granted = asyncio.ensure_future(self._acquire())
         try:
-            return await asyncio.shield(asked)
+            return await asyncio.shield(granted)
         except asyncio.CancelledError:
-            asked.add_done_callback(self._give_back)
+            granted.add_done_callback(self._give_back)
             raise
 
-    def _give_back(self, asked: asyncio.Future) -> None:
-        if not asked.cancelled() and asked.exception() is None:
-            asyncio.ensure_future(self._release(asked.result()))
+    def _give_back(self, granted: asyncio.Future) -> None:
+        if not granted.cancelled() and granted.exception() is None:
+            asyncio.ensure_future(self._release(granted.result()))
 
     async def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T:
         """The result of `fn`, which is awaited if it is a coroutine function; its exceptions pass through."""
@@ -104,6 +107,7 @@ class ExecutionWorker:
 
 
 def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
+    """acquire and release of the bucket `name` in the Ray cluster, or of a new one without Ray."""
     import ray
 
     bucket = TokenBucketWorker(rate_limit)  # a wrong limit is refused here, not in the actor
@@ -117,8 +121,8 @@ def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
 
 
 def init_execution_pool(
-    num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = 10,
-    mode: PoolMode = PoolMode.ThreadMode, name: str = "tool-rate-limiter",
+    num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = _RATE_LIMIT,
+    mode: PoolMode = PoolMode.ThreadMode, name: str = _NAME,
 ) -> ExecutionWorker:  # fmt: skip
     """A pool of this process; see ExecutionWorker. ValueError for another mode than threads."""
     if mode != PoolMode.ThreadMode:

@@ -9,6 +9,7 @@ from verl.agents.tools.execution_pool import init_execution_pool as init_search_
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.http_json import ServiceError, post_json
 
+# The names that verl's module has, too.
 __all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker", "init_search_execution_pool"]
 
 DEFAULTS = {"topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120, "enable_global_rate_limit": True}
@@ -24,9 +25,9 @@ class SearchTool(BaseTool):
     """Asks `config["retrieval_service_url"]` for the passages nearest to each text of the argument `query_list`.
 
     The service gets POST {"queries", "topk", "return_scores": true} and answers {"result": one list a query of
-    {"document": {"contents": "title, newline, text"}, "score"}}. Further keys of `config`: num_workers (120) requests
-    of this process and rate_limit (120) of all processes at once, enable_global_rate_limit (true), timeout (30 s),
-    topk (3).
+    {"document": {"contents": "title, newline, text"}, "score"}}. Further keys of `config`, with DEFAULTS:
+    num_workers requests of this tool and rate_limit of all processes at once, enable_global_rate_limit, timeout in
+    seconds, topk.
     """
 
     parallel_calls = True
@@ -57,20 +58,18 @@ class SearchTool(BaseTool):
     async def execute_search(
         self, instance_id: str, query_list: list, retrieval_service_url: str, topk: int, timeout: int
     ) -> tuple[str, dict]:
-        """(passages as text, {"query_count", "total_results"})."""
+        """(passages as text, {"query_count", "total_results"}), with verl's arguments: a subclass may override it."""
         body = {"queries": query_list, "topk": topk, "return_scores": True}
         reply = await post_json(retrieval_service_url, body, timeout)
         try:
-            results = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
-        except (KeyError, TypeError) as error:
+            results = [[hit["document"]["contents"].partition("\n") for hit in hits] for hits in reply["result"]]
+        except (AttributeError, KeyError, TypeError) as error:
             raise ServiceError(f"{retrieval_service_url} answered in another format: {str(reply)[:200]}") from error
         metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
-        return "\n---\n".join(_shown(contents) for contents in results) or "No results.", metrics
+        return "\n---\n".join(map(_shown, results)) or "No results.", metrics  # "or": without queries
 
 
-def _shown(contents: list[str]) -> str:
-    blocks = []
-    for number, content in enumerate(contents, start=1):
-        title, _, text = content.partition("\n")
-        blocks.append(f"Doc {number} (Title: {title})\n{text}")
+def _shown(passages: list[tuple[str, str, str]]) -> str:
+    """The numbered passages of a query, each (title, newline, text)."""
+    blocks = [f"Doc {number} (Title: {title})\n{text}" for number, (title, _, text) in enumerate(passages, start=1)]
     return "\n\n".join(blocks) or "No results."

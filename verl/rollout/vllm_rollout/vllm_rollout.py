@@ -340,7 +340,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _records_masks(self, request: GenerationRequest) -> bool:
         """Whether samples get the column SAMPLING_MASK; a queue returns tokens and log-probs alone to other ranks."""
-        return request.masks and self.config.engine_returns_kept_tokens and self.queue is None
+        return request.records_masks and self.config.engine_returns_kept_tokens and self.queue is None
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""

@@ -2,4 +2,4 @@
 
 import importlib
 
-__getattr__, __dir__ = importlib.import_module("verl.compat").add_names(__name__)
+__getattr__, __dir__ = importlib.import_module("verl.compat").lazy_names(__name__)

@@ -1,9 +1,9 @@
-"""Passes of a batch through an engine's model and a loss function, as callers of verl's engine make them.
+"""Forward and backward passes of a batch through an engine's model, by a caller's loss, as verl's callers ask for them.
 
 Columns of a batch: `input_ids`, jagged [B, j] or padded [B, T] next to `attention_mask`, and `loss_mask` or
-`response_mask`, 1 = counted. With a padded column `responses` [B, R] outputs are those of the responses, else those of
-all tokens. Values of the full batch: use_dynamic_bsz with max_token_len_per_gpu, or micro_batch_size_per_gpu (by
-default the engine's own), temperature (1), calculate_entropy (false).
+`response_mask`, 1 = counted. With padded input_ids and a column `responses` [B, R] outputs are those of the responses,
+else those of all tokens. Values of the full batch: use_dynamic_bsz with max_token_len_per_gpu, or
+micro_batch_size_per_gpu (by default the engine's own), temperature (1), calculate_entropy (false).
 """
 
 from collections import defaultdict
@@ -27,39 +27,41 @@ def forward_backward_batch(
 ) -> dict[str, Any]:
     """`model_output` by name, in the order of the rows and on the CPU, and loss and metrics of each micro-batch.
 
-    The loss function gets each micro-batch with dp_size, batch_num_tokens (counted tokens) and global_batch_size (rows)
-    over all ranks, which its loss has to be divided by; gradients are averaged over the ranks, hence the factor
-    dp_size. Raises ValueError without a size of micro-batches, NotImplementedError where ranks share rows.
+    The loss function gets each micro-batch with values over all ranks, which are also set in `data`: batch_num_tokens
+    (counted tokens), global_batch_size (rows) and dp_size (ranks). Gradients of micro-batches are added, those of ranks
+    averaged: a mean over tokens is sum / batch_num_tokens * dp_size, one over rows sum / global_batch_size * dp_size.
+    Raises ValueError without a size of micro-batches, NotImplementedError where ranks share rows.
     """
     if engine.joint_size > 1:
         raise NotImplementedError(
             "train_batch and infer_batch: ranks that share rows (ulysses_sequence_parallel_size, tensor_parallel_size) "
             "are supported in the trainers only; set both sizes to 1."
         )
-    padded, jagged = _padded(data), data["input_ids"].is_nested
-    mask = next((data[name] for name in ("loss_mask", "response_mask") if name in data.keys()), padded[1])
-    counts = torch.tensor([int((mask.values() if mask.is_nested else mask).sum()), len(data)], device=engine.device)
-    dist.all_reduce(counts, group=engine.get_data_parallel_group())
-    sums = {"dp_size": engine.get_data_parallel_size(), "batch_num_tokens": int(counts[0])}
-    for name, value in {**sums, "global_batch_size": int(counts[1])}.items():
+    ids, attention = _padded(data)
+    counted = next((data[name] for name in ("loss_mask", "response_mask") if name in data.keys()), attention)
+    tokens = int((counted.values() if counted.is_nested else counted).sum())
+    sums = torch.tensor([tokens, len(data)], device=engine.device)
+    dist.all_reduce(sums, group=engine.get_data_parallel_group())
+    totals = {"batch_num_tokens": int(sums[0]), "global_batch_size": int(sums[1])}
+    for name, value in {**totals, "dp_size": engine.get_data_parallel_size()}.items():
         assign_non_tensor_data(data, name, value)
     outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
-    losses, metrics, parts = [], defaultdict(list), _parts(engine, data, padded[1])
-    for number, rows in enumerate(parts):
+    losses, metrics, parts = [], defaultdict(list), _parts(engine, data, attention)
+    for i, rows in enumerate(parts):
         micro = index_select_tensor_dict(data, rows).to(engine.device)
         with torch.set_grad_enabled(not forward_only), engine.autocast():
-            output = _outputs(engine, policy, micro, tuple(x[rows] for x in padded), jagged)
+            output = _outputs(engine, policy, micro, ids[rows], attention[rows])
         if loss_function is not None:
             loss, values = loss_function(model_output=output, data=micro, dp_group=engine.get_data_parallel_group())
             if not forward_only:
-                engine.backward(loss, is_last_micro_batch=number == len(parts) - 1)
+                engine.backward(loss, is_last_micro_batch=i == len(parts) - 1)
             losses.append(loss.item())
             for name, value in values.items():
                 metrics[name].append(value.item() if isinstance(value, torch.Tensor) else value)
         for name, value in output.items():
             outputs[name].append(value.detach().cpu())
         output = loss = None  # its graph's nodes would keep a CPU's allocator from joining freed activations
-    order = torch.tensor([row for rows in parts for row in rows]).argsort()
+    order = torch.tensor([row for rows in parts for row in rows]).argsort()  # the outputs are in the order of parts
     joined = TensorDict({name: cat_rows(pieces) for name, pieces in outputs.items()}, batch_size=[len(data)])
     ordered = index_select_tensor_dict(joined, order)
     return {"model_output": dict(ordered.items()), "loss": losses, "metrics": dict(metrics)}
@@ -76,7 +78,7 @@ def _padded(data: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]:
-    """The rows of each micro-batch, equally many micro-batches on every rank."""
+    """The rows of each micro-batch. Ranks get equally many; of a fixed size only if they have equally many rows."""
     config = engine.engine_config
     if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
@@ -93,16 +95,17 @@ def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]
 
 
 def _outputs(
-    engine: Any, policy: Policy, micro: TensorDict, padded: tuple[torch.Tensor, torch.Tensor], jagged: bool
+    engine: Any, policy: Policy, micro: TensorDict, ids: torch.Tensor, attention: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """log_probs, and entropy where it is asked for: [b, R] of responses, else of each token's successor.
+    """log_probs, and entropy if calculate_entropy: with padded `responses` [b, R] theirs.
 
-    Those of all tokens are jagged [b, j] or padded [b, T] as input_ids are, and 0 at the last token of a row.
+    Else at each position those of the next token, jagged [b, j] or padded [b, T] as input_ids are: 0 in the last
+    column, and at the last token of a shorter row what the policy gives at padding.
     """
-    ids, mask = (x.to(engine.device) for x in padded)
+    ids, attention, jagged = ids.to(engine.device), attention.to(engine.device), micro["input_ids"].is_nested
     responses = None if jagged else micro.get("responses", None)
     inputs = TensorDict(
-        {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
          "responses": ids[:, 1:] if responses is None else responses}, batch_size=[len(ids)],
     )  # fmt: skip
     wanted = {"temperature": get_non_tensor_data(micro, "temperature", 1.0),
@@ -114,5 +117,5 @@ def _outputs(
     found = {name: torch.nn.functional.pad(value, (0, 1)) for name, value in found.items()}
     if not jagged:
         return found
-    offsets = micro["input_ids"].offsets()
-    return {name: torch.nested.nested_tensor_from_jagged(value[mask.bool()], offsets) for name, value in found.items()}
+    real, offsets = attention.bool(), micro["input_ids"].offsets()
+    return {name: torch.nested.nested_tensor_from_jagged(value[real], offsets) for name, value in found.items()}
