@@ -91,7 +91,7 @@ class Gateway:
         if body.get("stream"):
             texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
             return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
-        return web.json_response(chat_api.reply(*arguments))
+        return web.json_response(chat_api.completion(*arguments))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
