@@ -37,15 +37,19 @@ async def complete(session: Session, body: dict[str, Any]) -> tuple[Answer, dict
     n = positive(body, "n") or 1
     if n > MOST_CHOICES:
         raise RequestError(f"n={n} must be at most {MOST_CHOICES}")
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise RequestError(f"stop={one_line(stop)} must be a text or a list of texts, none of them empty")
     tools = None if body.get("tool_choice") == "none" else template_tools(body.get("tools"))
     limit, messages = positive(body, "max_completion_tokens", "max_tokens"), template_messages(body.get("messages"))
-    answer = await session.generate(messages, tools, n=n, max_tokens=limit, stop=_stops(body))
+    answer = await session.generate(messages, tools, n=n, max_tokens=limit, stop=tuple(stop))
     model = str(body.get("model") or "policy")
     return answer, {"id": f"chatcmpl-{uuid4().hex}", "created": int(time.time()), "model": model}
 
 
 def _refuse_unsupported(session: Session, body: dict[str, Any]) -> None:
-    """RequestError for settings of a wrong type, or that rollout servers do not have."""
+    """RequestError for settings that rollout servers do not have; `stream_options` must be an object."""
     check_format(body.get("response_format"), "response_format")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -55,15 +59,6 @@ def _refuse_unsupported(session: Session, body: dict[str, Any]) -> None:
     if body.get("top_logprobs"):
         given = one_line(body["top_logprobs"])
         raise RequestError(f"top_logprobs={given}: only generated tokens have log-probs here; leave it out")
-
-
-def _stops(body: dict[str, Any]) -> tuple[str, ...]:
-    """The texts of the field stop. RequestError for anything else."""
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise RequestError(f"stop={one_line(stop)} must be a text or a list of texts, none of them empty")
-    return tuple(stop)
 
 
 def usage(answer: Answer) -> dict[str, Any]:
@@ -95,7 +90,7 @@ def log_probs_of(choice: Choice, tokenizer: Any) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-def completion(answer: Answer, shared_fields: dict[str, Any], body: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def completion(answer: Answer, shared: dict[str, Any], body: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The object chat.completion, for an answer that is not streamed."""
     choices = []
     for index, choice in enumerate(answer.choices):
@@ -107,18 +102,16 @@ def completion(answer: Answer, shared_fields: dict[str, Any], body: dict[str, An
         log_probs = log_probs_of(choice, tokenizer) if body.get("logprobs") else None
         choices.append({"index": index, "message": message, "finish_reason": choice.finish_reason,
                         "logprobs": log_probs})  # fmt: skip
-    return {**shared_fields, "object": "chat.completion", "choices": choices, "usage": usage(answer)}
+    return {**shared, "object": "chat.completion", "choices": choices, "usage": usage(answer)}
 
 
-def chunks(
-    answer: Answer, shared_fields: dict[str, Any], body: dict[str, Any], tokenizer: Any
-) -> Iterator[dict[str, Any]]:
+def chunks(answer: Answer, shared: dict[str, Any], body: dict[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The objects chat.completion.chunk of a stream, which begins when the answer is complete."""
-    shared_fields = {**shared_fields, "object": "chat.completion.chunk"}
+    shared = {**shared, "object": "chat.completion.chunk"}
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None, **more}
-        return {**shared_fields, "choices": [choice]}
+        return {**shared, "choices": [choice]}
 
     for index, choice in enumerate(answer.choices):
         yield chunk(index, {"role": "assistant", "content": ""})
@@ -131,4 +124,4 @@ def chunks(
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, choice.finish_reason)
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield {**shared_fields, "choices": [], "usage": usage(answer)}
+        yield {**shared, "choices": [], "usage": usage(answer)}

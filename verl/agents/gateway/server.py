@@ -86,8 +86,8 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
-        answer, shared_fields = await chat_api.complete(session, body)
-        arguments = (answer, shared_fields, body, session.settings.encoder.tokenizer)
+        answer, shared = await chat_api.complete(session, body)
+        arguments = (answer, shared, body, session.settings.encoder.tokenizer)
         if body.get("stream"):
             texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
             return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
