@@ -27,7 +27,6 @@ from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
 TOLERANCE = 1e-4  # relative, of a loss: float32 sums in another order
-
 Batch = dict[str, torch.Tensor]
 
 

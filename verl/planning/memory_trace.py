@@ -249,12 +249,8 @@ def _trace(
             del log_probs
     kept = sum(held.values()) - (0 if micro.several else held[GRADIENTS])
     logits, of_weights = _shares(live.at_peak, shapes, hf_config.get_text_config().vocab_size, micro)
-    return held | {
-        GATHERED: of_weights - kept,
-        ACTIVATIONS: live.peak - of_weights - logits,
-        LOGITS: logits,
-        TEMPORARY: temporary,
-    }
+    activations = live.peak - of_weights - logits
+    return held | {GATHERED: of_weights - kept, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
 
 
 def _forget(tensor: torch.Tensor) -> Any:

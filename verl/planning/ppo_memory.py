@@ -106,8 +106,7 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
             tokens = micro.rows * micro.response + -(-micro.rows // micro.samples) * micro.prompt
             setting, ranks = model.enable_gradient_checkpointing, config.trainer.n_gpus_per_node
             checkpointed = checkpoints_layers(setting, hf_config, tokens, actor.fsdp_config.dtype, ranks)
-            changed = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed})
-            model = changed.actor_rollout_ref.model
+            model = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed}).actor_rollout_ref.model
         update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     return estimate_memory(size, config, *sizes, update, limit), update is not None
