@@ -26,7 +26,6 @@ from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
-TOLERANCE = 1e-4  # relative, of a loss: float32 sums in another order
 Batch = dict[str, torch.Tensor]
 
 
@@ -37,7 +36,12 @@ def alignment_errors(
     positions = torch.arange(ids.shape[1])[None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(positions), "position_ids": positions,
              "response_mask": responses.long()}  # fmt: skip
-    yield "response mask", _mask_error(batch, eos, responses)
+    error = None
+    if responses[0, 0] or not responses[0, -1] or ids[0, -1] != eos:
+        error = "the response does not run from the end of the instruction to EOS"
+    elif not torch.equal(_layout(batch, eos, noise=1.0).tail.ids, torch.where(responses, eos, ids)):
+        error = "noise changes the instruction, or leaves a response token unchanged"
+    yield "response mask", error
     labels = torch.where(responses, ids, IGNORED)
     aligned = torch.equal(_layout(batch, eos).tail.labels[:, :-1], labels[:, 1:])
     yield "next-token labels", None if aligned else "labels are not the response shifted by one"
@@ -53,16 +57,8 @@ def _layout(batch: Batch, eos: int, pattern: str = "iid", noise: float = 0.0, sp
     return build_layout(batch, [0], config, eos, split=split)
 
 
-def _mask_error(batch: Batch, eos: int, responses: torch.Tensor) -> str | None:
-    ids = batch["input_ids"]
-    if responses[0, 0] or not responses[0, -1] or ids[0, -1] != eos:
-        return "the response does not run from the end of the instruction to EOS"
-    kept = torch.equal(_layout(batch, eos, noise=1.0).tail.ids, torch.where(responses, eos, ids))
-    return None if kept else "noise changes the instruction, or leaves a response token unchanged"
-
-
 def _loss_error(model: nn.Module, batch: Batch, eos: int, labels: torch.Tensor, only_full_rows: bool) -> str | None:
-    """Whether losses without noise, which are sums, differ from Hugging Face's own, which is a mean."""
+    """How a loss without noise, a sum, differs from Hugging Face's own, a mean; None if it does not."""
     expected = float(model(input_ids=batch["input_ids"], labels=labels).loss) * int((labels != IGNORED).sum())
     # (pattern, split): full rows, a shared instruction, packed windows after the clean text, whose loss is `ar`
     variants = (("iid", False), ("iid", True), ("packed", True))
@@ -70,7 +66,7 @@ def _loss_error(model: nn.Module, batch: Batch, eos: int, labels: torch.Tensor, 
         loss = IterativeLoss([1.0], 1.0, share=split)
         losses = loss.run(model, _layout(batch, eos, pattern, split=split), None, scale=1.0, ar_scale=1.0)
         actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
-        if abs(actual - expected) > TOLERANCE * max(1.0, expected):
+        if abs(actual - expected) > 1e-4 * max(1.0, expected):  # float32 sums in another order
             return f"{pattern}: loss {actual:.6f}, Hugging Face's own {expected:.6f}"
     return None
 

@@ -79,11 +79,9 @@ def trace_update(
     # Ranks that split layers are modelled as fewer ranks with narrower layers: each holds full embeddings.
     with _imagined_ranks(ranks // splitting):
         traces = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
-    if len(traces) > 1:
-        few, more = traces
-        steps = (whole - counts[0]) // (counts[1] - counts[0])
-        traces = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
-    parts = traces[0]
+    few, more = traces[0], traces[-1]
+    steps = (whole - counts[0]) // max(1, counts[-1] - counts[0])  # 0 where all layers were traced
+    parts = {name: few[name] + steps * (more[name] - few[name]) for name in few}
     if on_gpu and engine.offload_policy:
         parts |= dict.fromkeys((*HELD, TEMPORARY), 0)
     return _at_peak(parts, micro.several)
@@ -234,7 +232,6 @@ def _trace(
             OPTIMIZER: _nbytes(x for s in optim.state.values() for x in s.values()),
         }
         temporary = live.peak - sum(held.values()) - _nbytes(module.buffers())
-
         if not micro.several:
             optim.zero_grad(set_to_none=True)
         live.reset()

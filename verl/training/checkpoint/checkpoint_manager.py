@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from verl.config.common import CheckpointConfig
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-DEFAULT_CONTENTS = CONTENTS[:3]  # without the model for transformers
 
 
 class BaseCheckpointManager:
@@ -72,7 +71,7 @@ class BaseCheckpointManager:
 
 
 def _requested(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
-    contents = DEFAULT_CONTENTS if config is None else tuple(config[field])
+    contents = CONTENTS[:3] if config is None else tuple(config[field])  # by default without hf_model
     if unknown := set(contents) - set(CONTENTS):
         raise ValueError(f"checkpoint.{field} has unknown entries {sorted(unknown)}. Known: {', '.join(CONTENTS)}.")
     return contents
