@@ -26,52 +26,59 @@ from verl.data.sft_dataset import encode_segments
 from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
+Batch = dict[str, torch.Tensor]
+
 
 def alignment_errors(
     model: nn.Module, eos: int, ids: torch.Tensor, responses: torch.Tensor
 ) -> Iterator[tuple[str, str | None]]:
-    """(check, what is wrong or None) for a sample as training sees it: ids int64, responses bool (response), [1, T]."""
+    """(check, what is wrong or None) for one sample: ids int64 [1, T]; responses bool [1, T], True = response token."""
     positions = torch.arange(ids.shape[1])[None]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(positions), "position_ids": positions,
              "response_mask": responses.long()}  # fmt: skip
-
-    def layout_of(pattern: str = "iid", level: float = 0.0, split: bool = False) -> Layout:
-        noise = IterativeConfig(noise_pattern=pattern, noise_min=level, noise_max=level, block_length=4)
-        return build_layout(batch, [0], noise, eos, split=split)
-
     error = None
     if responses[0, 0] or not responses[0, -1] or ids[0, -1] != eos:
         error = "the response does not run from the end of the instruction to EOS"
-    elif not torch.equal(layout_of(level=1.0).tail.ids, torch.where(responses, eos, ids)):
+    elif not torch.equal(_layout(batch, eos, noise=1.0).tail.ids, torch.where(responses, eos, ids)):
         error = "noise changes the instruction, or leaves a response token unchanged"
     yield "response mask", error
-
-    expected_labels = torch.where(responses, ids, IGNORED)[:, 1:]
-    aligned = torch.equal(layout_of().tail.labels[:, :-1], expected_labels)
-    yield "next-token labels", None if aligned else "labels are not the response shifted by one"
-
-    # Without noise the loss equals Hugging Face's own, for full rows, a shared instruction and packed windows.
-    error = None
     labels = torch.where(responses, ids, IGNORED)
-    expected = float(model(input_ids=ids, labels=labels).loss) * int(responses.sum())
-    variants = (("iid", False), ("iid", True), ("packed", True))
+    aligned = torch.equal(_layout(batch, eos).tail.labels[:, :-1], labels[:, 1:])
+    yield "next-token labels", None if aligned else "labels are not the response shifted by one"
     problem = mask_problem(model)
-    for pattern, split in variants[:1] if problem else variants:
-        loss = IterativeLoss([1.0], 1.0, share=split)
-        losses = loss.run(model, layout_of(pattern, split=split), None, scale=1.0, ar_scale=1.0)
-        actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
-        if error is None and abs(actual - expected) > 1e-4 * max(1.0, expected):
-            error = f"{pattern}: loss {actual:.6f}, Hugging Face's own {expected:.6f}"
-    yield f"loss (of full rows only: the model {problem})" if problem else "loss", error
+    name = f"loss (of full rows only: the model {problem})" if problem else "loss"
+    yield name, _loss_error(model, batch, eos, labels, only_full_rows=problem is not None)
+    yield "decode shift", _decode_error(model, ids, responses)
 
-    error = None
+
+def _layout(batch: Batch, eos: int, pattern: str = "iid", noise: float = 0.0, split: bool = False) -> Layout:
+    """The sample's layout; `noise`: the share of response tokens that EOS replaces."""
+    config = IterativeConfig(noise_pattern=pattern, noise_min=noise, noise_max=noise, block_length=4)
+    return build_layout(batch, [0], config, eos, split=split)
+
+
+def _loss_error(model: nn.Module, batch: Batch, eos: int, labels: torch.Tensor, only_full_rows: bool) -> str | None:
+    """How a loss without noise, a sum, differs from Hugging Face's own, a mean; None if it does not."""
+    expected = float(model(input_ids=batch["input_ids"], labels=labels).loss) * int((labels != IGNORED).sum())
+    # (pattern, split): full rows, a shared instruction, packed windows after the clean text, whose loss is `ar`
+    variants = (("iid", False), ("iid", True), ("packed", True))
+    for pattern, split in variants[:1] if only_full_rows else variants:
+        loss = IterativeLoss([1.0], 1.0, share=split)
+        losses = loss.run(model, _layout(batch, eos, pattern, split=split), None, scale=1.0, ar_scale=1.0)
+        actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
+        if abs(actual - expected) > 1e-4 * max(1.0, expected):  # float32 sums in another order
+            return f"{pattern}: loss {actual:.6f}, Hugging Face's own {expected:.6f}"
+    return None
+
+
+def _decode_error(model: nn.Module, ids: torch.Tensor, responses: torch.Tensor) -> str | None:
     predicted = model(input_ids=ids).logits.argmax(-1)
     decoded = greedy_decode_response(ids, predicted, responses)
     for i in range(1, ids.shape[1]):  # a prediction at i - 1 becomes the token at i, in the response only
-        expected_id = int(predicted[0, i - 1] if responses[0, i] else ids[0, i])
-        if error is None and decoded[0, i] != expected_id:
-            error = f"position {i} holds {int(decoded[0, i])}, expected {expected_id}"
-    yield "decode shift", error
+        expected = int(predicted[0, i - 1] if responses[0, i] else ids[0, i])
+        if decoded[0, i] != expected:
+            return f"position {i} holds {int(decoded[0, i])}, expected {expected}"
+    return None
 
 
 def random_model(words: list[str]) -> tuple[nn.Module, PreTrainedTokenizerFast]:
@@ -102,10 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     if tokenizer.eos_token_id is None:
         sys.exit(f"--model_path {args.model_path}: the tokenizer has no EOS token; add one to tokenizer_config.json.")
     segments = [(args.instruction, False), (f"{args.response}{tokenizer.eos_token}", True)]
-    ids, learned = (torch.tensor([values]) for values in encode_segments(tokenizer, segments))
+    ids, responses = (torch.tensor([values]) for values in encode_segments(tokenizer, segments))
     failed = False
     with torch.no_grad():
-        for name, error in alignment_errors(model, tokenizer.eos_token_id, ids, learned.bool()):
+        for name, error in alignment_errors(model, tokenizer.eos_token_id, ids, responses.bool()):
             failed |= error is not None
             sys.stdout.write(f"{name}: {'ok' if error is None else 'WRONG: ' + error}\n")
     return int(failed)

@@ -18,6 +18,8 @@ def test_the_auto_loader_gives_the_weights_of_the_directory(tiny_llama):
     reference = LlamaForCausalLM.from_pretrained(tiny_llama)
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight)
     assert model.config.attention_dropout == 0.25 and model.dtype == torch.float32
+    both = {"dtype": torch.float32, "torch_dtype": torch.bfloat16}
+    assert m.create_huggingface_actor(tiny_llama, automodel_kwargs=both).dtype == torch.bfloat16
     config = HFModelConfig(path=tiny_llama, load_tokenizer=False)
     assert m.get_model_loader("auto")(config, torch.bfloat16).dtype == torch.bfloat16
 

@@ -8,7 +8,7 @@ from tests.helpers.engines import make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.planning import memory_trace
-from verl.planning.memory_trace import ACTIVATIONS, GATHERED, MicroBatch, trace_update
+from verl.planning.memory_trace import ACTIVATIONS, GATHERED, LOGITS, TEMPORARY, MicroBatch, trace_update
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 CONFIG = LlamaConfig(
@@ -60,6 +60,14 @@ def test_settings_that_save_memory_do_so_where_they_should():
     assert sum(alone.values()) < sum(plain.values())
     shared = trace(ranks=4, layers=3, micro=MicroBatch(4, 40, 10, samples=4))
     assert shared[ACTIVATIONS] < 0.6 * trace(ranks=4, layers=3, micro=MicroBatch(4, 40, 10))[ACTIVATIONS]
+
+
+@pytest.mark.parametrize(("several", "together", "moment"), [(True, 12, ACTIVATIONS), (False, 9, TEMPORARY)])
+def test_the_larger_of_the_backward_and_the_optimizers_step_counts(several, together, moment):
+    """The step has all gradients, 1 + 4 + 2 + 2. The backward of a single micro-batch has none yet, 1 + 2 + 3 + 2."""
+    sizes = {**dict(zip(STATIC, (1, 4, 2), strict=True)), GATHERED: 3, ACTIVATIONS: 2, LOGITS: 0, TEMPORARY: 2}
+    parts = memory_trace._at_peak(sizes, several)
+    assert sum(parts.values()) == together and moment in parts
 
 
 def on_rank(rank, world_size, path, model, settings):

@@ -71,6 +71,12 @@ def test_the_nearest_settings_that_fit_are_those_that_change_least(tmp_path):
     assert "has this memory" in fits
 
 
+def test_what_was_tried_is_said_where_nothing_fits(tmp_path):
+    text = " ".join(printed(tmp_path, **{"trainer.gpu_memory_gib": 1e-4}).split())
+    tried = "gradient checkpointing, offloading, batches, rollout.gpu_memory_utilization, sequence parallel ranks"
+    assert f"No change of {tried} or up to 8 times as many nodes makes it fit." in text
+
+
 def test_a_reward_model_on_the_same_gpus_and_an_engine_that_never_sleeps_are_counted(tmp_path):
     size = {"trainer.gpu_memory_gib": 10, "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}
     update, generation = total(printed(tmp_path, **size))

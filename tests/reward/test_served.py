@@ -236,8 +236,8 @@ def test_settings_of_the_server_are_options_of_vllm(tiny_llama, tmp_path, monkey
         limit_images=3, prompt_length=8, response_length=8,
     )  # fmt: skip
     config = RewardModelConfig(rollout=rollout, model=RewardModelModelConfig(path=tiny_llama))
-    RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1", token="secret")
-    assert given[5] == "secret" and "secret" not in given[3]
+    RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1", token="secret", gpus=["5"])
+    assert given[5:] == ["secret", ["5"]] and "secret" not in given[3]
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(given[3])
     assert options.compilation_config.cudagraph_capture_sizes == [1, 4] and options.enable_expert_parallel
     assert options.limit_mm_per_prompt == {"image": 3}

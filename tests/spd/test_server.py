@@ -106,6 +106,15 @@ def test_a_server_on_a_cpu_has_its_dtype_unless_an_argument_names_another(tmp_pa
     assert named == [default_dtype("cpu"), "float16"]
 
 
+@pytest.mark.process
+def test_a_server_sees_the_gpus_that_it_is_given(tmp_path):
+    server = LocalVllmServer("model", tmp_path / "log", 64, gpus=["2", "5"])
+    try:
+        assert psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,5"
+    finally:
+        server.stop()
+
+
 def test_the_start_timeout_counts_from_the_start_of_the_server(tmp_path):
     (tmp_path / "log").write_text("still loading\n")
     with pytest.raises(LocalServerError, match="not ready after 0 s .*\nstill loading"):

@@ -7,13 +7,14 @@ from typing import Any
 
 from verl.data.chat_template import ChatTemplateError, render_chat
 
+# Messages of the short conversations that are rendered.
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello."}
 CALL_ID = "call%05d"  # nine letters and digits, as Mistral's templates require
-ARGUMENTS = {"value": "1"}, '{"value": "1"}'  # arguments of a call as an object, and as text for a few templates
+ARGUMENT_FORMS = {"value": "1"}, '{"value": "1"}'  # of a call: an object, and text for a few templates
 ANSWER = {"role": "assistant", "content": "Yes."}
 # With reasoning, because some templates add empty reasoning to the last turn only.
-CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
+TURN_WITH_CALLS = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
 DIFFERENT = "it renders earlier turns differently once the message follows"
 
 
@@ -36,7 +37,8 @@ class MessageEncoder:
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int], **template_kwargs: Any) -> None:
         self.tokenizer, self.stop_ids, self.kwargs = tokenizer, set(stop_ids), template_kwargs
-        self._systems: list[list[dict[str, Any]]] = [[SYSTEM], []]  # some templates do not support system messages
+        # Tried in this order until one works; it is kept. Some templates do not support system messages.
+        self._systems: list[list[dict[str, Any]]] = [[SYSTEM], []]
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
@@ -69,30 +71,19 @@ class MessageEncoder:
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID % i, **message} for i, message in enumerate(messages)]
             numbers = sorted({len(messages), 1}, reverse=True)  # some templates support one call per turn
-            calls = [[_call_of(message, kind) for message in messages[:n]] for n in numbers for kind in ARGUMENTS]
-            bases = [[USER, {**CALLING, "tool_calls": of_turn}] for of_turn in calls]
+            calls = [[_call_of(message, form) for message in messages[:n]] for n in numbers for form in ARGUMENT_FORMS]
+            bases = [[USER, {**TURN_WITH_CALLS, "tool_calls": of_turn}] for of_turn in calls]
         else:
             bases = [[USER, ANSWER], [USER]]  # some templates change a turn when a user message follows
         problem = ""
         for system in self._systems:
             for base in bases:
-                ids, reason = self._difference([*system, *base], messages, tools, after)
+                ids, reason = self._appended_ids([*system, *base], messages, tools, after)
                 if ids is not None:
                     self._systems = [system]
                     return ids
                 problem = problem or reason
         raise NotAppendable(f"messages of role {role!r} cannot be added by the chat template: {problem}")
-
-    def without_separator(self, ids: list[int]) -> list[int]:
-        """The ids up to the stop token of the last turn, without the separator that follows it."""
-        end = self._end(ids)
-        return ids if end is None else ids[: end + 1]
-
-    def _end(self, ids: list[int]) -> int | None:
-        """The position of the last turn's stop token; None if the last turn has no stop token."""
-        end = next((i for i in reversed(range(len(ids))) if ids[i] in self.stop_ids), None)
-        unended = end is None or self.tokenizer.decode(ids[end + 1 :], skip_special_tokens=True).strip()
-        return None if unended else end
 
     def deviation(
         self, ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
@@ -110,8 +101,11 @@ class MessageEncoder:
         except ChatTemplateError as error:
             return f"the template does not render the finished messages: {error}"
         if messages[-1]["role"] == "assistant":
-            unended = self._end(expected) is None and ids and ids[-1] in self.stop_ids
-            expected = [*expected, ids[-1]] if unended else self.without_separator(expected)
+            end = self._last_stop(expected)
+            if end is not None:
+                expected = expected[: end + 1]
+            elif ids and ids[-1] in self.stop_ids:
+                expected = [*expected, ids[-1]]  # the template renders no stop token after the last turn
         if ids == expected:
             return None
         pairs = enumerate(zip(ids, expected, strict=False))
@@ -123,31 +117,6 @@ class MessageEncoder:
                 f"{text[:80]!r} against {expected_text[:80]!r}. The generated ids are kept; with "
                 "multi_turn.row_per_turn=true each turn follows what the template renders.")  # fmt: skip
 
-    def _difference(
-        self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, after: int | None
-    ) -> tuple[list[int] | None, str]:
-        """(the ids after the end of the base's last turn, ""), or (None, the reason why they cannot be determined)."""
-        try:
-            shorter = self._render(base, tools)
-            longer = self._render([*base, *messages], tools, add_generation_prompt=True)
-        except ChatTemplateError as error:
-            return None, str(error)
-        if self._end(shorter) is None:
-            # The template omits the end of the last turn, or a turn's stop token is the start of the next message.
-            end = next((i for i in range(len(shorter), len(longer)) if longer[i] in self.stop_ids), None)
-            if end is None or self.tokenizer.decode(longer[len(shorter) : end]).strip():
-                return None, f"it ends the turn before with none of the stop tokens (ids {sorted(self.stop_ids)})"
-            if longer[: len(shorter)] == shorter:
-                return longer[end + (after in (None, longer[end])) :], ""
-            return None, DIFFERENT
-        ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
-        # A template may add an end-of-text token to the stop token of the last turn.
-        two_stops = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
-        for end in ends[-2:] if two_stops else ends[-1:]:
-            if longer[: end + 1] == shorter[: end + 1]:
-                return longer[end + 1 :], ""
-        return None, DIFFERENT
-
     def check(
         self, roles: Collection[str], tools: list[dict[str, Any]] | None = None, *, at_once: bool = False
     ) -> None:
@@ -156,18 +125,18 @@ class MessageEncoder:
         `at_once`: all messages are rendered for each turn (multi_turn.row_per_turn), so that appending is not required.
         """
         for role in roles:
-            for before in (["4217"], [])[role != "tool" :]:
-                with_text, without = (self._checked(role, [*before, last], tools, at_once) for last in ("58", ""))
+            # Some templates render only one tool response of a turn; no template contains these numbers.
+            for earlier in (["4217"], []) if role == "tool" else ([],):
+                with_text, without = (self._probe(role, [*earlier, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
                     raise ValueError(f"the chat template leaves messages of role {role!r} out")
-            without_call = None
             if at_once and role == "tool":
                 with suppress(ChatTemplateError):  # many templates refuse a tool response without a call
-                    without_call = self._checked(role, ["58"], tools, at_once, called=False)
-            if without_call == with_text:
-                raise ValueError("the chat template leaves calls of tools out")
+                    without_call = self._probe(role, ["58"], tools, at_once, called=False)
+                    if without_call == self._probe(role, ["58"], tools, at_once):
+                        raise ValueError("the chat template leaves calls of tools out")
 
-    def _checked(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
+    def _probe(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
         """The ids of messages with these texts, appended or, with `at_once`, rendered in a short conversation."""
         messages = [{"role": role, "content": text} for text in texts]
         if not at_once:
@@ -175,14 +144,46 @@ class MessageEncoder:
                 return self.encode_appended(messages, tools)
             except NotAppendable as error:
                 with suppress(ChatTemplateError):
-                    self._checked(role, texts, tools, at_once=True)
+                    self._probe(role, texts, tools, at_once=True)
                     raise ValueError(f"{error}. Set rollout.multi_turn.row_per_turn=true for this template") from None
                 raise
         if role != "tool":
             return self.prompt([USER, ANSWER, *messages], tools)
         messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]
-        calls = {"tool_calls": [_call_of(message, ARGUMENTS[0]) for message in messages]} if called else {}
-        return self.prompt([USER, {**CALLING, **calls}, *messages], tools)
+        calls = {"tool_calls": [_call_of(message, ARGUMENT_FORMS[0]) for message in messages]} if called else {}
+        return self.prompt([USER, {**TURN_WITH_CALLS, **calls}, *messages], tools)
+
+    def _appended_ids(
+        self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, after: int | None
+    ) -> tuple[list[int] | None, str]:
+        """(what the messages add after the end of the base's last turn, ""), or (None, why it cannot be determined)."""
+        try:
+            shorter = self._render(base, tools)
+            longer = self._render([*base, *messages], tools, add_generation_prompt=True)
+        except ChatTemplateError as error:
+            return None, str(error)
+        if self._last_stop(shorter) is None:
+            # The template omits the end of the last turn, or a turn's stop token is the start of the next message.
+            end = next((i for i in range(len(shorter), len(longer)) if longer[i] in self.stop_ids), None)
+            if end is None or self.tokenizer.decode(longer[len(shorter) : end]).strip():
+                return None, f"it ends the turn before with none of the stop tokens (ids {sorted(self.stop_ids)})"
+            if longer[: len(shorter)] != shorter:
+                return None, DIFFERENT
+            was_generated = after is None or after == longer[end]
+            return longer[end + 1 if was_generated else end :], ""
+        ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
+        # A template may add an end-of-text token to the stop token of the last turn.
+        two_stops = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
+        for end in ends[-2:] if two_stops else ends[-1:]:
+            if longer[: end + 1] == shorter[: end + 1]:
+                return longer[end + 1 :], ""
+        return None, DIFFERENT
+
+    def _last_stop(self, ids: list[int]) -> int | None:
+        """The position of the last turn's stop token; None if the last turn has no stop token."""
+        end = next((i for i in reversed(range(len(ids))) if ids[i] in self.stop_ids), None)
+        text_follows = end is not None and self.tokenizer.decode(ids[end + 1 :], skip_special_tokens=True).strip()
+        return None if text_follows else end
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)

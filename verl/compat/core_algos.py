@@ -17,30 +17,31 @@ from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.verl_losses import PluginTable, VerlLoss, VerlLosses, to_verl
 from verl.compat.torch_functional import entropy_from_logits
 
+# PluginTable(X, Y): table X of this module, which users may replace, with the methods and messages of registry Y
 POLICY_LOSS_REGISTRY: MutableMapping[str, VerlLoss] = VerlLosses(LOSS_FUNCTIONS, LOSS_FUNCTIONS)
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable:
-    """Decorator: enter an estimator into the table ADV_ESTIMATOR_REGISTRY of this module, which may be replaced."""
+    """Decorator: enter an estimator into ADV_ESTIMATOR_REGISTRY."""
     return PluginTable(ADV_ESTIMATOR_REGISTRY, advantage.ADV_ESTIMATOR_REGISTRY).register(name_or_enum)
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Callable:
-    """The estimator of that name in the table of this module; ValueError if there is none."""
+    """The estimator of that name in ADV_ESTIMATOR_REGISTRY; ValueError if there is none."""
     return PluginTable(ADV_ESTIMATOR_REGISTRY, advantage.ADV_ESTIMATOR_REGISTRY).find(name_or_enum)
 
 
 def register_policy_loss(name: str) -> Callable[[VerlLoss], VerlLoss]:
-    """Decorator: enter a loss with verl's signature into the table POLICY_LOSS_REGISTRY of this module."""
+    """Decorator: enter a loss with verl's signature into POLICY_LOSS_REGISTRY."""
     return PluginTable(POLICY_LOSS_REGISTRY, LOSS_FUNCTIONS).register(name)
 
 
 def get_policy_loss_fn(name: str) -> VerlLoss:
-    """The loss of that name in the table of this module; ValueError if there is none."""
+    """The loss of that name in POLICY_LOSS_REGISTRY; ValueError if there is none."""
     return PluginTable(POLICY_LOSS_REGISTRY, LOSS_FUNCTIONS).find(name)
 
 
-# compute_policy_loss_vanilla, compute_policy_loss_gspo and so on: each loss of the actor with verl's signature
+# compute_policy_loss_vanilla, compute_policy_loss_gspo and so on: each registered loss with verl's signature
 globals().update({f"compute_policy_loss_{name}": loss for name, loss in POLICY_LOSS_REGISTRY.items()})
 
 
@@ -48,7 +49,7 @@ def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
     loss_agg_mode: str = "seq-mean-token-sum", config: Any = None, rollout_is_weights: Tensor | None = None,
 ) -> LossAndMetrics:  # fmt: skip
-    """`verl.algos.policy_loss.reinforce_loss` with verl's signature."""
+    """REINFORCE, which is not registered: tensors [B, T], response_mask 1 = counted -> (scalar, metrics)."""
     return to_verl(policy_loss.reinforce_loss)(
         rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
@@ -59,19 +60,19 @@ def compute_policy_loss(
     cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The vanilla loss without a config: (loss, clipfrac, ppo_kl, clipfrac_lower), each a scalar tensor."""
+    """PPO's loss (vanilla) without a config: tensors [B, T] -> (loss, clipfrac, ppo_kl, clipfrac_lower), scalars."""
     low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
     if low is None or high is None:
         raise ValueError("compute_policy_loss needs `cliprange`, or both `cliprange_low` and `cliprange_high`.")
     config = SimpleNamespace(clip_ratio=cliprange, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
-    vanilla = POLICY_LOSS_REGISTRY["vanilla"]
+    vanilla = to_verl(policy_loss.vanilla_loss)  # a registered "vanilla" may have other metrics
     loss, metrics = vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
     return loss, *(log_prob.new_tensor(metrics[name]) for name in names)
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """Aggregated entropy of the next-token distribution: logits [B, T, V], response_mask [B, T] -> scalar."""
+    """Aggregated entropy of the next token: logits [B, T, V], response_mask [B, T] (1 = counted) -> scalar."""
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode)
 
 
@@ -79,7 +80,7 @@ def compute_value_loss(
     vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float,
     loss_agg_mode: str = "token-mean", global_batch_info: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`verl.algos.policy_loss.value_loss`; `global_batch_info` are the counts of the full mini-batch."""
+    """`verl.algos.policy_loss.value_loss`. `global_batch_info`: fields of StepCounts; None counts this batch."""
     config = SimpleNamespace(cliprange_value=cliprange_value, loss_agg_mode=loss_agg_mode)
     counts = StepCounts(**(global_batch_info or {}))
     return policy_loss.value_loss(vpreds, returns, values, response_mask, counts, config)

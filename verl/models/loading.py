@@ -1,4 +1,4 @@
-"""Builds Hugging Face models through a registry of loaders."""
+"""Hugging Face models and what is read of them: loaders by name, configs, sizes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
     from verl.models.stored_weights import StoredWeights
 
 ModelLoader = Callable[..., nn.Module]
-TORCH_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-}  # fmt: skip
-
-
-def torch_dtype_of(name: str, key: str) -> torch.dtype:
-    """The torch dtype of a config value; `key` names the config key in the error."""
-    if name not in TORCH_DTYPES:
-        raise ValueError(f"{key}={name!r} is not a dtype. Known: {', '.join(TORCH_DTYPES)}.")
-    return TORCH_DTYPES[name]
-
 
 _LOADERS: Registry[str, ModelLoader] = Registry(
     "actor_rollout_ref.model.loader.name",
@@ -63,31 +50,48 @@ def get_model_loader(name: str) -> ModelLoader:
     return _LOADERS.find(name)
 
 
+TORCH_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+}  # fmt: skip
+
+
+def torch_dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype of a config value; `key` names the config key in the error."""
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"{key}={name!r} is not a dtype. Known: {', '.join(TORCH_DTYPES)}.")
+    return TORCH_DTYPES[name]
+
+
 def _model_dir(model_config: HFModelConfig) -> str:
     return model_config.local_path or model_config.path
 
 
-# Config values of a built-in loader, in addition to the user's override_config. A critic's value must not change from
-# one forward to the next.
-_OWN_CONFIG: dict[str, dict[str, Any]] = {"auto": {}, "value_head": {"num_labels": 1, "classifier_dropout": 0.0}}
+# Built-in loaders: (auto class; None: the config names it, config values that win over override_config). Without
+# dropout a critic's value is the same in every forward.
+_BUILT_IN: dict[str, tuple[type | None, dict[str, Any]]] = {
+    "auto": (None, {}),
+    "value_head": (AutoModelForTokenClassification, {"num_labels": 1, "classifier_dropout": 0.0}),
+}
 
 
 def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
-    """The auto class of a built-in loader, the config to build from, and what else from_pretrained gets."""
-    changes = {**model_config.override_config, **_OWN_CONFIG[loader]}
+    """(auto class, config to build from, further arguments of from_pretrained) of a built-in loader."""
+    fixed_class, own = _BUILT_IN[loader]
+    given, key = model_config.override_config, "attn_implementation"  # also an argument of from_pretrained
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
     directory, trust = _model_dir(model_config), model_config.trust_remote_code
-    hf_config = get_huggingface_actor_config(model_config.local_hf_config_path or directory, changes, trust)
+    hf_config = get_huggingface_actor_config(model_config.local_hf_config_path or directory, {**given, **own}, trust)
     untie_by_weights(hf_config, directory)
-    auto_class = AutoModelForTokenClassification if loader == "value_head" else get_hf_auto_model_class(hf_config)
-    key = "attn_implementation"
-    return auto_class, hf_config, {k: v for k, v in model_config.override_config.items() if k == key}
+    auto_class = fixed_class or get_hf_auto_model_class(hf_config)
+    return auto_class, hf_config, {key: given[key]} if key in given else {}
 
 
 def load_without_weights(
     model_config: HFModelConfig, torch_dtype: torch.dtype
 ) -> tuple[PreTrainedModel, StoredWeights] | None:
-    """The module of model.loader with placeholders for its stored parameters, and where these are; see StoredWeights.
+    """(the module of model.loader with placeholders for its stored parameters, the weights that fill them).
 
     What is not stored is drawn as in a full load. None where only the loader itself can make the model: loaders of the
     user's own, loader.kwargs, models with code of their own, folders that `StoredWeights.create` does not take.
@@ -95,7 +99,7 @@ def load_without_weights(
     from verl.models.stored_weights import StoredWeights
 
     name, directory = model_config.loader.name, _model_dir(model_config)
-    if name not in _OWN_CONFIG or model_config.loader.kwargs or not os.path.isdir(directory):
+    if name not in _BUILT_IN or model_config.loader.kwargs or not os.path.isdir(directory):
         return None
     auto_class, hf_config, extra = _prepared(name, model_config)
     if "auto_map" in hf_config.to_dict():
@@ -145,13 +149,14 @@ def create_huggingface_actor(
 ) -> nn.Module:
     """Loads the model in directory `model_name` with the loader of that name.
 
-    `automodel_kwargs` may hold `dtype` (or `torch_dtype`) and `trust_remote_code`; the rest goes to `from_pretrained`.
+    `automodel_kwargs` may hold `dtype` or `torch_dtype`, and `trust_remote_code`; the rest goes to `from_pretrained`.
     """
     options = dict(automodel_kwargs or {})
-    dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
+    dtypes = [options.pop(name, None) for name in ("torch_dtype", "dtype")]
+    dtype = dtypes[0] or dtypes[1] or torch.float32
     trust = bool(options.pop("trust_remote_code", False))
+    # What loaders read of HFModelConfig.
     paths = {"path": model_name, "local_path": model_name, "local_hf_config_path": None, "hf_config": None}
-    # What a loader reads of HFModelConfig.
     request = SimpleNamespace(**paths, override_config=dict(override_config_kwargs or {}), trust_remote_code=trust)
     return get_model_loader(loader)(request, dtype, **options)
 
@@ -222,7 +227,7 @@ def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
-    """(number of parameters in units of `scale`, the unit): "B", "M", "K", "" or "auto"."""
+    """(number of parameters in units of `scale`, the unit): "B", "M", "K", "" (ones); "auto": the largest that fits."""
     count = sum(p.numel() for p in model.parameters())
     units = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
     if scale == "auto":

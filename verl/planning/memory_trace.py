@@ -40,6 +40,7 @@ from verl.utils.problems import one_line
 # Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
 # next one's weights, the last one's gradients) is not there in full.
 LAYERS = (4, 5)
+WEIGHTS, GRADIENTS, OPTIMIZER = HELD = "weights", "gradients", "optimizer (two moments)"
 GATHERED = "gathered weights, gradients in exchange"
 ACTIVATIONS = "activations of a micro-batch"
 LOGITS = "logits of a micro-batch"
@@ -50,7 +51,7 @@ TEMPORARY = "temporary tensors of the optimizer's step"
 class MicroBatch:
     """`rows` sequences of `prompt` + `response` tokens each, without padding.
 
-    `samples`: rows that share one prompt's forward. `several`: other micro-batches have left gradients before it.
+    `samples`: rows that share one prompt's forward. `several`: gradients of an earlier micro-batch exist already.
     """
 
     rows: int
@@ -78,20 +79,21 @@ def trace_update(
     # Ranks that split layers are modelled as fewer ranks with narrower layers: each holds full embeddings.
     with _imagined_ranks(ranks // splitting):
         traces = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
-    if len(traces) > 1:
-        few, more = traces
-        steps = (whole - counts[0]) // (counts[1] - counts[0])
-        traces = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
-    parts = traces[0]
+    few, more = traces[0], traces[-1]
+    steps = (whole - counts[0]) // max(1, counts[-1] - counts[0])  # 0 where all layers were traced
+    parts = {name: few[name] + steps * (more[name] - few[name]) for name in few}
     if on_gpu and engine.offload_policy:
-        parts |= {"weights": 0, "gradients": 0, "optimizer (two moments)": 0, TEMPORARY: 0}
-    step = parts.pop(TEMPORARY)
-    moment = {name: parts[name] for name in (GATHERED, ACTIVATIONS, LOGITS)}
-    if step > sum(moment.values()) + parts["gradients"] * (not micro.several):
-        moment = {TEMPORARY: step}
-    elif not micro.several:
-        parts["gradients"] = 0  # those that exist at that moment are counted as in exchange
-    return {name: size for name, size in parts.items() if name not in (GATHERED, ACTIVATIONS, LOGITS)} | moment
+        parts |= dict.fromkeys((*HELD, TEMPORARY), 0)
+    return _at_peak(parts, micro.several)
+
+
+def _at_peak(parts: dict[str, int], several: bool) -> dict[str, int]:
+    """The parts that exist together in the backward or in the optimizer's step, whichever takes more."""
+    backward = {name: parts[name] for name in (*HELD, GATHERED, ACTIVATIONS, LOGITS)}
+    if not several:
+        backward[GRADIENTS] = 0  # those that exist by then are counted in GATHERED
+    step = {name: parts[name] for name in (*HELD, TEMPORARY)}
+    return max(backward, step, key=lambda moment: sum(moment.values()))
 
 
 def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
@@ -132,23 +134,23 @@ def _part_of(hf_config: Any, layers: int, splitting: int) -> Any:
     return changed
 
 
-def _without_storage(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters, as `dtype`, and buffers of the meta device what the present mode makes of a CPU's tensors."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # weights may be tied
+def _move_to_cpu(module: nn.Module, dtype: torch.dtype) -> None:
+    """Move parameters (as `dtype`) and buffers from "meta" to the CPU, where FakeTensorMode gives them no storage."""
+    replaced: dict[torch.Tensor, torch.Tensor] = {}  # weights may be tied
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor not in made:
+                if tensor is not None and tensor not in replaced:
                     kind = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
-                    made[tensor] = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                    replaced[tensor] = torch.empty(tensor.shape, dtype=kind, device="cpu")
                     if isinstance(tensor, nn.Parameter):
-                        made[tensor] = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+                        replaced[tensor] = nn.Parameter(replaced[tensor], requires_grad=tensor.requires_grad)
                 if tensor is not None:
-                    tensors[name] = made[tensor]
+                    tensors[name] = replaced[tensor]
 
 
 class _Live(TorchDispatchMode):
-    """The storages that exist, and those that existed when they were most."""
+    """The storages that exist, and those that existed when together they were largest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ def _trace(
     hf_config: Any, model: HFModelConfig, engine: FSDPEngineConfig, optimizer: FSDPOptimizerConfig, micro: MicroBatch,
     on_gpu: bool,
 ) -> dict[str, int]:  # fmt: skip
-    """The parts of a model with these layers; TEMPORARY is what the optimizer's step adds to the first three."""
+    """Bytes by part of this model's update: HELD, and what its backward and its optimizer's step (TEMPORARY) add."""
     from transformers import AutoModelForCausalLM
 
     sharing, shards = engine.ulysses_sequence_parallel_size, engine.fsdp_size
@@ -190,16 +192,16 @@ def _trace(
     mesh = sharding.create_device_mesh(dist.get_world_size(), shards, "cpu")
     group = dist.new_group(list(range(sharing))) if sharing > 1 else None
     batch = _batch(micro, group)
-    compute, live = torch_dtype_of(engine.dtype, "dtype"), _Live()
-    master = torch_dtype_of(engine.model_dtype, "model_dtype")
+    compute_dtype, live = torch_dtype_of(engine.dtype, "dtype"), _Live()
+    master_dtype = torch_dtype_of(engine.model_dtype, "model_dtype")
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(hf_config, dtype=master)
+        module = AutoModelForCausalLM.from_config(hf_config, dtype=master_dtype)
         module = build.add_adapters(module, replace(model, lora_adapter_path=None), trains=True)
     if not make_packable(without_adapters(module)):
         raise ValueError(f"the attention of {type(module).__name__} cannot be replaced")
     shapes = {tuple(p.shape) for p in module.parameters()}
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        _without_storage(module, master)
+        _move_to_cpu(module, master_dtype)
         if model.enable_gradient_checkpointing:
             without_adapters(module).gradient_checkpointing_enable({"use_reentrant": False})
         module = sharding.apply_fsdp2(
@@ -209,48 +211,43 @@ def _trace(
         )  # fmt: skip
         shapes |= {tuple(sharding.local_tensor(p).shape) for p in module.parameters()}
         module.train()
-        made = build_optimizer(module.named_parameters(), optimizer)
+        optim = build_optimizer(module.named_parameters(), optimizer)
         trained = [p for p in module.parameters() if p.requires_grad]
 
-        for group_of in made.param_groups if on_gpu else ():
-            group_of["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
+        for param_group in optim.param_groups if on_gpu else ():
+            param_group["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
         for p in trained:
             p.grad = torch.zeros_like(p)
         gc.freeze()  # lets the collection look only at what this step leaves
         try:
-            made.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
+            optim.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
             gc.collect()
         finally:
             gc.unfreeze()
         live.reset()
-        made.step()
-        static = {
-            "weights": _nbytes(module.parameters()),
-            "gradients": _nbytes(p.grad for p in trained),
-            "optimizer (two moments)": _nbytes(x for s in made.state.values() for x in s.values()),
+        optim.step()
+        held = {
+            WEIGHTS: _nbytes(module.parameters()),
+            GRADIENTS: _nbytes(p.grad for p in trained),
+            OPTIMIZER: _nbytes(x for s in optim.state.values() for x in s.values()),
         }
-        buffers = _nbytes(module.buffers())
-        step = live.peak - sum(static.values()) - buffers
+        temporary = live.peak - sum(held.values()) - _nbytes(module.buffers())
         if not micro.several:
-            made.zero_grad(set_to_none=True)
+            optim.zero_grad(set_to_none=True)
         live.reset()
-        lower = torch.autocast("cpu", dtype=compute) if compute != torch.float32 else nullcontext()
-        away = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else sharding.activations_on_cpu()
-        offload = away if model.enable_activation_offload else nullcontext()
+        autocast = torch.autocast("cpu", dtype=compute_dtype) if compute_dtype != torch.float32 else nullcontext()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else sharding.activations_on_cpu()
+        offloading = hooks if model.enable_activation_offload else nullcontext()
         module.set_requires_gradient_sync(not engine.defer_gradient_sync)
         for _ in range(1 + engine.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
-            with lower, offload:
+            with autocast, offloading:
                 log_probs, _ = call_as_forward(module, response_log_probs, temperature=1.0, **batch)
             (-log_probs.mean()).backward()
             del log_probs
-    kept = sum(static.values()) - (0 if micro.several else static["gradients"])
-    logits, gathered = _shares(live.at_peak, shapes, hf_config.get_text_config().vocab_size, micro)
-    return static | {
-        GATHERED: gathered - kept,
-        ACTIVATIONS: live.peak - gathered - logits,
-        LOGITS: logits,
-        TEMPORARY: step,
-    }
+    kept = sum(held.values()) - (0 if micro.several else held[GRADIENTS])
+    logits, of_weights = _shares(live.at_peak, shapes, hf_config.get_text_config().vocab_size, micro)
+    activations = live.peak - of_weights - logits
+    return held | {GATHERED: of_weights - kept, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
 
 
 def _forget(tensor: torch.Tensor) -> Any:
@@ -260,22 +257,26 @@ def _forget(tensor: torch.Tensor) -> Any:
 
 
 def _remake(saved: Any) -> torch.Tensor:
+    """What the backward reads: the weight itself, or a tensor like the one that was offloaded."""
     return saved if isinstance(saved, torch.Tensor) else torch.empty_strided(saved[0], saved[1], dtype=saved[2])
 
 
 def _shares(
-    at_peak: list[tuple[int, tuple[int, ...], torch.dtype]], weights: set[tuple[int, ...]], vocabulary: int,
+    at_peak: list[tuple[int, tuple[int, ...], torch.dtype]], weight_shapes: set[tuple[int, ...]], vocabulary: int,
     micro: MicroBatch,
 ) -> tuple[int, int]:  # fmt: skip
-    """(bytes of logits, bytes of weights and gradients, this rank's own and gathered ones) among the storages."""
-    logits = gathered = 0
+    """Bytes of (logits, tensors shaped like weights: weights, gradients and moments) among the storages at the peak.
+
+    Flat float tensors longer than the micro-batch are buffers in which FSDP2 gathers weights or exchanges gradients.
+    """
+    logits = of_weights = 0
     tokens = micro.rows * (micro.prompt + micro.response)
     for nbytes, shape, dtype in at_peak:
-        if len(shape) == 2 and shape[1] == vocabulary and shape[0] <= micro.chunk_tokens and shape not in weights:
+        if len(shape) == 2 and shape[1] == vocabulary and shape[0] <= micro.chunk_tokens and shape not in weight_shapes:
             logits += nbytes
-        elif shape in weights or (dtype.is_floating_point and len(shape) == 1 and shape[0] > tokens):
-            gathered += nbytes
-    return logits, gathered
+        elif shape in weight_shapes or (dtype.is_floating_point and len(shape) == 1 and shape[0] > tokens):
+            of_weights += nbytes
+    return logits, of_weights
 
 
 def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -286,6 +287,7 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
     numbers = torch.arange(micro.rows)
     tree = PrefixTree(numbers - numbers % micro.samples, (numbers % micro.samples > 0) * micro.prompt)
     packing = pack(mask, micro.response, tree, group=group)
+    # Kept from here on: under FakeTensorMode their numbers would be unknown.
     packing.parts(), packing.restore, packing.length, packing.segment_index, packing.own_segments  # noqa: B018
     return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,

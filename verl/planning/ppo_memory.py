@@ -1,4 +1,4 @@
-"""What a rank of an RL run needs, whether a GPU has it, and the nearest settings with which it does."""
+"""Finds out whether the memory of an RL run's ranks suffices, else the nearest settings with which it does."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verl.config.batch_sizes import batch_problems, plan_batches
+from verl.config.batch_sizes import BatchPlan, batch_problems, plan_batches
 from verl.config.common import TrainerConfig
 from verl.config.compose import select
 from verl.config.model import LOGITS_CHUNK
@@ -21,7 +21,7 @@ from verl.utils.problems import WRONG, Problem
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
 GPU_GIB = 80.0  # planned for where neither trainer.gpu_memory_gib nor a GPU of this machine says it
-LEFT = 0.95  # of a GPU: the rest is the CUDA context, NCCL's buffers and what the allocator cannot use
+USABLE = 0.95  # share of a GPU; the rest is the CUDA context, NCCL's buffers and what the allocator cannot use
 
 Phases = dict[str, dict[str, int]]
 
@@ -42,17 +42,18 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     problems = list(_disk_problems(config, size, steps))
     if limit is None:
         return [*problems, *_memory_problems(config, phases)]
-    over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > LEFT * limit}
+    over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > USABLE * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
         return problems
     for name, needed in over.items():
-        console.print(f"{name} does not fit: {needed / GIB:.1f} GiB of {LEFT * limit / GIB:.1f} GiB usable.")
+        console.print(f"{name} does not fit: {needed / GIB:.1f} GiB of {USABLE * limit / GIB:.1f} GiB usable.")
     if changes := _nearest(config, size, hf_config, limit):
         words = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
         console.print(f"The nearest settings that fit: {words}", highlight=False)
     else:
-        console.print("No change of batches, offloading, parallel sizes or up to 8 times as many nodes makes it fit.")
+        console.print("No change of gradient checkpointing, offloading, batches, rollout.gpu_memory_utilization, "
+                      "sequence parallel ranks or up to 8 times as many nodes makes it fit.")  # fmt: skip
     return problems
 
 
@@ -63,8 +64,8 @@ def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
     if roles.model.enable_gradient_checkpointing is False:
         key = f"{MODEL}.enable_gradient_checkpointing"
         remedies[key] = f"set {key}=true"
-    size = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    keys = [f"{ACTOR}.{size}"]
+    batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    keys = [f"{ACTOR}.{batch_key}"]
     keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout.name == "vllm" else []
     keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []
     needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
@@ -95,43 +96,48 @@ def _gpu_bytes(trainer: TrainerConfig) -> float | None:
 
 
 def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
-    """Bytes by phase and part, and whether the update was traced."""
-    plan = plan_batches(config)
-    roles = config.actor_rollout_ref
-    data = config.data
-    actor, model, update = roles.actor, roles.model, None
+    """(bytes by phase and part, whether the update was traced); `limit`: bytes of a GPU, None on CPU ranks."""
+    plan, on_gpu, update = plan_batches(config), limit is not None, None
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    # Other loaders and policies may compute what the trace does not know.
     if (model.loader.name, model.policy.name) == ("auto", "causal_lm"):
-        engine = actor.fsdp_config
-        sharing = engine.ulysses_sequence_parallel_size if actor.use_dynamic_bsz else 1  # budgets are per rank
-        samples = roles.rollout.n if actor.share_prompt_forward else 1
-        rows, prompt, response = plan.micro_batch_size, data.max_prompt_length, data.max_response_length
-        several = plan.samples_per_mini_batch > rows * plan.ranks
-        if actor.use_dynamic_bsz and several:
-            # Samples below full length fill the token limit: one more prompt, with responses that just fit.
-            fitting = (actor.ppo_max_token_len_per_gpu // (rows // samples + 1) - prompt) // samples
-            rows, response = (rows + samples, fitting) if fitting > 0 else (rows, response)
-        micro = MicroBatch(
-            rows * sharing, prompt, response, samples, several,
-            chunk_tokens=model.policy.kwargs.get("chunk_tokens", LOGITS_CHUNK),
-            with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
-        )  # fmt: skip
-        if limit is None:
-            tokens = micro.rows * micro.response + -(-micro.rows // samples) * micro.prompt
+        micro = _traced_micro_batch(config, plan)
+        if not on_gpu:
+            tokens = micro.rows * micro.response + -(-micro.rows // micro.samples) * micro.prompt
             setting, ranks = model.enable_gradient_checkpointing, config.trainer.n_gpus_per_node
-            checkpointed = checkpoints_layers(setting, hf_config, tokens, engine.dtype, ranks)
-            changed = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed})
-            model = changed.actor_rollout_ref.model
-        update = traced_update(hf_config, model, engine, actor.optim, micro, plan.ranks, limit is not None)
+            checkpointed = checkpoints_layers(setting, hf_config, tokens, actor.fsdp_config.dtype, ranks)
+            model = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed}).actor_rollout_ref.model
+        update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     return estimate_memory(size, config, *sizes, update, limit), update is not None
 
 
+def _traced_micro_batch(config: PPOConfig, plan: BatchPlan) -> MicroBatch:
+    """The micro-batch of the actor's update that takes most memory."""
+    roles, data = config.actor_rollout_ref, config.data
+    actor, dynamic = roles.actor, roles.actor.use_dynamic_bsz
+    samples = roles.rollout.n if actor.share_prompt_forward else 1  # of a prompt, in one forward
+    rows, prompt, response = plan.micro_batch_size, data.max_prompt_length, data.max_response_length
+    several = plan.samples_per_mini_batch > rows * plan.ranks
+    if dynamic and several:
+        # Samples below full length fill the token limit: one more prompt, with responses that just fit.
+        fitting = (actor.ppo_max_token_len_per_gpu // (rows // samples + 1) - prompt) // samples
+        rows, response = (rows + samples, fitting) if fitting > 0 else (rows, response)
+    # The token limit is per rank: ranks that share sequences compute on as many times the rows.
+    sharing = actor.fsdp_config.ulysses_sequence_parallel_size if dynamic else 1
+    return MicroBatch(
+        rows * sharing, prompt, response, samples, several,
+        chunk_tokens=roles.model.policy.kwargs.get("chunk_tokens", LOGITS_CHUNK),
+        with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
+    )  # fmt: skip
+
+
 def _nearest(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float) -> dict[str, Any]:
-    """Few changes, of those that cost least, with which every phase fits; empty if there are none."""
+    """Changes with which every phase fits, added from the cheapest on, less needless ones; empty if there are none."""
 
     def fits(changes: Mapping[str, Any]) -> bool:
         phases, _ = _memory(_changed(config, changes), size, hf_config, limit)
-        return all(sum(parts.values()) <= LEFT * limit for parts in phases.values())
+        return all(sum(parts.values()) <= USABLE * limit for parts in phases.values())
 
     changes: dict[str, Any] = {}
     for key, value in _cheapest_first(config, hf_config):
@@ -182,7 +188,7 @@ def _cheapest_first(config: PPOConfig, hf_config: Any) -> Iterator[tuple[str, An
 
 
 def _changed(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
-    """A copy with these values and those that follow them; other values may be wrong."""
+    """A copy with these values and those that are derived from them. It may be invalid: see `_is_sound`."""
     changed, values = copy.deepcopy(config), dict(changes)
     for key, value in changes.items():
         role, _, name = key.rpartition(".")
@@ -192,7 +198,7 @@ def _changed(config: PPOConfig, changes: Mapping[str, Any]) -> PPOConfig:
             values[f"{role}.ppo_micro_batch_size"] = None
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        vars(select(changed, section))[name] = value
+        vars(select(changed, section))[name] = value  # not replace, which checks each change by itself
     return changed
 
 

@@ -15,7 +15,7 @@ from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.gateway.program import missing_file
 from verl.agents.interactions.interaction_registry import initialize_interactions_from_config
-from verl.agents.message_encoder import ARGUMENTS, CALL_ID, CALLING, USER, MessageEncoder
+from verl.agents.message_encoder import ARGUMENT_FORMS, CALL_ID, TURN_WITH_CALLS, USER, MessageEncoder
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.runner import ToolRunner
 from verl.agents.tools.tool_registry import initialize_tools_from_config, tool_schemas
@@ -122,10 +122,10 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
 def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[dict[str, Any]]) -> str:
     """A call of the first tool as the chat template writes it; empty if the parser reads it, or nothing is written."""
     name = schemas[0]["function"]["name"]
-    calls = [{"id": CALL_ID % 0, "type": "function", "function": {"name": name, "arguments": ARGUMENTS[0]}}]
+    calls = [{"id": CALL_ID % 0, "type": "function", "function": {"name": name, "arguments": ARGUMENT_FORMS[0]}}]
     begun = encoder.prompt([USER], schemas)
     try:
-        ids = encoder.prompt([USER, {**CALLING, "tool_calls": calls}], schemas, add_generation_prompt=False)
+        ids = encoder.prompt([USER, {**TURN_WITH_CALLS, "tool_calls": calls}], schemas, add_generation_prompt=False)
     except ChatTemplateError:
         return ""
     written = ids[len(os.path.commonprefix([begun, ids])) :]  # which compares lists item by item

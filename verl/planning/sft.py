@@ -1,4 +1,4 @@
-"""Plan and checks of a supervised run."""
+"""Checks of a supervised run before it starts, and its dry run."""
 
 import dataclasses
 import os
@@ -56,7 +56,7 @@ def data_parallel_groups(config: SFTConfig, ranks: int) -> int:
 
 
 def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
-    """The checks and the dry run of FSDPSFTTrainer or a subclass; `ranks`: None takes those of `ranks_of`."""
+    """The checks and the dry run of FSDPSFTTrainer or a subclass; `ranks`: those that checks count (None: ranks_of)."""
 
     def checks(config: SFTConfig, problems: list[Problem]) -> list[Problem]:
         return [] if problems else _tree_problems(config, ranks or ranks_of(config))
@@ -114,7 +114,7 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
         problems.append(wrong("data.micro_batch_size", str(e)))
     try:
         import_external_libs(config.model.external_lib)
-        engine_parts(config, None, 1)
+        engine_parts(config, None, 1)  # raises for what the engine's settings refuse
     except ImportError as e:
         rule = f"model.external_lib={config.model.external_lib} cannot be imported: {e}."
         problems.append(wrong("model.external_lib", rule))
@@ -124,8 +124,7 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
 
 
 def refuse_bad_rows(dataset: Any, key: str, warn: bool = True) -> None:
-    """Raise one ConfigError with the problems of the first rows of a data set, and warn of rows that train nothing;
-    `key` names its files."""
+    """Raise one ConfigError for bad rows at the start of the files of `key`; `warn`: log rows that train nothing."""
     problems = list(row_problems(dataset, key, ROWS_AT_START, _missing_columns, _learns))
     if fatal := [p for p in problems if p.kind in (WRONG, ABSENT)]:
         raise ConfigError(fatal)
@@ -134,6 +133,7 @@ def refuse_bad_rows(dataset: Any, key: str, warn: bool = True) -> None:
 
 
 def _learns(row: Mapping[str, Any]) -> bool:
+    """Whether a token of the row is trained."""
     return bool(row["loss_mask"][1:].any())  # no position comes before the first token
 
 
@@ -143,32 +143,31 @@ def _missing_columns(row: Mapping[str, Any]) -> str | None:
 
 
 def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer_class: type[Any]) -> None:
+    """Print the run's numbers and a rank's memory; `findings` gets what this machine lacks, memory and disk space."""
     console.rule("Plan")
     data, run, ranks = config.data, config.trainer, ranks_of(config)
     size, groups = data.train_batch_size, data_parallel_groups(config, ranks)
     micro = samples_per_forward(data, groups)
     samples = findings.train_prompts
-    epoch = samples // size if samples is not None and samples >= size else None
-    steps = run.total_training_steps or (epoch and epoch * run.total_epochs)
+    epoch = samples // size if samples is not None and samples >= size else None  # steps; None: unknown
+    steps = run.total_training_steps or (None if epoch is None else epoch * run.total_epochs)
     budget = tokens_per_forward(data, micro) if data.packing else micro * data.max_length
-    run = with_values(config, {f"trainer.{k}": n for k, n in steps_of_epochs(run, epoch or 1).items()}).trainer
     warm_up = config.optim.lr_warmup_steps
-    warm_up = int((steps or 0) * config.optim.lr_warmup_steps_ratio) if warm_up < 0 else warm_up
+    if warm_up < 0:
+        warm_up = int((steps or 0) * config.optim.lr_warmup_steps_ratio)
     rows = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
-    print_rows(
-        console,
-        {
-            "samples for training": count_text(samples),
-            "samples for validation": count_text(findings.val_prompts),
-            "ranks": str(ranks),
-            "samples a step": count_text(size),
-            "samples a step and rank": count_text(size // ranks),
-            "micro-batches a step and rank": f"of at most {budget:,} tokens" if data.packing else rows,
-            "steps per epoch": count_text(epoch),
-            "steps in all": count_text(steps),
-            "warm-up steps": count_text(steps and warm_up),
-        },
-    )
+    numbers = {
+        "samples for training": count_text(samples),
+        "samples for validation": count_text(findings.val_prompts),
+        "ranks": str(ranks),
+        "samples a step": count_text(size),
+        "samples a step and rank": count_text(size // ranks),
+        "micro-batches a step and rank": f"of at most {budget:,} tokens" if data.packing else rows,
+        "steps per epoch": count_text(epoch),
+        "steps in all": count_text(steps),
+        "warm-up steps": count_text(None if steps is None else warm_up),
+    }
+    print_rows(console, numbers)
     if findings.hf_config is None:
         console.print("No memory estimate: it needs the model's config.")
         return
@@ -176,6 +175,7 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
 
     model, engine, optimizer, checkpoint = engine_parts(config, None, steps or 1)
     measured = measure_model(findings.hf_config, model.lora_rank)
+    # A prompt of one token: the loss covers the rest of the row.
     batch = MicroBatch(micro, 1, data.max_length - 1, several=data.packing or size // groups > micro)
     on_gpu, processes = run.device == "cuda", run.n_gpus_per_node
     checkpointed = model.enable_gradient_checkpointing
@@ -190,13 +190,14 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
         parts = training_memory(measured, engine, shards, budget, logits, checkpointed)
     if not on_gpu:
         parts = parts | {PROCESS: PROCESS_BYTES}
-        remedies = {} if checkpointed else {
-            "model.enable_gradient_checkpointing": "set model.enable_gradient_checkpointing=true"
-        }  # fmt: skip
+        key = "model.enable_gradient_checkpointing"
+        remedies = {} if checkpointed else {key: f"set {key}=true"}
         keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
+    # Frequencies that count epochs as steps; every step where the steps of an epoch are unknown.
+    counted = with_values(config, {f"trainer.{k}": n for k, n in steps_of_epochs(run, epoch or 1).items()}).trainer
     one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
-    findings.problems += check_disk(run, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
+    findings.problems += check_disk(counted, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

@@ -16,16 +16,20 @@ from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.single_controller.base.dispatch import Dispatch, register
 from verl.utils.accelerator import visible_device
 
-_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
-_VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
+# Settings of reward_model.rollout that have vLLM's own names.
+_PASSED_ON = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "dtype", "gpu_memory_utilization",
+              "max_num_batched_tokens", "max_num_seqs", "load_format")  # fmt: skip
 
 
 class RewardModelServer(LocalVllmServer):
     """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
 
-    def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str) -> None:
+    def __init__(
+        self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str, token: str,
+        gpus: list[str] | None = None,
+    ) -> None:  # fmt: skip
         rollout, model = config.rollout, config.model
-        settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
+        settings = {name: getattr(rollout, name) for name in _PASSED_ON}
         settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
         settings |= {"disable_log_stats": True} if rollout.disable_log_stats else {}  # vLLM has no --no- form of it
         settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
@@ -45,13 +49,13 @@ class RewardModelServer(LocalVllmServer):
             elif value is not None:
                 arguments += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
         if discriminative:
-            self.path, self.first_request = "/classify", {"input": [[0, 1]]}
+            self.path, self.first_request = "/classify", {"input": [[0, 1]]}  # token ids; `wait_ready` sends it
         length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-        super().__init__(model.path, log_file, length, arguments, host, token)
+        super().__init__(model.path, log_file, length, arguments, host, token, gpus)
 
 
 class RewardServerWorker(ModelWorker):
-    """Serves the reward model on `rollout.tensor_model_parallel_size` neighbouring ranks each, by the first of them."""
+    """A rank of a served reward model; `tensor_model_parallel_size` neighbours share the server that the first owns."""
 
     config_type = RewardModelConfig
     server: RewardModelServer | None = None
@@ -60,7 +64,7 @@ class RewardServerWorker(ModelWorker):
         self, config: Any, *args: Any, discriminative: bool = True, log_dir: str = ".",
         start_timeout: float = 600.0, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """`start_timeout`: seconds (rollout.server.max_start_wait_time)."""
+        """`discriminative`: serve scores, not text. `log_dir`: folder of the logs. `start_timeout`: seconds."""
         super().__init__(config, *args, **kwargs)
         self.discriminative, self.log_dir, self.start_timeout = discriminative, log_dir, start_timeout
 
@@ -75,19 +79,13 @@ class RewardServerWorker(ModelWorker):
                 f"reward_model.rollout.tensor_model_parallel_size={size} does not divide the {self.world_size} ranks "
                 "of the reward model's pool."
             )
-        devices: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(devices, visible_device() if self.device_name == "cuda" else None)
+        gpus: list[str | None] = [None] * self.world_size  # by rank
+        dist.all_gather_object(gpus, visible_device() if self.device_name == "cuda" else None)
         if self.rank % size == 0:
-            visible, selected = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
-            token = secrets.token_urlsafe(16)
+            own = gpus[self.rank : self.rank + size] if self.device_name == "cuda" else None
             log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
-            try:
-                if self.device_name == "cuda":
-                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(selected)
-                self.server = RewardModelServer(config, log, self.discriminative, host_to_bind(), token)
-            finally:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-                os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+            token = secrets.token_urlsafe(16)
+            self.server = RewardModelServer(config, log, self.discriminative, host_to_bind(), token, own)
             self.server.wait_ready(self.start_timeout, START_KEY)
         dist.barrier()
 
@@ -100,6 +98,6 @@ class RewardServerWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_rollout(self) -> None:
-        """End the server."""
+        """End the server. Worker groups call this name at the end of a run."""
         if self.server is not None:
             self.server.stop()

@@ -86,12 +86,12 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
-        answer, shared_fields = await chat_api.complete(session, body)
-        arguments = (answer, shared_fields, body, session.settings.encoder.tokenizer)
+        answer, shared = await chat_api.complete(session, body)
+        arguments = (answer, shared, body, session.settings.encoder.tokenizer)
         if body.get("stream"):
             texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
             return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
-        return web.json_response(chat_api.reply(*arguments))
+        return web.json_response(chat_api.completion(*arguments))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)

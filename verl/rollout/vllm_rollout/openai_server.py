@@ -32,11 +32,12 @@ class LocalVllmServer(OwnedServer):
         extra_args: follow on vLLM's command line, and win.
         host: the address that it binds.
         token: if not empty, requests need the header `Authorization: Bearer <token>`.
+        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them; None: those of this process.
     """
 
     def __init__(
         self, model_path: str, log_file: str | Path, max_model_len: int | None, extra_args: list[str] | None = None,
-        host: str = "127.0.0.1", token: str = "",
+        host: str = "127.0.0.1", token: str = "", gpus: list[str] | None = None,
     ) -> None:  # fmt: skip
         port = free_port(host)
         command = [
@@ -48,6 +49,8 @@ class LocalVllmServer(OwnedServer):
         if max_model_len is not None:
             command += ["--max-model-len", str(max_model_len)]
         environment: dict[str, str | None] = {"VLLM_NO_USAGE_STATS": "1"}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if not torch.cuda.is_available():
             command += ["--dtype", default_dtype("cpu"), "--enforce-eager"]
             command += ["--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]

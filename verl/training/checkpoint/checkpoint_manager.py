@@ -1,4 +1,4 @@
-"""What every checkpoint manager shares: which contents are requested, where checkpoints lie."""
+"""What every checkpoint manager shares, with verl's interface: contents that are requested, where checkpoints lie."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 class BaseCheckpointManager:
-    """Knows `save_contents` and `load_contents`: model, optimizer, extra (schedule, generators), hf_model."""
+    """A subclass writes and reads the requested contents: model, optimizer, extra (schedule, generators), hf_model."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class BaseCheckpointManager:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
-        self.save_contents = _checked(checkpoint_config, "save_contents")
-        self.load_contents = _checked(checkpoint_config, "load_contents")
+        self.save_contents = _requested(checkpoint_config, "save_contents")
+        self.load_contents = _requested(checkpoint_config, "load_contents")
 
     should_save_model = property(lambda self: "model" in self.save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.save_contents)
@@ -57,31 +57,31 @@ class BaseCheckpointManager:
         raise NotImplementedError(f"{type(self).__name__} does not say how it saves {local_path}")
 
     def remove_previous_save_local_path(self, path: str | os.PathLike | list) -> None:
-        """Removes what lies at a path, or at each of several; for managers of one's own that rotate their folders."""
+        """Removes what lies at a path, or at each of several; for subclasses that rotate their own folders."""
         for old in path if isinstance(path, list) else [path]:
             if os.path.lexists(old):
                 publish.remove(Path(old))
 
     @staticmethod
-    def checkpath(local_path: str, hdfs_path: str | None) -> str:
-        """The folder to read from: the local one when given."""
+    def checkpath(local_path: str | None, hdfs_path: str | None) -> str:
+        """The folder to read from: `local_path`, else `hdfs_path`. ValueError without both."""
         if local_path is None and hdfs_path is None:
             raise ValueError("a checkpoint needs local_path or hdfs_path; both are None")
         return local_path if local_path is not None else hdfs_path
 
 
-def _checked(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
-    contents = CONTENTS[:3] if config is None else tuple(config[field])
+def _requested(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
+    contents = CONTENTS[:3] if config is None else tuple(config[field])  # by default without hf_model
     if unknown := set(contents) - set(CONTENTS):
         raise ValueError(f"checkpoint.{field} has unknown entries {sorted(unknown)}. Known: {', '.join(CONTENTS)}.")
     return contents
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
-    """Whether a rented instance ends before the next step and a save would fit in.
+    """Whether to save now: a rented instance ends before another step and a save are done. Durations in seconds.
 
-    Reads the end as seconds since the epoch from MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP or
-    SAGEMAKER_EXPIRATION_TIMESTAMP; without one of them that holds a number the answer is False.
+    The end, in seconds since the epoch, is the number in MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, else in
+    SAGEMAKER_EXPIRATION_TIMESTAMP. False without one, after it, and if `max_steps_duration` is 0 (no step yet).
     """
     for variable in ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_EXPIRATION_TIMESTAMP"):
         if variable in os.environ:
