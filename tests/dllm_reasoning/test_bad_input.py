@@ -49,7 +49,8 @@ BAD = [("2 + 3 =", "5"), ("1 + 1 =", "  "), ("", "5"), ("a " * 40, "b")]
     ("row", "more", "message"),
     [(1, [], "row 1: column 'output' is empty; a response needs some text."),
      (2, [], "row 1: column 'instruction' has no tokens"),
-     (3, ["data.truncation=right"], "row 1: the instruction has 40 tokens, data.max_length=24 leaves no room")],
+     (3, ["data.truncation=right"],
+      "row 1: the instruction has 40 tokens, so that data.max_length=24 leaves nothing of the other part")],
 )  # fmt: skip
 def test_a_bad_row_names_its_file_and_number(assets, tmp_path, row, more, message):
     file = runs.save_rows(tmp_path / "bad.parquet", [BAD[0], BAD[row]])
