@@ -419,7 +419,7 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
 
 def test_shares_of_harmless_mismatches_need_labels(house, tmp_path):
     args = given(house, "s", tmp_path, "--harmless-shares", "0.5", "--scorer-thresholds", "0")
-    with pytest.raises(ValueError, match="--val-harm-labels None gives no labels .* no --harmless-shares"):
+    with pytest.raises(ValueError, match="--val-harm-labels None gives no labels: .* no --harmless-shares"):
         eval_spd_scorer.load_job(eval_spd_scorer.parse(args))
 
 

@@ -72,9 +72,7 @@ def test_an_engine_of_its_own_keeps_the_weights_it_started_with(monkeypatch):
 
 
 def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp_path):
-    with logged() as lines:
-        rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
-    assert any(line.startswith("100% of the answers were cut at a limit of tokens") for line in lines)
+    rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
     tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(tiny_llama)
     assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2, 3, 4]
     for row in rows:
