@@ -114,7 +114,7 @@ def test_log_probs_of_turns_are_those_of_the_conversation(llama):
 @pytest.mark.parametrize(("mini", "shared"), [(4, False), (2, False), (4, True)])
 def test_an_update_by_turns_is_that_by_conversations(tiny_llama, mini, shared, monkeypatch):
     """Also over mini-batches, with a sample that fills up a group and counts nowhere, and with shared prefixes."""
-    monkeypatch.setattr(prefix_tree, "SHORTEST", 1)
+    monkeypatch.setattr(prefix_tree, "SHORTEST_GAIN", 1)
     results = []
     for data in whole_and_split():
         data, own = fill_groups(data.select_idxs(np.arange(3)), n=4)
