@@ -65,7 +65,7 @@ def branches() -> DataProto:
 def results_of(*args):
     """{step: (metrics, gradients)}, log-probs of this rank's rows, tokens that its forwards for them read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "SHORTEST", 1)
+        patch.setattr(prefix_tree, "SHORTEST_GAIN", 1)
         return results_of_trees(*args)
 
 
