@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
 from verl.config.base import BaseConfig
+from verl.config.common import RewardManagerConfig
 from verl.config.compose import to_omegaconf, to_plain, to_settings, with_values
 from verl.config.data import DataConfig
 from verl.config.inert import NO_EFFECT, OLD_KEYS
@@ -92,6 +93,13 @@ def test_a_class_takes_the_arguments_of_old_scripts():
         FSDPActorConfig().rollout_n  # noqa: B018
     with pytest.raises(TypeError, match="nothing"):
         FSDPEngineConfig(nothing=1)
+
+
+def test_a_reward_manager_of_a_module_needs_its_path():
+    for module in (None, {"name": "Own"}, {"path": None}):
+        with pytest.raises(ValueError, match="needs reward_manager.module.path"):
+            RewardManagerConfig(source="importlib", module=module)
+    assert RewardManagerConfig(source="importlib", module={"path": "own.py"}).name == "naive"
 
 
 def subclasses(kind):

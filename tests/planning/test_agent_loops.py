@@ -151,6 +151,9 @@ def test_names_of_loops(tmp_path, tools):
     assert problems(*SERVED, f"{default}=nobody", f"{path}={tmp_path}/loops.yaml") == []
     ((key, message), _) = problems(*SERVED, f"{default}=nobody", f"{path}={tmp_path}/absent.yaml")[::-1]
     assert key == "agent.agent_loop_config_path" and "absent.yaml' is no file in" in message
+    (tmp_path / "half.yaml").write_text(json.dumps([{"name": "a", "_target_": "b.C"}, {"name": "nobody"}]))
+    ((key, message), _) = problems(*SERVED, f"{default}=nobody", f"{path}={tmp_path}/half.yaml")[::-1]
+    assert key == "agent.agent_loop_config_path" and "entry 2: {'name': 'nobody'} lacks name or _target_" in message
 
 
 def test_tools_need_a_loop_that_uses_them_and_a_server(tools):

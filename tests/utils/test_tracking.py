@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.logs import logged
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, plain_number
 
 
@@ -99,8 +100,12 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
         Tracking("p", "e", "mlflow")
 
 
-def test_the_console_replaces_wandb_where_it_is_not_installed(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("folder", [False, True], ids=["nothing", "folder_of_earlier_runs"])
+def test_the_console_replaces_wandb_where_it_is_not_installed(folder, monkeypatch, capsys, tmp_path):
+    if folder:
+        (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for backends in (["console", "wandb"], "wandb"):
         Tracking("p", "e", backends).log({"a": 1}, step=1)
         assert capsys.readouterr().out == "step 1  a 1\n"
@@ -126,9 +131,10 @@ def test_vemlp_wandb_signs_in_first(monkeypatch):
         Tracking("p", "e", "vemlp_wandb")
     for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION"):
         monkeypatch.setenv(name, name.lower())
-    Tracking("p", "e", "vemlp_wandb")
+    with logged() as warnings:
+        Tracking("p", "e", "vemlp_wandb")
     keys = {"ak": "volc_access_key_id", "sk": "volc_secret_access_key", "region": "mlp_tracking_region"}
-    assert calls == [keys, "e"]
+    assert calls == [keys, "e"] and warnings == []
 
 
 RUN = {"project": "p", "config": {"lr": 1}}
@@ -139,9 +145,9 @@ SERVICES = {  # name: (what is logged, calls of the package)
     "wandb": (LOGGED[0], [call.init(name="e", **RUN), *LOGGED[1]]),
     "trackio": (LOGGED[0], [call.init(name="e", **RUN), *LOGGED[1]]),
     "swanlab": (LOGGED[0], [call.init(experiment_name="e", **RUN), *LOGGED[1]]),
-    "mlflow": ({"val-core/x/mean@4": 1.0}, [
+    "mlflow": ({"val-core/x/mean@4": 1.0, "train/time(s)": 2.0}, [
         call.set_experiment("p"), call.start_run(run_name="e"), call.log_dict({"lr": 1}, "config.json"),
-        call.log_metrics({"val-core/x/mean_at_4": 1.0}, step=2), call.end_run(),
+        call.log_metrics({"val-core/x/mean_at_4": 1.0, "train/time_s_": 2.0}, step=2), call.end_run(),
     ]),
     "clearml": ({"actor/pg/loss": 0.5, "step": 2}, [
         call.Task.init(project_name="p", task_name="e", continue_last_task=True, output_uri=False),
@@ -156,7 +162,7 @@ SERVICES = {  # name: (what is logged, calls of the package)
 def test_services_get_project_run_and_metrics(monkeypatch, name):
     package, (data, calls) = MagicMock(), SERVICES[name]
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"{name}/__init__.py"))
     tracking = Tracking("p", "e", name, config={"lr": 1})
     tracking.log(data, step=2)
     tracking.finish()

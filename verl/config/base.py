@@ -15,9 +15,9 @@ from verl.config.inert import old_keys_of
 
 
 class AcceptsOldKeys(ABCMeta):
-    """Metaclass of settings: their constructors also accept the names in `old_keys_of`, which are not fields.
+    """Metaclass of settings: their constructors also accept keys of old scripts (`old_keys_of`), which are not fields.
 
-    They are kept as they are, for code that was written for verl; a row with another name (`new`) also sets that field.
+    A value stays readable under the old key, for code written for verl, and is also that of the field `new`, if any.
     """
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
@@ -62,7 +62,7 @@ class BaseConfig(Mapping, metaclass=AcceptsOldKeys):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """The default of a setting that no run reads."""
+        """The default of an old key that the constructor was not given; AttributeError for one that must be given."""
         value = old_keys_of(type(self)).get(name, {"default": MISSING})["default"]
         if value == MISSING:
             raise AttributeError(f"{type(self).__name__} has no {name}")

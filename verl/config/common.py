@@ -41,7 +41,7 @@ class CheckpointConfig(BaseConfig, section="checkpoint"):
 
 @dataclass
 class ProfileConfig(BaseConfig, section="profile"):
-    """Steps and ranks that a profile covers; -1 is off."""
+    """Steps and ranks that a profile covers, -1 is off; no section has it, it is for code that was written for verl."""
 
     profile_ranks: list[int] | None = None
     step_start: int = setting(-1, low=-1)
@@ -70,19 +70,19 @@ class ModuleConfig(BaseConfig, section="module"):
 
 @dataclass
 class RewardManagerConfig(BaseConfig, section="reward_manager"):
-    """Reward manager by registered name, or imported from `module`."""
+    """Reward manager by registered name, or imported from `module`, whose name counts before `name`."""
 
     source: str = setting(
         "register",
         "register: a manager by name; importlib: a class from reward_manager.module.",
         choices=("register", "importlib"),
     )
-    name: str = setting("naive", "Name of the manager: the registered one, or the class in the module.")
+    name: str = setting("naive", "Registered name of the manager, or its class in the module if module.name is null.")
     module: ModuleConfig | None = setting(ModuleConfig, "File of the class, for source=importlib.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source == "importlib" and (self.module is None or not self.module["path"]):
+        if self.source == "importlib" and not (self.module and self.module.get("path")):  # it may be a plain dict
             raise ValueError("reward_manager.source=importlib needs reward_manager.module.path: name the file.")
 
 
@@ -103,7 +103,7 @@ class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
 
 @dataclass
 class RunConfig(BaseConfig, section="trainer"):
-    """What every training has: length, ranks, trackers, checkpoints, resume; -1 turns a frequency off."""
+    """What every training has: length, ranks, trackers, checkpoints, resume."""
 
     total_epochs: int = setting(30, "Epochs over the training data.", low=1)
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
@@ -142,7 +142,7 @@ class RunConfig(BaseConfig, section="trainer"):
 
 @dataclass
 class TrainerConfig(RunConfig):
-    """One RL run on nnodes x n_gpus_per_node ranks; steps count optimizer rounds."""
+    """One RL run on nnodes x n_gpus_per_node ranks; a step generates one batch and trains on it."""
 
     watchdog: WatchdogConfig = setting(
         WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."

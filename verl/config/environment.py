@@ -1,5 +1,6 @@
 """Settings of environments that others wrote (data.environment)."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +73,21 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
         if unknown := [task for task in self.parameters if self.tasks and task not in self.weights]:
             known = ", ".join(self.weights)
             raise ValueError(f"data.environment.params.{unknown[0]}: no such task in data.environment.tasks: {known}.")
+        try:
+            fault = "" if re.compile(self.answer_pattern).groups else "has no group: put parentheses around the answer"
+        except re.error as error:
+            fault = f"is no regular expression: {error}"
+        if fault:
+            raise ValueError(f"data.environment.answer_pattern={self.answer_pattern} {fault}.")
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each task."""
+        """`tasks` as {name: weight}, each 1 for a list."""
         return dict(self.tasks) if isinstance(self.tasks, dict) else dict.fromkeys(self.tasks or (), 1.0)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """`params`, empty where there are none."""
+        """`params`, empty for null."""
         return dict(self.params or {})
 
 

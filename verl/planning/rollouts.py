@@ -9,9 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.agents.agent_loop.registry import _agent_loop_registry, loops_in_file
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.gateway.program import missing_file
 from verl.agents.interactions.interaction_registry import initialize_interactions_from_config
@@ -72,7 +70,7 @@ def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     names = set(_agent_loop_registry)
     if path := rollout.agent.agent_loop_config_path:
         key = f"{ROLLOUT}.agent.agent_loop_config_path"
-        entries = try_call(key, lambda: [entry.name for entry in OmegaConf.load(resolve_config_path(path))])
+        entries = try_call(key, loops_in_file, path)
         names |= set(entries or ())
     if rollout.agent.default_agent_loop not in names:
         key = f"{ROLLOUT}.agent.default_agent_loop"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,19 +46,20 @@ class Tracking:
         self, project_name: str, experiment_name: str, default_backend: str | list[str] = "console",
         config: dict[str, Any] | None = None,
     ) -> None:
-        names = backend_names(default_backend)
-        if "wandb" in default_backend and "wandb" not in names:
+        asked = [default_backend] if isinstance(default_backend, str) else default_backend
+        names = backend_names(asked)
+        if "wandb" in asked and "wandb" not in names:
             log.warning(
-                "trainer.logger names wandb, which is not installed (pip install wandb): the console replaces it; "
-                "metrics.jsonl has all metrics"
+                "trainer.logger: wandb is not installed (pip install wandb); the console and metrics.jsonl replace it"
             )
         self.logger = {name: BACKENDS[name](project_name, experiment_name, config) for name in names}
 
-    def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
+    def log(self, data: dict[str, Any], step: int, backend: str | list[str] | None = None) -> None:
         """Send the metrics of `step` to all backends, or to the named ones only."""
-        for name in self.logger if backend is None else {backend} if isinstance(backend, str) else set(backend):
-            if name in self.logger:
-                self.logger[name].log(data, step)
+        chosen = [backend] if isinstance(backend, str) else backend
+        for name, sink in self.logger.items():
+            if chosen is None or name in chosen:
+                sink.log(data, step)
 
     def finish(self) -> None:
         """Flush and close every backend."""
@@ -66,22 +68,19 @@ class Tracking:
 
 
 def backend_names(given: str | Iterable[str]) -> list[str]:
-    """The backends of `trainer.logger`, with the console in place of wandb where that is not installed.
-
-    ValueError for an unknown name.
-    """
+    """The backends of `trainer.logger`, the console in place of a missing wandb. ValueError for an unknown name."""
     names = [given] if isinstance(given, str) else list(given)
     for name in names:
         BACKENDS.find(name)
-    installed = importlib.util.find_spec("wandb") is not None
+    spec = importlib.util.find_spec("wandb")
+    installed = spec is not None and spec.origin is not None  # None: of the folder ./wandb, which wandb makes for runs
     return list(dict.fromkeys("console" if name == "wandb" and not installed else name for name in names))
 
 
 def plain_number(value: Any) -> float | int | bool | None:
     """A plain number of a Python, numpy or torch scalar; None of anything else."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        size = value.numel() if isinstance(value, torch.Tensor) else value.size
-        value = value.item() if size == 1 else None
+        value = value.item() if np.prod(value.shape) == 1 else None
     return value if isinstance(value, Real) else None
 
 
@@ -154,7 +153,7 @@ class FileLogger(Backend):
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _is_earlier(line, step, keys)]
+        kept = [line for line in lines if _is_kept(line, step, keys)]
         if not kept:
             set_aside(self.path)
         elif len(kept) < len(lines):
@@ -167,8 +166,8 @@ class FileLogger(Backend):
             self._file = None
 
 
-def _is_earlier(line: str, step: int, keys: set[str]) -> bool:
-    """Whether a line is kept when the run resumes at `step` with metrics named `keys`."""
+def _is_kept(line: str, step: int, keys: set[str]) -> bool:
+    """Whether a line stays in the file when the run resumes at `step` with metrics named `keys`."""
     try:
         entry = json.loads(line)
     except ValueError:  # the process was killed while it wrote the line
@@ -256,8 +255,9 @@ class MlflowLogger(Backend):
         self.mlflow.log_dict(config or {}, "config.json")
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        # MLflow refuses '@' in a name (val-core/.../mean@4).
-        self.mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in _numbers(data).items()}, step=step)
+        # MLflow refuses other characters in a name: val-core/.../mean@4, train/time(s).
+        names = {key: re.sub(r"[^\w/. -]", "_", key.replace("@", "_at_")) for key in data}
+        self.mlflow.log_metrics({names[key]: number for key, number in _numbers(data).items()}, step=step)
 
     def finish(self) -> None:
         self.mlflow.end_run()

@@ -30,7 +30,7 @@ def register_scorer(name: str) -> Callable[[type[ScoringActor]], type[ScoringAct
         if name in SCORERS:
             raise ValueError(f"spd.backbone={name} is {SCORERS[name].__name__}: give {scorer.__name__} another name.")
         SCORERS[name] = scorer
-        BACKBONES.append(name)
+        BACKBONES.append(name)  # the values that the setting spd.backbone accepts
         return scorer
 
     return register
@@ -46,8 +46,9 @@ class AutoModelForSPDScoring:
     ) -> ScoringActor:  # fmt: skip
         """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared.
 
-        `without_weights`: the backbone is on the meta device, for an engine that fills it from another rank, and
-        config.base_fingerprint stays empty.
+        `config` becomes the scorer's: hidden_size is set, and base_fingerprint if it is saved without its backbone.
+        With `without_weights` the backbone is on the meta device, for an engine that fills it from another rank, and
+        base_fingerprint is left as it is. `torch_dtype` and transformers' `backbone_kwargs` are not for a `base_model`.
         """
         if without_weights:
             hf_config = AutoConfig.from_pretrained(config.base_model_path, **backbone_kwargs)
@@ -69,7 +70,7 @@ class AutoModelForSPDScoring:
             given = base_model is not None
             config.base_fingerprint = model_fingerprint(base_model if given else backbone, just_loaded=not given)
         if config.lora_rank:
-            torch.manual_seed(config.seed)
+            torch.manual_seed(config.seed)  # with_adapters draws the first weights of the adapters
         return scorer(config, with_adapters(backbone, config))
 
     @staticmethod

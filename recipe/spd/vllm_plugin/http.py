@@ -30,7 +30,7 @@ class CountsMiddleware:
         REGISTRY.register(self)
 
     def collect(self) -> list[CounterMetricFamily]:
-        """For prometheus_client: the totals of the last scrape's query."""
+        """For prometheus_client, which cannot await: the totals that `__call__` got before it passed a scrape on."""
         return [CounterMetricFamily(f"spd:{name}_tokens", HELP[name], self.totals[name]) for name in COUNTS]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -40,21 +40,23 @@ class CountsMiddleware:
         if path.rstrip("/") == PATH:
             return await JSONResponse(self.totals)(scope, receive, send)
         if path.startswith(f"{PATH}/"):
-            response = path.removeprefix(f"{PATH}/")
-            counts = of_response(await _counts(scope, response), response)
+            response_id = path.removeprefix(f"{PATH}/")
+            counts = of_response(await _counts(scope, response_id), response_id)
             return await JSONResponse(counts, 200 if counts else 404)(scope, receive, send)
         await self.app(scope, receive, send)
 
 
-def of_response(counts: dict[str, Any], response: str) -> dict[str, Any]:
-    """The entries whose id is that of a response with numbers of at most 8 digits after it.
+def of_response(counts: dict[str, Any], response_id: str) -> dict[str, Any]:
+    """The entries of {request id: counts} whose requests vLLM made for one response.
 
-    The beginning of an id, such as "cmpl", must not list the requests of other clients.
+    The beginning of a response's id, such as "cmpl", must not list the requests of other clients.
     """
-    own = re.compile(re.escape(response) + r"(-[0-9a-f]{1,8}){0,2}")
+    # 1_ID-0-5f5f5f5f: of an answer (with n > 1), the response, a prompt (of completions), and 8 random digits.
+    own = re.compile(rf"(\d+_)?{re.escape(response_id)}(-[0-9a-f]{{1,8}}){{0,2}}")
     return {request: entry for request, entry in counts.items() if own.fullmatch(request)}
 
 
-async def _counts(scope: Any, prefix: str | None) -> dict[str, Any]:
-    ranks = await scope["app"].state.engine_client.collective_rpc("spd_counts", args=(prefix,))
-    return max(ranks, key=lambda counts: len(counts) if prefix else sum(counts.values()))  # of pipeline ranks, the last
+async def _counts(scope: Any, response_id: str | None) -> dict[str, Any]:
+    """ServedJudge.report of the last pipeline rank, which alone counts: totals, or of the requests of a response."""
+    ranks = await scope["app"].state.engine_client.collective_rpc("spd_counts", args=(response_id,))
+    return max(ranks, key=lambda counts: sum(counts.values()) if response_id is None else len(counts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,10 +149,10 @@ class ServedJudge:
             del self.counts[request_id]
 
     def report(self, prefix: str | None = None) -> dict[str, Any]:
-        """Totals since the start; with `prefix` those of each known request with this id or an id `prefix`-..., and of
-        all for an empty one."""
+        """Totals since the start; with `prefix` those of each known request with this id, an id `prefix`-..., or one of
+        these after N_ (vLLM's answer N of a request with n > 1); those of all for an empty one."""
         self._flush_counts()
         if prefix is None:
             return dict(zip(COUNTS, self.totals, strict=True))
-        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items()
-                if not prefix or r == prefix or r.startswith(f"{prefix}-")}
+        own = re.compile(rf"(\d+_)?{re.escape(prefix)}(-.*)?")
+        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items() if not prefix or own.fullmatch(r)}

@@ -102,6 +102,8 @@ def test_a_data_set_names_what_the_environment_lacks(files, tmp_path, tiny_llama
         ({"name": "reasoning_gym", "tasks": ["gcd"], "max_turns": 2}, "set data.environment.max_turns=1"),
         ({"tasks": {"a": 0}}, "tasks.a: the weight must be a number above 0"),
         ({"tasks": ["a"], "params": {"b": {}}}, "params.b: no such task in data.environment.tasks: a"),
+        ({"answer_pattern": "x(.*"}, r"answer_pattern=x\(\.\* is no regular expression: missing \)"),
+        ({"answer_pattern": "x"}, "answer_pattern=x has no group: put parentheses around the answer"),
     ],
 )
 def test_wrong_settings_are_named(more, message):

@@ -91,3 +91,5 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
     assert judging.report("third") == {} == judging.report("fir")
     assert set(judging.report("")) == {"first", "second"}
+    judging.counts |= {name: [1, 0, 0] for name in ("0_both-1f", "1_both-1f", "0_bothers", "x_both")}
+    assert set(judging.report("both")) == {"0_both-1f", "1_both-1f"}  # of a request for two answers

@@ -120,6 +120,9 @@ def test_counts_are_on_the_metrics_page_and_by_request(served):
         assert f"spd:{name}_tokens_total {float(value)}" in page
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(f"{url}/spd/counts/cmpl-unknown")
+    reply = ask(url, make_prompts(1)[0], n=2, temperature=1.0, ignore_eos=True)
+    answers = json.loads(get(f"{url}/spd/counts/{reply['id']}"))
+    assert sorted(request[:2] for request in answers) == ["0_", "1_"]
 
 
 def test_exact_sampled_requests_follow_the_targets_distribution(served):

@@ -18,9 +18,8 @@ _agent_loop_registry: dict[str, dict[str, Any]] = {
     "tool_agent": {"_target_": "verl.agents.agent_loop.tool_agent_loop.ToolAgentLoop"},
 }
 
-
 #: Arguments of __init__ that one version of verl passes and another does not.
-_OF_SOME_VERSIONS = ("dataset_config", "data_config", "tools", "hf_model_type")
+_NOT_IN_EVERY_VERSION = ("dataset_config", "data_config", "tools", "hf_model_type")
 
 
 def register(agent_name: str) -> Any:
@@ -47,17 +46,19 @@ def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
     settings = dict(_agent_loop_registry[name])
     cls = load_class_from_fqn(settings.pop("_target_"), f"agent loop {name!r}")
     parameters = inspect.signature(cls).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        left_out = [name for name in _OF_SOME_VERSIONS if name not in parameters]
-        arguments = {name: value for name, value in arguments.items() if name not in left_out}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):  # no **kwargs
+        left_out = [argument for argument in _NOT_IN_EVERY_VERSION if argument not in parameters]
+        arguments = {argument: value for argument, value in arguments.items() if argument not in left_out}
     return cls(**settings, **arguments)
 
 
-def register_from_file(config_path: str) -> None:
-    """Register the loops that a yaml file (rollout.agent.agent_loop_config_path) lists: {name, _target_, arguments}."""
-    for entry in OmegaConf.load(resolve_config_path(config_path)):
-        settings = OmegaConf.to_container(entry, resolve=True)
-        _agent_loop_registry[settings.pop("name")] = settings
+def loops_in_file(config_path: str) -> dict[str, dict[str, Any]]:
+    """{name: {_target_, arguments}} of a yaml list of {name, _target_, arguments}; ValueError for another entry."""
+    entries = OmegaConf.to_container(OmegaConf.load(resolve_config_path(config_path)), resolve=True)
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+            raise ValueError(f"{config_path}, entry {number}: {entry!r} lacks name or _target_ (package.module.Class).")
+    return {entry.pop("name"): entry for entry in entries}
 
 
 def resolve_config_path(config_path: str) -> str:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from transformers import PretrainedConfig
 
 from verl.agents.agent_loop.base import AgentLoopOutput, DictConfigWrap, ToolListWrap
-from verl.agents.agent_loop.registry import make_agent_loop, register_from_file
+from verl.agents.agent_loop.registry import _agent_loop_registry, loops_in_file, make_agent_loop
 from verl.agents.agent_loop.rows import batch_of, empty_output, is_lost
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
 from verl.agents.rollout_trace import RolloutTraceConfig, rollout_trace_attr
@@ -62,7 +62,7 @@ class AgentLoopWorker:
             "tools": tools, "hf_model_type": model_type_of(copy_to_local(config.actor_rollout_ref.model.path)),
         }  # fmt: skip
         if path := self.rollout_config.agent.agent_loop_config_path:
-            register_from_file(path)
+            _agent_loop_registry.update(loops_in_file(path))
         self._finished: asyncio.Queue[tuple[int, DataProto] | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task] = []  # the running conversations
         self._cancels_rest = self._warned_of_bias = False

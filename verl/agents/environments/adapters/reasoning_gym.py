@@ -11,7 +11,7 @@ from loguru import logger
 from verl.agents.environments.base import Ask, Environment, Library, Message, check_ranges, make_row
 
 EXAMPLES_SEED = 3_000_000  # of worked examples
-DRAWS = 2  # items drawn for one of validation, whose questions are all different
+DRAWS = 2  # items drawn per validation question: a repeated question is left out
 
 
 class ReasoningGym(Environment):
@@ -30,35 +30,34 @@ class ReasoningGym(Environment):
             settings, seed=(settings.seed, settings.size), val_seed=(settings.val_seed, DRAWS * settings.val_size),
             examples=(EXAMPLES_SEED, settings.examples),
         )  # fmt: skip
-        self.dataset = functools.cache(self._dataset)
+        # Caches of this instance: making a data set or an entry takes time.
+        self.dataset = functools.cache(self._make_dataset)
         self.entry = functools.lru_cache(4096)(lambda task, seed, size, index: self.dataset(task, seed, size)[index])
-        self.worked = functools.cache(self._worked)
+        self.worked_examples = functools.cache(self._make_worked_examples)
         self.pattern = re.compile(settings.answer_pattern)
-        if not self.pattern.groups:
-            raise ValueError(f"data.environment.answer_pattern={settings.answer_pattern} has no group, the answer.")
         self.system = settings.system_prompt
         if self.system is None:
             from reasoning_gym.utils import SYSTEM_PROMPTS
 
             self.system = SYSTEM_PROMPTS["default"]
 
-    def _dataset(self, task: str, seed: int, size: int) -> Any:
+    def _make_dataset(self, task: str, seed: int, size: int) -> Any:
         return self.library.create_dataset(task, seed=seed, size=size, **self.settings.parameters.get(task, {}))
 
-    def _worked(self, task: str) -> list[Message]:
+    def _make_worked_examples(self, task: str) -> list[Message]:
         number, turns = self.settings.examples, []
         for index in range(number):
-            entry = self.entry(task, EXAMPLES_SEED, number + 1, index)
+            entry = self.entry(task, EXAMPLES_SEED, number, index)
             answer = self.settings.answer_format.format(entry["answer"])
             turns += [("user", entry["question"].strip()), ("assistant", answer)]
         return [{"role": role, "content": text} for role, text in turns]
 
     def _messages(self, task: str, question: str) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.worked(task), {"role": "user", "content": question.strip()}]
+        return [*system, *self.worked_examples(task), {"role": "user", "content": question.strip()}]
 
     def _drawn(self, seed: int, size: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """(item, entry of reasoning-gym) of each draw."""
+        """(item for `converse`, entry of reasoning-gym: question, answer and metadata) of each draw."""
         names, weights = zip(*self.settings.weights.items(), strict=True)
         for index in range(size):
             # Not Random(seed + index), of which the entry itself is drawn.
@@ -67,7 +66,7 @@ class ReasoningGym(Environment):
 
     async def rows(self, split: str, files: list[str]) -> list[dict[str, Any]]:
         settings = self.settings
-        asked: dict[str, tuple] = {}
+        asked: dict[str, tuple] = {}  # question -> (item, entry); drawn for training too, which leaves them out
         for item, entry in self._drawn(settings.val_seed, DRAWS * settings.val_size):
             asked.setdefault(entry["question"], (item, entry))
         chosen = list(asked.values())[: settings.val_size]
