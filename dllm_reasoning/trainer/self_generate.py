@@ -31,7 +31,7 @@ from verl.utils.tokenizer import stop_ids
 FOLDER = "self_generated"
 KEY = "iterative.self_generate"
 Answer = tuple[int, str]
-"""Number of a row of the data set, and the text of the model's answer to it."""
+"""(Item, the text of the model's answer to it). An item is the number of a row of the data set."""
 
 
 def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> Path:
@@ -40,8 +40,8 @@ def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> 
     If a rank's reward function raises, every rank raises the ValueError that names its row.
     """
     folder = Path(config.trainer.default_local_dir).expanduser().absolute() / FOLDER
-    limit = config.iterative.self_generate.max_prompts
-    items = range(len(dataset) if limit < 0 else min(limit, len(dataset)))
+    max_prompts = config.iterative.self_generate.max_prompts
+    items = range(len(dataset) if max_prompts < 0 else min(max_prompts, len(dataset)))
     file = folder / f"{_fingerprint(config, dataset, items)}.parquet"
     if file.is_file():
         logger.info("reusing own answers: {}", file)
@@ -50,8 +50,8 @@ def own_answers(config: IterativeRefineConfig, dataset: IterativeSFTDataset) -> 
         initialize_global_process_group()
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     try:
-        share: Any = _answer(config, dataset, items[rank::ranks])
-    except ValueError as error:
+        share: Any = _kept_answers(config, dataset, items[rank::ranks])
+    except ValueError as error:  # raised below, on every rank
         share = error
     shares = all_gather_object(share)
     for share in shares:
@@ -91,18 +91,18 @@ def _fingerprint(config: IterativeRefineConfig, dataset: IterativeSFTDataset, it
     return digest.hexdigest()[:16]
 
 
-def _answer(
+def _kept_answers(
     config: IterativeRefineConfig, dataset: IterativeSFTDataset, items: Sequence[int]
 ) -> tuple[list[Answer], Counter]:
     """The kept answers to these items, and the number of dropped ones by reason."""
-    settings, tokenizer, limit = config.iterative.self_generate, dataset.tokenizer, dataset.max_length
+    settings, tokenizer = config.iterative.self_generate, dataset.tokenizer
     dtype = torch_dtype_of(config.model.fsdp_config.dtype, "model.fsdp_config.dtype")
     model = create_huggingface_actor(copy_to_local(config.model.partial_pretrain), automodel_kwargs={
         "dtype": dtype, "trust_remote_code": config.model.trust_remote_code})  # fmt: skip
     model.to(config.trainer.device)
-    # Token by token, unless the model was trained to be fast: both give its greedy answer.
+    # Several tokens a forward where the model was trained on windows, else token by token. Both give its greedy answer.
     mode = {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
-    generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": limit,
+    generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": dataset.max_length,
                   "use_cache": rolling_problem(model) is None}  # fmt: skip
     ends = stop_ids(tokenizer, config.model.partial_pretrain)
     items = sorted(items, key=lambda item: len(dataset.instruction_ids(item)))
@@ -117,33 +117,37 @@ def _answer(
             answers = []
             for item, tokens in zip(batch, result.tokens, strict=True):
                 text = answer_text(tokenizer, tokens)
-                if tokens[-1] not in ends:
-                    counts[f"without an end within {KEY}.max_new_tokens and data.max_length"] += 1
-                elif not text.strip():
-                    counts["empty"] += 1
-                # tokenised again, a text may have more tokens than were generated
-                elif len(encode_segments(tokenizer, dataset.segments(item, text))[0]) > limit:
-                    counts["longer than data.max_length"] += 1
+                if reason := _why_unusable(dataset, item, text, ended=tokens[-1] in ends):
+                    counts[reason] += 1
                 else:
                     answers.append((item, text))
-            kept += _filter(settings, dataset, pool, answers, counts)
+            kept += _scored_above_zero(settings, dataset, pool, answers, counts)
     finally:
         pool.close()
     return kept, counts
 
 
-def _filter(
+def _why_unusable(dataset: IterativeSFTDataset, item: int, text: str, ended: bool) -> str | None:
+    """Why training leaves out an answer, or None; `ended`: its last token is one that ends answers."""
+    if not ended:
+        return f"without an end within {KEY}.max_new_tokens and data.max_length"
+    if not text.strip():
+        return "empty"
+    # tokenised again, a text may have more tokens than were generated
+    is_longer = len(encode_segments(dataset.tokenizer, dataset.segments(item, text))[0]) > dataset.max_length
+    return "longer than data.max_length" if is_longer else None
+
+
+def _scored_above_zero(
     settings: SelfGenerateConfig, dataset: IterativeSFTDataset, pool: GradingPool, answers: list[Answer],
     counts: Counter,
 ) -> list[Answer]:
     """Answers that the reward function scores above 0; others, and those that time out, are added to `counts`."""
-    kept, arguments, key = [], [], settings.ground_truth_key
+    kept, arguments = [], []
+    key, key_name = settings.ground_truth_key, f"{KEY}.ground_truth_key"
     for item, text in answers:
         row = dataset.rows[item]
-        if key is None:
-            truth = dataset.text_of(item, "response")
-        else:
-            truth = dataset.column(item, key, f"{KEY}.ground_truth_key")
+        truth = dataset.text_of(item, "response") if key is None else dataset.column(item, key, key_name)
         source = str(row["data_source"]) if "data_source" in row else ""
         arguments.append({"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(row)})
     for (item, text), result in zip(answers, pool.map(arguments), strict=True):
@@ -166,7 +170,7 @@ def _filter(
 
 
 def _write(file: Path, dataset: IterativeSFTDataset, answers: list[Answer]) -> None:
-    """Instructions and answers only, under the data set's own keys."""
+    """A parquet file of instructions and answers only, under the data set's own keys (nested, where those are)."""
     import pandas as pd
 
     table = []

@@ -48,6 +48,8 @@ def test_auto_padding_repeats_the_last_row_and_returns_how_often():
     (parts,), kwargs = d.dispatch_dp_compute_data_proto(group(4), data)
     assert xs(parts) == [[0, 1], [2, 3], [4, 4], [4, 4]]
     assert kwargs == {d.PADDING_KEY: (3, 8)} and len(data) == 5
+    (_, whole), _ = d.dispatch_dp_compute_data_proto(group(4), data, batch(8))
+    assert xs(whole) == [[0, 1], [2, 3], [4, 5], [6, 7]]  # without auto padding: as it is
 
 
 def test_plain_values_are_refused_where_batches_are_cut():

@@ -203,6 +203,9 @@ def test_bad_settings_are_named(tiny_llama, tmp_path):
     (tmp_path / "spd_config.json").write_text(json.dumps({"backbon": "own"}))
     with pytest.raises(ValueError, match="unknown keys .*backbon"):
         AutoModelForSPDScoring.from_pretrained(tmp_path)
+    (tmp_path / "spd_config.json").write_text(json.dumps({"head_size": 0}))
+    with pytest.raises(ValueError, match="spd_config.json: spd.head_size=0 is too small"):
+        AutoModelForSPDScoring.from_pretrained(tmp_path)
 
 
 # Masks and positions of [Context] SEP [Draft] SEP [Target] SEP, by hand on a sequence of 11 tokens:

@@ -50,6 +50,11 @@ def work(what):
         return len(bytes(int(what.split()[0]) << 30))
     if what == "leave a process":
         return subprocess.Popen(["sleep", "600"]).pid
+    if what == "fork":
+        if (pid := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        return pid
     return os.getpid(), len(asked)
 
 
@@ -113,13 +118,14 @@ def test_a_spawned_child_has_four_gibibytes_of_memory():
     assert child.call(20.0, "a")[0] == child.pid and child.end() == -9
 
 
-def test_what_the_leader_of_a_group_started_ends_with_it():
+@pytest.mark.parametrize("how", ["leave a process", "fork"])
+def test_what_the_leader_of_a_group_started_ends_with_it(how):
     child = SpawnedChild(serve, work, leads_group=True)
-    left = child.call(20.0, "leave a process")
+    left = child.call(20.0, how)
     child.end()
     assert ended(left)
     child = SpawnedChild(serve, work, leads_group=True)
-    left = child.call(20.0, "leave a process")
+    left = child.call(20.0, how)
     os.kill(child.pid, signal.SIGKILL)  # not by this side: its guard sees it
     assert ended(left)
 

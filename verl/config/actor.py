@@ -46,7 +46,7 @@ class AuxiliaryLossConfig(BaseConfig, section="actor.auxiliary_losses"):
 class ActorConfig(BaseConfig, section="actor"):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
-    #: for losses written for verl; the config that the actor gives them has the counts of the mini-batch here
+    #: counts of the mini-batch, in the copy of this config that a loss written for verl gets (verl_losses.from_verl)
     global_batch_info: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
     ppo_micro_batch_size: int | None = setting(None, SUM_OVER_RANKS, low=1)
@@ -93,8 +93,8 @@ class ActorConfig(BaseConfig, section="actor"):
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.config.batch_sizes import actor_problems
 
-        samples = self.get("rollout_n", 1)
-        raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=samples))
+        n = self.get("rollout_n", 1)  # a key of old scripts (old_keys.yaml)
+        raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=n))
 
 
 @dataclass
@@ -111,10 +111,10 @@ class FSDPActorConfig(ActorConfig):
     )
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """As ActorConfig.validate; with `model_config` also ValueError for shared sequences with padding."""
+        """As ActorConfig.validate, and where ranks share sequences (Ulysses) that have padding by `model_config`."""
         super().validate(n_gpus, train_batch_size, model_config)
-        default = HFModelConfig.use_remove_padding
-        padded = model_config is not None and not model_config.get("use_remove_padding", default)
+        removes_padding = HFModelConfig.use_remove_padding  # unless model_config has it
+        padded = model_config is not None and not model_config.get("use_remove_padding", removes_padding)
         if self.ulysses_sequence_parallel_size > 1 and padded:
             raise ValueError(
                 "actor_rollout_ref.actor.ulysses_sequence_parallel_size="

@@ -86,6 +86,9 @@ class DataProto:
             return self.batch.batch_size[0]
         return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else dict(self.batch.items())
+
     def __getitem__(self, item: Any) -> DataProtoItem | DataProto:
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
@@ -125,7 +128,7 @@ class DataProto:
         logger.info(f"{prefix} tensors {tensors / 2**30:.4f} GiB, numpy columns {columns / 2**30:.4f} GiB".strip())
 
     def check_consistency(self) -> None:
-        """DataProtoError unless every tensor and column has len(self) rows."""
+        """DataProtoError unless every column has len(self) rows; a TensorDict checks its tensors itself."""
         if self.batch is not None and len(self.batch.batch_size) < 1:
             raise DataProtoError("batch has no batch dimension; build it with batch_size=[rows]")
         if self.batch is not None and self.non_tensor_batch and len(self.batch.batch_size) != 1:
@@ -142,7 +145,7 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, torch.Tensor | np.ndarray], meta_info: dict | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Tensors [B, ...] become `batch`, numpy arrays [B, ...] become `non_tensor_batch`."""
+        """Tensors [B, ...] become `batch`, numpy arrays `non_tensor_batch`; `auto_padding`: see is_padding_enabled."""
         for key, value in data.items():
             if not isinstance(value, torch.Tensor | np.ndarray):
                 raise DataProtoError(f"column {key!r} is a {type(value).__name__}; give a tensor or a numpy array")
@@ -225,9 +228,6 @@ class DataProto:
             columns, meta = copy.deepcopy(columns), copy.deepcopy(meta)
         return DataProto(batch, columns, meta)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.batch is None else dict(self.batch.items())
-
     def select_idxs(self, idxs: list | np.ndarray | torch.Tensor) -> DataProto:
         """Rows by number or by boolean mask [B], as a copy."""
         rows = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
@@ -304,11 +304,11 @@ class DataProto:
         return iterate_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
 
     def is_padding_enabled(self) -> bool:
-        """True when an uneven dispatch of this batch is padded."""
+        """Whether dispatch pads this batch to a multiple of its parts, by VERL_AUTO_PADDING or its meta_info."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key)) or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append `padding_size` copies of the first row (padding_candidate="first") or of the last, in place."""
+        """Append, in place, `padding_size` copies of the last row, or with padding_candidate="first" of the first."""
         if padding_size == 0:
             return
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -316,7 +316,7 @@ class DataProto:
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Equal consecutive parts, sharing memory; with auto padding on, sizes may differ by one."""
+        """Equal consecutive parts, sharing memory; where is_padding_enabled(), sizes may differ by one."""
         if chunks < 1:
             raise DataProtoError(f"chunk({chunks}): the number of parts must be at least 1")
         if len(self) % chunks != 0 and not self.is_padding_enabled():
@@ -412,10 +412,7 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
 
 
 def concat_batches(parts: list) -> DataProto | TensorDict | DataProtoFuture:
-    """The rows of all parts in order, [B_i, ...] -> [sum of B_i, ...]; of references to parts a future of them.
-
-    TypeError for other parts, or several types.
-    """
+    """Rows of all parts in order, [B_i, ...] -> [sum B_i, ...]; of references a future; TypeError for other parts."""
     kinds = {type(part) for part in parts}
     if kinds == {DataProto}:
         return DataProto.concat(parts)
@@ -435,8 +432,8 @@ def concat_batches(parts: list) -> DataProto | TensorDict | DataProtoFuture:
 class DataProtoFuture:
     """The output of a non-blocking call: references that become a DataProto or TensorDict on `get`.
 
-    `collect_fn` joins what the ranks returned; `dispatch_fn`, when set, cuts the joined batch for one rank. Passing a
-    future to another dispatched call therefore ships references only.
+    `collect_fn` joins what the ranks returned; `dispatch_fn`, when set, takes one rank's part of that. A future that is
+    passed to another dispatched call sends references only: each rank gets the outputs and cuts out its part.
     """
 
     collect_fn: Callable[[list], DataProto | TensorDict]
@@ -445,13 +442,16 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[ray.ObjectRef]) -> DataProtoFuture:
+        """The future of these outputs' rows, in order."""
         return DataProtoFuture(collect_fn=concat_batches, futures=data)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Futures of `chunks` equal parts; only `get` fetches and cuts."""
         cuts = [functools.partial(_chunk_of, chunks=chunks, index=i) for i in range(chunks)]
         return [DataProtoFuture(self.collect_fn, self.futures, cut) for cut in cuts]
 
     def get(self) -> DataProto | TensorDict:
+        """Wait for the outputs and join them. TypeError if one is no batch."""
         import ray
 
         parts = ray.get(self.futures)

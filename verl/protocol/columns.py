@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """`writer` has names of WRITERS, separated by commas."""
+    """One column; `writer` has names of WRITERS, separated by commas."""
 
     shape: str
     dtype: str
@@ -17,9 +17,9 @@ class Column:
     meaning: str
 
 
-#: name: (method of RayPPOTrainer in which it adds columns to the batch, where its code is)
+#: name: (method of RayPPOTrainer in which this writer adds columns to the batch, its files)
 WRITERS = {
-    "data file": ("_draw_prompts", "verl/data/rl_dataset.py"),  # whose columns the data set copies
+    "data file": ("_draw_prompts", "verl/data/rl_dataset.py"),  # columns that the data set copies from it
     "data set": ("_draw_prompts", "verl/data/rl_dataset.py"),
     "prompt stream": ("_draw_prompts", "verl/trainer/run/prompt_stream.py"),
     "rollout": ("_generate", "verl/rollout, verl/roles/actor_rollout_ref.py"),
@@ -102,9 +102,7 @@ TENSORS = {
         "[B, R + M]", "int32", "rank rows",
         "On the ranks, the array of this name as a tensor: R counts of kept tokens, then their ids.",
     ),
-    "chosen": Column(
-        "[B, R]", "bool", "update", "On the ranks, the tokens that a loss of arXiv 2505.22617 selects."
-    ),
+    "chosen": Column("[B, R]", "bool", "update", "On the ranks, the tokens that the loss clip_cov or kl_cov selects."),
 }  # fmt: skip
 
 #: Columns of `DataProto.non_tensor_batch`, numpy arrays. Numbers become objects where a row has none (None).

@@ -28,16 +28,10 @@ F_SETSIG = 10  # linux/fcntl.h
 GRACE_S = 2.0
 TRACKER = b"multiprocessing.resource_tracker"
 LOOK_EVERY_S = 0.1
-SESSION_LOOK_EVERY_S = 2.0  # processes that lose their parent are known from the last look
+SESSION_LOOK_EVERY_S = 2.0  # for descendants: one that loses its parent is known only if it was seen before
 SESSION_GRACE_S = 3.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
@@ -67,8 +61,127 @@ def kill_when_closed(descriptor: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def guard(group: int, *closed: int) -> None:
+    """Fork a detached process that ends a process group when this process is gone.
+
+    A killed supervisor cannot end its program itself: Ray sends SIGKILL to a dead worker's children, but not to theirs.
+    The guard closes the descriptors `closed`, whose other ends would otherwise not see that this process is gone.
+    """
+    read_end, write_end = os.pipe()  # the guard waits until no process holds write_end
+    first = os.fork()
+    if first == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for descriptor in (write_end, *closed):
+                os.close(descriptor)
+            os.read(read_end, 1)
+            _end_group(group, lambda: None)
+        os._exit(0)
+    os.waitpid(first, 0)
+    os.close(read_end)
+    os.register_at_fork(after_in_child=lambda: os.close(write_end))
+
+
+def supervise(channel: int, owner: int, limits: dict[str, float] | None, command: list[str]) -> None:
+    """Run a program until it ends, a limit is exceeded, or the process `owner` is gone or sends a message; then report.
+
+    With limits {seconds, memory_bytes, processes}, which hold for all processes of the program together and are
+    compared ten times a second, this process is the subreaper of the program: processes that detach themselves are its
+    children as well, and are killed too. Without limits the program is a server, whose process group is ended gently,
+    also when this process is killed or gets a signal. The report: {exit, stopped}, the exit code (below 0 for a
+    signal, 127 if the program cannot start), and null or why the program was ended.
+    """
+    stopping: list[int] = []
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # not SIG_IGN: the program would inherit that
+        signal.signal(sign, lambda number, frame: stopping.append(number))
+    me, stopped = os.getpid(), None
+    deadline = time.monotonic() + (limits["seconds"] if limits else float("inf"))
+    try:
+        if limits:
+            if not os.path.exists(f"/proc/{me}/task/{me}/children"):
+                raise OSError("limits need /proc/PID/task/TID/children: use a Linux kernel with CONFIG_PROC_CHILDREN")
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        child = subprocess.Popen(
+            command, stdin=None if limits else subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:  # the latter if prctl fails in the child
+        sys.stderr.write(str(error))
+        _report(channel, exit=127, stopped=None)
+        return
+    if not limits:
+        guard(child.pid, channel)
+    try:
+        while child.poll() is None and stopped is None:
+            wait = min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
+            if select.select([channel], [], [], wait)[0] or os.getppid() != owner:
+                stopped = "owner"
+            elif limits:
+                stopped = _exceeded(limits, deadline)
+            elif stopping:
+                stopped = "signal"
+        code = child.poll()
+    finally:
+        if limits:
+            _end_descendants()
+        else:
+            _end_group(child.pid, child.poll)
+    _report(channel, exit=-signal.SIGKILL if code is None else code, stopped=stopped)
+
+
+def _exceeded(limits: dict[str, float], deadline: float) -> str | None:
+    """The limit that the descendants of this process exceed, as reports name it; None if they keep all."""
+    pids = _descendants(os.getpid())
+    if len(pids) > limits["processes"]:
+        return "processes"
+    if _memory_of(pids) > limits["memory_bytes"]:
+        return "memory"
+    return "time" if time.monotonic() >= deadline else None
+
+
+def guard_ray_session(channel: int, owner_pid: int, folder: str) -> None:
+    """Wait for the end of the process `owner_pid`; unless it sent a message, end its descendants, delete `folder`.
+
+    It sends the message when it has ended its session itself. Every descendant gets a moment to end, then SIGKILL.
+    Ray's own reaper ends the raylet, but its agents may wait half a minute for a GCS that is gone.
+    """
+    import psutil
+
+    def below(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+        found: set[psutil.Process] = set()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                found |= set(process.children(recursive=True))
+        return found - {psutil.Process()}
+
+    try:
+        owner = psutil.Process(owner_pid)
+    except psutil.NoSuchProcess:  # it was killed before this process started, and its descendants are unknown
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    known = below([owner])
+    while not select.select([channel], [], [], SESSION_LOOK_EVERY_S)[0]:
+        known = {p for p in known if p.is_running()} | below([owner])
+    if os.read(channel, 1):
+        return
+    known |= below([owner, *known])
+    time.sleep(SESSION_GRACE_S)
+    known |= below(list(known))
+    for process in known:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            process.kill()  # psutil compares start times: never a later process with the same number
+    psutil.wait_procs(known, timeout=2.0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
 def _end_group(group: int, reap: Callable[[], object]) -> None:
-    """End a process group and wait until none of it is left; `reap()` collects our own dead child."""
+    """End a process group, by SIGKILL what is left of it after GRACE_S; `reap()` collects our own dead child."""
     for kill in (
         lambda: os.killpg(group, signal.SIGTERM),
         lambda: _kill_all_but_trackers(group),
@@ -99,28 +212,6 @@ def _kill_all_but_trackers(group: int) -> None:
                 with open(f"/proc/{name}/cmdline", "rb") as file:
                     if TRACKER not in file.read():
                         os.kill(int(name), signal.SIGKILL)
-
-
-def guard(group: int, *closed: int) -> int:
-    """Fork a detached process that ends the group when this process is gone; returns the pipe end that it watches.
-
-    It closes the descriptors `closed`, whose other ends would not see that this process is gone.
-
-    Ray kills a dead worker's children with SIGKILL, this supervisor among them, but not the server's own children.
-    """
-    read_end, write_end = os.pipe()
-    first = os.fork()
-    if first == 0:
-        os.setsid()
-        if os.fork() == 0:
-            for descriptor in (write_end, *closed):
-                os.close(descriptor)
-            os.read(read_end, 1)
-            _end_group(group, lambda: None)
-        os._exit(0)
-    os.waitpid(first, 0)
-    os.close(read_end)
-    return write_end
 
 
 def _descendants(pid: int) -> list[int]:
@@ -164,98 +255,6 @@ def _report(channel: int, **content: object) -> None:
     message = json.dumps(content).encode()
     with contextlib.suppress(OSError):  # it is gone
         os.write(channel, len(message).to_bytes(4, "big") + message)
-
-
-def supervise(channel: int, owner: int, limits: dict[str, float] | None, command: list[str]) -> None:
-    """Run a program until it ends, a limit is exceeded, or the process `owner` is gone or sends a message; then report.
-
-    With limits {seconds, memory_bytes, processes}, which hold for all processes of the program together and are
-    compared ten times a second, this process is the subreaper of the program: processes that detach themselves are its
-    children as well, and are killed too. Without limits the program is a server, whose process group is ended gently,
-    also when this process is killed or gets a signal. The report: {exit, stopped}, the exit code (below 0 for a
-    signal, 127 if the program cannot start), and null or why the program was ended.
-    """
-    stopping: list[int] = []
-    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # handled, not ignored, which the program would inherit
-        signal.signal(sign, lambda number, frame: stopping.append(number))
-    me, stopped = os.getpid(), None
-    deadline = time.monotonic() + (limits["seconds"] if limits else float("inf"))
-    try:
-        if limits:
-            if not os.path.exists(f"/proc/{me}/task/{me}/children"):
-                raise OSError("limits need /proc/PID/task/TID/children: use a Linux kernel with CONFIG_PROC_CHILDREN")
-            _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        child = subprocess.Popen(
-            command, stdin=None if limits else subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=lambda: end_with_parent(signal.SIGKILL, me),
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:  # the latter if prctl fails in the child
-        sys.stderr.write(str(error))
-        _report(channel, exit=127, stopped=None)
-        return
-    if not limits:
-        guard(child.pid, channel)
-    try:
-        while child.poll() is None and stopped is None:
-            wait = min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
-            if select.select([channel], [], [], wait)[0] or os.getppid() != owner:
-                stopped = "owner"
-            elif limits:
-                stopped = _exceeded(limits, deadline)
-            elif stopping:
-                stopped = "signal"
-        code = child.poll()
-    finally:
-        if limits:
-            _end_descendants()
-        else:
-            _end_group(child.pid, child.poll)
-    _report(channel, exit=-signal.SIGKILL if code is None else code, stopped=stopped)
-
-
-def _exceeded(limits: dict[str, float], deadline: float) -> str | None:
-    """The limit that the descendants of this process exceed."""
-    pids = _descendants(os.getpid())
-    if len(pids) > limits["processes"]:
-        return "processes"
-    if _memory_of(pids) > limits["memory_bytes"]:
-        return "memory"
-    return "time" if time.monotonic() >= deadline else None
-
-
-def guard_ray_session(channel: int, owner_pid: int, folder: str) -> None:
-    """Wait for the end of the process `owner_pid`; unless it sent a message, end its descendants, delete `folder`.
-
-    It sends the message when it has ended its session itself. Every descendant gets a moment to end, then SIGKILL.
-    Ray's own reaper ends the raylet, but its agents may wait half a minute for a GCS that is gone.
-    """
-    import psutil
-
-    def below(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
-        found: set[psutil.Process] = set()
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-                found |= set(process.children(recursive=True))
-        return found - {psutil.Process()}
-
-    try:
-        owner = psutil.Process(owner_pid)
-    except psutil.NoSuchProcess:  # it was killed before this process started, and its descendants are unknown
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    known = below([owner])
-    while not select.select([channel], [], [], SESSION_LOOK_EVERY_S)[0]:
-        known = {p for p in known if p.is_running()} | below([owner])
-    if os.read(channel, 1):
-        return
-    known |= below([owner, *known])
-    time.sleep(SESSION_GRACE_S)
-    known |= below(list(known))
-    for process in known:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            process.kill()  # psutil compares start times: never a later process with the same number
-    psutil.wait_procs(known, timeout=2.0)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

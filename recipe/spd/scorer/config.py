@@ -23,7 +23,7 @@ class ScoringModelConfig(ScorerSettings):
     lora_rank: int = 0  # 0 trains the full `own` backbone
     lora_alpha: int = 16
     lora_target_modules: str | list[str] = "all-linear"
-    mismatch_logit_value: float = 50.0  # logit where draft and target agree: accepted for certain, no gradient
+    mismatch_logit_value: float = 50.0  # z where draft and target agree (no mismatch): accepted for certain
     base_fingerprint: str = ""  # of the model that a `target` head or adapters were trained on; set when it is built
     draft_fingerprint: str = ""  # of the draft model whose blocks it was trained on, where that was named
 
@@ -41,8 +41,8 @@ class ScoringModelConfig(ScorerSettings):
             )
         if self.backbone == "target" and self.context_tokens:
             raise ValueError(
-                f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "
-                "reads so many tokens of the context, or all with 0; a target head needs 0."
+                f"spd.context_tokens={self.context_tokens} does not fit spd.backbone=target, which always reads all "
+                "of the context. Use spd.context_tokens=0, or spd.backbone=own."
             )
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(
@@ -54,8 +54,8 @@ class ScoringModelConfig(ScorerSettings):
     def from_loader(
         cls, base_model_path: str, spd: Mapping[str, Any] | None = None, **adapters: Any
     ) -> tuple[ScoringModelConfig, SPDSettings]:
-        """The scorer of a loader's keyword arguments, and the config group `spd` among them; `adapters`: lora_*."""
-        group = SPDSettings.from_custom({"target_path": base_model_path, **(spd or {})})
+        """(The scorer's config, the full group spd) from arguments of the model loader; `adapters`: fields lora_*."""
+        group = SPDSettings.from_custom({"target_path": base_model_path, **(spd or {})})  # `spd` may name another
         settings = {f.name: getattr(group, f.name) for f in fields(ScorerSettings)}
         return cls(base_model_path=base_model_path, **settings, **adapters), group
 
@@ -65,7 +65,7 @@ class ScoringModelConfig(ScorerSettings):
 
     @classmethod
     def load(cls, directory: Path) -> ScoringModelConfig:
-        """Read spd_config.json. Raises FileNotFoundError, or ValueError for a damaged file or an unknown key."""
+        """Read spd_config.json. Raises FileNotFoundError, or ValueError that names the file, for wrong contents."""
         file = directory / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer. Of a "
@@ -78,4 +78,7 @@ class ScoringModelConfig(ScorerSettings):
             raise ValueError(f"{file} is not a JSON object; save the scorer again.")
         if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error

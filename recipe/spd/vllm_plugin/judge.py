@@ -6,7 +6,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import nn
 
 from recipe.spd.scorer.heads import logit_features
 
-MATCHED, JUDGED, ACCEPTED_BY_SCORER = range(3)
-COUNTS = ("matched", "judged", "let_through")  # names on the server; let_through: accepted by the scorer
+COUNTS = ("matched", "judged", "let_through")  # as the server names them; let_through: accepted by the scorer
 KEPT_REQUESTS = 4096  # finished requests whose counts can still be asked for
 PENDING_STEPS = 256  # steps whose counts wait on the device: copying them each step would stall it
 RAISED = 1e4  # above the largest logit: certain at any temperature in use, and finite when divided by it
@@ -30,43 +29,44 @@ def threshold_of(extra_args: Mapping[str, Any] | None, default: float) -> float:
     given = extra_args or {}
     if str(given.get("spd", 1)).lower() in ("0", "0.0", "false", "off"):
         return math.inf
+    threshold = given.get("spd_threshold", default)
     try:
-        value = float(given.get("spd_threshold", default))
+        value = float(threshold)
     except (TypeError, ValueError):
         value = math.nan
     if math.isnan(value):
-        logger.warning("spd_threshold={!r} is no number; this request is not judged.", given["spd_threshold"])
+        logger.warning("spd_threshold={!r} is no number; this request is not judged.", threshold)
         return math.inf
     return value
 
 
 @dataclass
-class Rows:
-    """Judged rows of a step: `request` [N] int64 (number in the step), `position` [N] in its block, and [N] bool."""
+class Decisions:
+    """What was decided on N rows of a step; a row has a draft token, or none."""
 
-    request: torch.Tensor
-    position: torch.Tensor
-    matched: torch.Tensor
-    judged: torch.Tensor
-    accepted: torch.Tensor
+    request: torch.Tensor  # [N] int64, its number in the step
+    position: torch.Tensor  # [N] int64, from 0 in the request's draft
+    matched: torch.Tensor  # [N] bool: the draft token is the target's choice
+    judged: torch.Tensor  # [N] bool: a mismatch of a request that has a threshold
+    accepted: torch.Tensor  # [N] bool: judged, and the scorer accepts it
 
 
 @dataclass
 class Step:
-    """What a worker passes to its sampler: request ids [R], their thresholds, the states of the logits' rows."""
+    """What a worker passes to its sampler about a step of R requests; the sampler adds its decisions."""
 
     requests: Sequence[str]
     thresholds: torch.Tensor  # [R] float32 on the device
     judges: bool  # some request has a finite threshold
-    states: Sequence[torch.Tensor]  # of [rows, H]: the input of the target's output layer; those after spd.state_layer
-    rows: list[Rows] = field(default_factory=list)
+    states: Sequence[torch.Tensor]  # each [rows, H]: the output layer's input; then, if set, after spd.state_layer
+    decisions: list[Decisions] = field(default_factory=list)
 
 
 class ServedJudge:
     """Raises the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
-    head: called as TargetHeadScorer calls its head, with [N, H] instead of [B, g, H] and values [N, 2] for a head that
-    reads logits; returns z [N]. embed: ids [N] -> [N, H].
+    Of a step: `begin`, then `accept_by_raising_logits` for each part of its rows, then `finish`. head: the scorer's,
+    called with [N, H] instead of [B, g, H], returns z [N]; embed: ids [N] -> the target's embeddings [N, H].
     """
 
     def __init__(
@@ -100,37 +100,41 @@ class ServedJudge:
     ) -> None:  # fmt: skip
         """Raise, in place, the draft token's logit in the rows that the scorer accepts.
 
-        logits [N, V] float32 after grammar and forbidden words (-inf is never raised); rows [N] int64, where the step's
-        states that gave them are: the state over a draft token is the next one; draft [N] ids, -1 for no draft;
-        request, position [N].
+        logits [N, V] float32 after grammar and forbidden words (-inf is never raised); rows [N] int64, the rows of the
+        step's states that gave them; draft [N] ids, -1 for no draft; request, position [N] as in Decisions.
         """
+        step = self.step
         target = logits.argmax(-1)
         drafted = draft >= 0
         matched = draft == target
         accepted = judged = torch.zeros_like(matched)
-        if self.step.judges:
-            ids = draft.clamp(min=0).long()
-            following = (rows + 1).clamp(max=len(self.step.states[0]) - 1)
-            before, *more = (part for x in self.step.states for part in (x[rows], x[following]))
+        if step.judges:
+            ids = draft.clamp(min=0).long()  # z of rows without a draft is not used
+            # A draft token is the input of the next row, which has the state over it. The last row has no draft.
+            over_draft = (rows + 1).clamp(max=len(step.states[0]) - 1)
+            before, *more = (layer[place] for layer in step.states for place in (rows, over_draft))
             given = {"values": logit_features(logits, ids)} if self.reads_logits else {}
             z = self.head(before, self.embed(ids), self.embed(target), *more, **given).float()
-            threshold = self.step.thresholds[request]
+            threshold = step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
-            own = logits.gather(1, ids[:, None]).squeeze(1)
-            accepted = judged & (z > threshold) & (own > -math.inf)
-            raised = torch.where(accepted, logits.amax(-1) + RAISED, own)
+            draft_logits = logits.gather(1, ids[:, None]).squeeze(1)
+            accepted = judged & (z > threshold) & (draft_logits > -math.inf)
+            raised = torch.where(accepted, logits.amax(-1) + RAISED, draft_logits)
             logits.scatter_(1, ids[:, None], raised[:, None])
-        self.step.rows.append(Rows(request, position, matched & drafted, judged, accepted))
+        step.decisions.append(Decisions(request, position, matched & drafted, judged, accepted))
 
-    def finish(self, accepted: torch.Tensor) -> None:
-        """Count the step's decisions: `accepted` [R] are the leading draft tokens that each request keeps."""
+    def finish(self, n_kept: torch.Tensor) -> None:
+        """Count the decisions on the first `n_kept` [R] draft tokens of each request, which it keeps, and as judged the
+        next one, which was rejected."""
         step, self.step = self.step, None
-        if step is None or not step.rows:
+        if step is None or not step.decisions:
             return
-        request, position, *flags = (torch.cat([getattr(r, n) for r in step.rows]) for n in Rows.__annotations__)
-        limit = accepted[request]
+        request, position, matched, judged, accepted = (
+            torch.cat([getattr(part, f.name) for part in step.decisions]) for f in fields(Decisions)
+        )
+        limit = n_kept[request]
         kept, reached = position < limit, position <= limit
-        counted = torch.stack([flags[MATCHED] & kept, flags[JUDGED] & reached, flags[ACCEPTED_BY_SCORER] & kept], dim=1)
+        counted = torch.stack([matched & kept, judged & reached, accepted & kept], dim=1)  # as in COUNTS
         sums = torch.zeros(len(step.requests), len(COUNTS), device=counted.device)
         self._pending.append((step.requests, sums.index_add_(0, request, counted.float())))
         if len(self._pending) >= PENDING_STEPS:
@@ -149,8 +153,10 @@ class ServedJudge:
             del self.counts[request_id]
 
     def report(self, prefix: str | None = None) -> dict[str, Any]:
-        """Totals since the start; with `prefix` those of each known request with this id, an id `prefix`-..., or one of
-        these after N_ (vLLM's answer N of a request with n > 1); those of all for an empty one."""
+        """Totals since the start, by name; with `prefix` {request: its counts by name}, of all for an empty one.
+
+        A request counts if its id is `prefix`, `prefix`-..., or one of these after N_ (vLLM's answer N with n > 1).
+        """
         self._flush_counts()
         if prefix is None:
             return dict(zip(COUNTS, self.totals, strict=True))

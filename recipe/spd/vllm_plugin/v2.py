@@ -29,7 +29,7 @@ class JudgeProcessor(LogitsProcessor):
         step = self.judge.step
         if step is None or not len(logits):  # no drafts in this step
             return logits
-        if not step.rows:
+        if not step.decisions:
             self._rows = self._requests = 0
         local = ctx.expanded_local_pos
         # Row i predicts what follows input i: its draft is the next row's input, if that row has the same request.

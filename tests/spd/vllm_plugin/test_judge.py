@@ -46,6 +46,7 @@ def rows_of(z):
 )  # fmt: skip
 def test_a_request_sets_its_threshold_and_an_unreadable_one_means_exact_acceptance(given, expected):
     assert threshold_of(given, 1.5) == expected
+    assert threshold_of({}, math.nan) == math.inf
 
 
 def test_only_accepted_mismatches_are_raised_and_forbidden_tokens_never():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from verl.config.model import HFModelConfig
     from verl.config.rollout import RolloutConfig
 
-# SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
+# Tokens of SGLang's context that it does not fill: beyond max_model_len, which prompt and response may fill together.
 CONTEXT_MARGIN = 8
 # SGLang's names of sampling parameters that vLLM names differently.
 SAMPLING_NAMES = (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens"), ("seed", "sampling_seed"))
@@ -29,8 +29,8 @@ SAMPLING_NAMES = (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_toke
 class SGLangHttpServer(OwnedServer):
     """SGLang's native HTTP server with one engine; it ends with the process that starts it.
 
-    `engine_kwargs.sglang` are options of SGLang's command line, with underscores; they win. Requests carry a key that
-    is made for each server. `gpus`: the CUDA devices of the engine, as CUDA_VISIBLE_DEVICES names them; None for a CPU.
+    `engine_kwargs.sglang`: options of SGLang's command line, with underscores; they replace those made here. Requests
+    carry this server's key. `gpus`: the engine's CUDA devices as CUDA_VISIBLE_DEVICES names them; None for a CPU.
     """
 
     engine, path = "SGLang", "/generate"
@@ -40,12 +40,12 @@ class SGLangHttpServer(OwnedServer):
         self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None, host: str = "127.0.0.1"
     ) -> None:
         self.config, self.model_config, self.gpus = config, model_config, gpus
-        self.api_key = secrets.token_hex(16)  # a leading dash would be read as an option
+        self.api_key = secrets.token_hex(16)  # hex never starts with a dash, which SGLang would take for an option
         options = self._options()
         self.folder = Path(tempfile.mkdtemp(prefix="verl_sglang_"))  # readable by this user only
         port = free_port(host)
         self.address = f"{host}:{port}"
-        key_file = self.folder / "key.yaml"  # the command line can be read by all users of the machine
+        key_file = self.folder / "key.yaml"  # not on the command line, which all users of the machine can read
         key_file.write_text(f"api-key: {self.api_key}\n")
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(key_file)]
         for name, value in (options | {"host": host, "port": port}).items():
@@ -62,6 +62,7 @@ class SGLangHttpServer(OwnedServer):
         super().__init__(command, f"http://{self.address}", self.folder / "server.log", environment)
 
     def _options(self) -> dict[str, Any]:
+        """{option of SGLang's command line, with underscores: value}; options with None are left out."""
         config, model = self.config, self.model_config
         context = (config.max_model_len or config.prompt_length + config.response_length) + CONTEXT_MARGIN
         given: dict[str, Any] = {
@@ -86,14 +87,13 @@ class SGLangHttpServer(OwnedServer):
             }  # fmt: skip
         overrides: dict[str, Any] = {"tie_word_embeddings": False} if model.untied else {}
         if config.quantization_config_file is not None:
-            settings = json.loads(Path(config.quantization_config_file).expanduser().read_text())
-            overrides["quantization_config"] = settings
-        if overrides:
-            given["json_model_override_args"] = overrides
+            file = Path(config.quantization_config_file).expanduser()
+            overrides["quantization_config"] = json.loads(file.read_text())
+        given["json_model_override_args"] = overrides or None
         return given | dict(config.engine_kwargs.get("sglang") or {})
 
     def _bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Bytes of a token's keys and values in all layers."""
         model = self.model_config.hf_config.get_text_config()
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -115,11 +115,11 @@ class SGLangHttpServer(OwnedServer):
         return self.server_handle
 
     def stop(self, keep_log: bool = False) -> None:
-        """End the server with all its processes; may be called twice."""
+        """End the server with all its processes, and delete its folder unless `keep_log`; may be called twice."""
         super().stop()
         if not keep_log:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class SGLangReplica(RolloutReplica):
-    """One SGLang server, which ranks of the actor own and give its weights, or which has ranks of its own."""
+    """One SGLang server: of ranks that train the actor and send it their weights, or of ranks of its own."""

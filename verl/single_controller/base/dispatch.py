@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup
 
 MAGIC_ATTR = "_verl_registered"
-PADDING_KEY = "_verl_padding_rows"  # travels in kwargs from a dispatch function to the group's call, never to a worker
+# kwarg with (rows of padding, rows with them), from a dispatch function for the group's call, never for a worker
+PADDING_KEY = "_verl_padding_rows"
 
 
 class DynamicEnumMeta(type):
@@ -97,7 +98,7 @@ class Execute(DynamicEnum):
 
 
 def init_predefined_dispatch_mode() -> None:
-    """Register the dispatch modes every group knows."""
+    """Register the dispatch modes of every group. RANK_ZERO is a name that verl has: no functions belong to it."""
     for name in (
         "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
         "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
@@ -120,6 +121,7 @@ def _map(fn: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
+    """ValueError unless there is one value per rank; `name` is what the message calls them."""
     if len(values) != worker_group.world_size:
         raise ValueError(f"{name} has {len(values)} entries for {worker_group.world_size} ranks")
 
@@ -144,9 +146,9 @@ def split_batches(
 ) -> tuple[tuple, dict]:
     """Every batch in `chunks` parts, of which rank r gets part_of_rank[r], or part r without it.
 
-    A DataProto with auto padding is padded to a multiple of `chunks` first.
+    A DataProto with auto padding is padded to a multiple of `chunks` first; then kwargs also have PADDING_KEY.
     """
-    sizes = {}
+    padded_sizes = {}
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, DataProto | DataProtoFuture | TensorDict):
             raise TypeError(
@@ -154,25 +156,25 @@ def split_batches(
                 f"(put plain values into meta_info, or into the TensorDict as NonTensorData)"
             )
         if isinstance(value, DataProto) and value.is_padding_enabled():
-            sizes[name] = len(value)
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"arguments that are padded for dispatch differ in rows: {sizes}")
-    padding = -next(iter(sizes.values()), 0) % chunks
+            padded_sizes[name] = len(value)
+    if len(set(padded_sizes.values())) > 1:
+        raise ValueError(f"arguments that are padded for dispatch differ in rows: {padded_sizes}")
+    rows = next(iter(padded_sizes.values()), 0)
+    padding = -rows % chunks
 
     def cut(value: DataProto | DataProtoFuture | TensorDict) -> list:
-        if isinstance(value, DataProto) and padding:
+        if padding and isinstance(value, DataProto) and value.is_padding_enabled():
             value = value.select()  # a shallow copy: the caller's batch keeps its length
             value.padding(padding)
         parts = chunk_tensordict(value, chunks) if isinstance(value, TensorDict) else value.chunk(chunks)
         return parts if part_of_rank is None else [parts[number] for number in part_of_rank]
 
     args, kwargs = _map(cut, args, kwargs)
-    rows = next(iter(sizes.values()), 0) + padding
-    return args, {**kwargs, PADDING_KEY: (padding, rows)} if padding else kwargs
+    return args, {**kwargs, PADDING_KEY: (padding, rows + padding)} if padding else kwargs
 
 
 def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """The caller has cut each argument: a list or tuple with one entry per rank."""
+    """The caller has cut each argument: a list or tuple with one entry per rank. Another value counts as one entry."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         check_ranks(f"argument {name!r}", value if isinstance(value, list | tuple) else [value], worker_group)
     return args, kwargs
@@ -238,7 +240,7 @@ def collect_nd_compute_dataproto(
 
 
 def _mesh_info(mesh_name: str, group: WorkerGroup) -> tuple[list[int], list[bool]]:
-    """Each rank's part of a batch in the mesh, and whether its output is collected, as the workers have said once."""
+    """(Part of a batch, whether its output is collected) of each rank in the mesh; the workers are asked only once."""
     parts, collects = group._dispatch_info, group._collect_info
     if mesh_name not in parts:
         answers = group._query_dispatch_info(mesh_name), group.query_collect_info(mesh_name)

@@ -1,4 +1,4 @@
-"""Times each step of the training loop under a name that its failure carries as well."""
+"""Times each step of the training loop under a name, which the error of a failed step carries too."""
 
 import functools
 import time
@@ -11,13 +11,13 @@ from ray.exceptions import RayTaskError
 
 
 class StepFailed(RuntimeError):
-    """A step of the loop raised: `step_name`, `global_step`, and the first cause as `__cause__`."""
+    """A step of the loop raised an error, which is `__cause__`; `cause_text` is that of its root cause."""
 
-    def __init__(self, step_name: str, global_step: int, cause: str) -> None:
-        super().__init__(step_name, global_step, cause)  # args rebuild it after a trip through Ray
+    def __init__(self, step_name: str, global_step: int, cause_text: str) -> None:
+        super().__init__(step_name, global_step, cause_text)  # args rebuild it after a trip through Ray
         self.step_name = step_name
         self.global_step = global_step
-        self.cause_text = cause
+        self.cause_text = cause_text
 
     def __str__(self) -> str:
         return f"step '{self.step_name}' of global step {self.global_step} failed: {self.cause_text}"
@@ -32,7 +32,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def timed_step(name: str, timing_raw: defaultdict[str, float], global_step: int) -> Iterator[None]:
-    """Add the seconds of the block to `timing_raw[name]`; an error in it becomes StepFailed, once, innermost name."""
+    """Add the block's seconds to `timing_raw[name]`; raise its error as StepFailed, unless an inner step did so."""
     start = time.perf_counter()
     try:
         yield
