@@ -12,7 +12,7 @@ def _k2(diff: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(diff: torch.Tensor) -> torch.Tensor:
-    """exp(-d) - 1 + d, d clamped to 20 and the result to 10 so that one outlier token cannot dominate the batch."""
+    """exp(-d) - 1 + d, d clamped to +-20 and the result to 10, so that one outlier token cannot dominate the batch."""
     negative = (-diff).clamp(-20, 20)
     return (negative.exp() - negative - 1).clamp(-10, 10)
 

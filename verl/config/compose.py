@@ -1,4 +1,4 @@
-"""From a composed config to dataclasses, and the check that stops a run before any worker starts."""
+"""From composed configs to typed trees, and back; the command line of entries with Hydra."""
 
 import functools
 import os
@@ -37,6 +37,7 @@ def to_settings(config: Any, config_type: type[Settings], checked: bool = True) 
 
 
 def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool, strict: bool = False) -> Settings:
+    """to_settings of a dictionary; `strict`: it was not composed, so unknown keys are refused and values converted."""
     if isinstance(target := values.get("_target_"), str) and target:
         named = load_class_from_fqn(target, "config dataclass")
         config_type = named if issubclass(named, config_type) else config_type
@@ -137,8 +138,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         from hydra.utils import instantiate
 
         if "_target_" not in config:
-            known = f"The config node with keys {list(config)} names no dataclass"
-            raise AssertionError(f"{known}; add _target_ or pass dataclass_type.")
+            raise AssertionError(f"Config node {list(config)} names no dataclass; add _target_ or pass dataclass_type.")
         return instantiate(config, _convert_="partial")
     node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
     plain = resolved(node)  # interpolations may point above the node
@@ -179,10 +179,10 @@ def hydra_main(
 
 
 def forced_override(argument: str, groups: bool = True) -> str:
-    """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are.
+    """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); options, deletions and groups (no dot) stay as they are.
 
     `engine=fsdp`, the choice of a group that only later versions of verl have, becomes a key of `verl.config.aliases`.
     """
-    others = ("model_engine",) if groups else ("engine", "optim", "profiler")
-    argument = re.sub(rf"^({'|'.join(others)})=", rf"\1.{CHOICE}=", argument)
+    later_groups = ("model_engine",) if groups else ("engine", "optim", "profiler")
+    argument = re.sub(rf"^({'|'.join(later_groups)})=", rf"\1.{CHOICE}=", argument)
     return re.sub(rf"^\+{{0,2}}(?=\w+(\.\w+){'+' if groups else '*'}=)", "++", argument)

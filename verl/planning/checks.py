@@ -92,14 +92,13 @@ def check_models(
 
 
 def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
-    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read, or fewer
-    than prompt and answer may have.
+    """A limit of tokens above the positions that the model has learned to read, or too low for prompt and answer.
 
     `rollout` has RolloutConfig's settings, under `key`.
     """
     model = findings.hf_config and findings.hf_config.get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
-    scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # to more than that number
+    scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # RoPE is scaled to more positions
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if rollout.name in ("vllm", "sglang") and positions is not None and not scaled and tokens > positions:
         rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
@@ -168,12 +167,11 @@ def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
 
 
 def check_fills_a_batch(findings: Findings, batch: Any, what: str, key: str = "data.train_batch_size") -> None:
-    """Whether the training data has one batch, of the size that `key` sets, of `what`."""
+    """Add a problem if the training data does not fill one batch of `what`, of the size that `key` sets."""
     count = findings.train_prompts
     if count is not None and isinstance(batch, int) and count < batch:
         rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
-        problem = wrong(key, f"{rule} Set {key}={count} or less.")
-        findings.problems.append(problem)
+        findings.problems.append(wrong(key, f"{rule} Set {key}={count} or less."))
 
 
 def check_splits(
@@ -181,10 +179,10 @@ def check_splits(
     make: Callable[[list[str], str], Any], lacks: Callable[[Mapping[str, Any]], str | None],
     learns: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> bool:  # fmt: skip
-    """Files, class and first `rows` rows of data.train_files and data.val_files; False without a usable class.
+    """Add to `findings` the data sets of data.train_files and data.val_files, their sizes, and what is wrong with them.
 
-    `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks; `learns` as for
-    row_problems.
+    The first `rows` rows of each are read. `find_class` raises if there is no usable class; then the result is False.
+    `make(files, split)` returns the data set; `lacks` and `learns` as for row_problems.
     """
     from verl.data.rl_dataset import read_rows
 
@@ -202,8 +200,7 @@ def check_splits(
         files = files if isinstance(files, list) else [files] if files is not None else []
         environment = getattr(data, "environment", None)
         from_environment = environment is not None and environment.name is not None
-        missing = [f for f in files if not is_non_local(f) and not Path(f).expanduser().is_file()]
-        missing = [] if from_environment else missing
+        missing = [f for f in files if not (from_environment or is_non_local(f) or Path(f).expanduser().is_file())]
         if missing:
             rule = f"{key}: the file does not exist: {', '.join(missing)}."
             findings.problems.append(wrong(key, f"{rule} Prepare it, or name another."))
@@ -234,16 +231,16 @@ def row_problems(
     dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None],
     learns: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Iterator[Problem]:  # fmt: skip
-    """Problems of the first `rows` samples of the data set of `key`, and of the first of each file; `lacks` as for
-    check_splits.
+    """Problems of the first `rows` samples of the data set of `key`, and of the first sample of each file.
 
-    `learns(sample)` says whether a sample has a learned token. A data set without one is wrong, and read to its end to
-    know that; samples without one, and those that were cut or filtered, are warnings.
+    `lacks(sample)` is a message about what a sample lacks, or None; `learns(sample)` whether it has a learned token. A
+    data set without one is wrong, and read to its end to know that; samples without one are warnings, as are those that
+    were cut or filtered.
     """
     from verl.data.rl_dataset import MissingColumn
 
     broken, empty = 0, []
-    firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}
+    firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}  # first rows win
     checked = dict.fromkeys([*range(min(len(dataset), rows)), *sorted(firsts.values())])
     for i in checked:
         try:
@@ -298,7 +295,7 @@ def _places(dataset: Any, checked: Collection[int], found: list[int]) -> str:
 
 
 def check_machine(trainer: RunConfig) -> Iterator[Problem]:
-    """GPUs and packages that the run needs and this machine lacks."""
+    """What the run needs and this machine lacks: GPUs, packages, folders to write to, further nodes."""
     yield from check_gpus(trainer)
     yield from check_outputs(trainer)
     if trainer.nnodes > 1 and trainer.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
@@ -355,7 +352,7 @@ def check_gpus(trainer: RunConfig | GenerationTrainerConfig) -> Iterator[Problem
 
 
 def check_url(key: str, url: str, timeout: float = 2.0) -> list[Problem]:
-    """Absent unless something answers at an HTTP address (any status will do)."""
+    """The problem that nothing answers at an HTTP address (any status will do), or that it is not an address."""
     shown = redact_text(url)
     try:
         urllib.request.urlopen(url, timeout=timeout).close()

@@ -103,7 +103,7 @@ class AgentData:
         return self.conversation.response_logprobs
 
     def end(self, reason: str) -> AgentState:
-        """The last state, with one of END_REASONS."""
+        """TERMINATED, for a reason of END_REASONS, which is noted."""
         self.end_reason = reason
         return AgentState.TERMINATED
 
@@ -117,9 +117,7 @@ class ToolSession:
             tools, max_tool_response_length=settings.max_tool_response_length,
             tool_response_truncate_side=settings.tool_response_truncate_side, timeout=settings.tool_timeout,
         )  # fmt: skip
-        self.journal: ToolJournal | None = None
-        if settings.journal_tool_calls and tools:
-            self.journal = ToolJournal(run_folder, tools)
+        self.journal = ToolJournal(run_folder, tools) if settings.journal_tool_calls and tools else None
         path = settings.interaction_config_path
         self.interactions: dict[str, BaseInteraction] = initialize_interactions_from_config(path) if path else {}
         self.warned_of_tokenization = False  # of a conversation whose ids differ from those of its messages
@@ -158,6 +156,7 @@ class ToolAgentLoop(AgentLoopBase):
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
                     after = self._check_transition(state, await getattr(self, HANDLERS[state])(data, sampling_params))
+                    # Not in the handler of PENDING, which a subclass may replace.
                     starts = state is AgentState.PENDING and after is AgentState.GENERATING and self.interactions
                     state = await self._start_interaction(data) if starts else after
                 rewards = await data.tools.calc_rewards()
@@ -170,17 +169,17 @@ class ToolAgentLoop(AgentLoopBase):
         conversation = data.conversation
         turns = {}
         if self.settings.row_per_turn:
-            generated = [(start, end) for _, start, end in conversation.versions]
-            turns = {"turn_prompts": [(*turn, ids) for turn, ids in zip(generated, data.turn_prompts, strict=True)]}
-        elif data.user_turns and data.end_reason in ("stop", "turns"):
+            prompts = zip(conversation.versions, data.turn_prompts, strict=True)
+            turns = {"turn_prompts": [(start, end, ids) for (_, start, end), ids in prompts]}
+        elif data.user_turns and data.end_reason in ("stop", "turns"):  # else the last turn may be cut, or no message
             self._check_tokenization(data)
         fields = {
             **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
             "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
             "failed_tool_calls": data.failed_tool_calls,
         }  # fmt: skip
-        number = data.user_turns + data.assistant_turns + 1
-        return output_of(conversation, number, AgentLoopMetrics(**data.metrics), fields)
+        num_turns = 1 + data.user_turns + data.assistant_turns  # the prompt is one
+        return output_of(conversation, num_turns, AgentLoopMetrics(**data.metrics), fields)
 
     @staticmethod
     def _check_transition(state: AgentState, following: AgentState) -> AgentState:
@@ -214,7 +213,7 @@ class ToolAgentLoop(AgentLoopBase):
                 f"Known: {', '.join(self.interactions)}."
             )
         data.interaction = self.interactions[name]
-        data.interaction_id = data.request_id  # for a start that fails
+        data.interaction_id = data.request_id  # finalized also if the start fails
         try:
             start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
             data.interaction_id = await self.runner.run_with_timeout(start)
@@ -229,9 +228,8 @@ class ToolAgentLoop(AgentLoopBase):
         conversation, settings = data.conversation, self.settings
         room = self.rollout_config.response_length - len(conversation.response_ids)
         stops = {*sampling_params.get("stop_token_ids", ()), *self.parser.stop_token_ids}
-        started = time.perf_counter()
-        ids, at_once = conversation.ids, settings.use_inference_chat_template or settings.row_per_turn
-        if at_once and data.assistant_turns:
+        ids, started = conversation.ids, time.perf_counter()
+        if data.assistant_turns and (settings.use_inference_chat_template or settings.row_per_turn):
             try:
                 ids = self.encoder.prompt(data.messages, self.tool_schemas)
             except ChatTemplateError as error:
@@ -270,7 +268,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.INTERACTING if data.interaction else data.end("stop")
 
     def _message(self, ids: list[int], data: AgentData) -> dict[str, Any]:
-        """The last turn: its text, or with row_per_turn the parts that a template renders, if its calls can be read."""
+        """The last turn as a message, whose calls get the ids that they lack; see also ToolParser.message."""
         for i, call in enumerate(data.tool_calls):
             call.id = call.id or CALL_ID % (data.tool_call_count + i)
         if not self.settings.row_per_turn:
@@ -330,7 +328,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.runner.record_failure(kind, interaction.name, text, error)
 
     def _append(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
-        """Append messages of tools or of the user, if they fit; with row_per_turn their plain text, for reports."""
+        """Append messages of tools or the user, if they fit; with row_per_turn their plain text, only for reports."""
         if self.settings.row_per_turn:
             text = "\n".join(["", *(message["content"] for message in messages), ""])
             ids = self.tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]

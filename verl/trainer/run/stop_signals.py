@@ -35,8 +35,8 @@ def obey_parent_only(worker: int) -> None:
 class StopSignals:
     """Context manager. The first signal sets `stop_requested` and `exit_code` (130 for Ctrl-C, 143 for SIGTERM).
 
-    A second one exits the process with that code.
-    Signals within 2 s are one: a launcher signals every process of its tree, and a shell forwards its own signal.
+    A second one exits the process with that code. Signals within 2 s are one: a launcher signals every process of its
+    tree, and a shell forwards its own signal.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._twice and isinstance(error, SystemExit):
-            raise SystemExit(self.exit_code) from None  # ray.get and ray.wait make 1 of our code
+            raise SystemExit(self.exit_code) from None  # ray.get and ray.wait replace the code by 1
 
     def _on_signal(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
