@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.disks import leave_free, small_disk
@@ -130,6 +131,13 @@ def test_metadata_that_points_outside_its_folder_or_is_something_else_is_refused
     file.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(UntrustedMetadataError, match="dict"):
         read_metadata(tmp_path / "model")
+
+
+def test_metadata_of_python_3_13_is_read(tmp_path):
+    """There, the classes of paths are those of the module pathlib._local."""
+    pickled = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta(tmp_path)), protocol=3)
+    (tmp_path / ".metadata").write_bytes(pickled.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert read_metadata(tmp_path).storage_meta.checkpoint_id == tmp_path
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_path):

@@ -17,8 +17,8 @@ from verl.utils.problems import one_line
 
 METADATA_FILE = ".metadata"
 #: every class and function that the metadata of a checkpoint of plain tensors names
-_METADATA = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
-_ALLOWED = {("torch.distributed.checkpoint.metadata", n) for n in (*_METADATA.split(), "_MEM_FORMAT_ENCODING")} | {
+_CLASSES = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
+_ALLOWED = {("torch.distributed.checkpoint.metadata", n) for n in (*_CLASSES.split(), "_MEM_FORMAT_ENCODING")} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -38,11 +38,11 @@ class _AllowListUnpickler(pickle.Unpickler):
         self.source = source
 
     def find_class(self, module: str, name: str):
+        module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
-            raise UntrustedMetadataError(
-                f"{self.source} refers to {module}.{name}, which no checkpoint of tensors needs; it is not loaded."
-            )
+            what = f"{module}.{name}, which no checkpoint of tensors needs"
+            raise UntrustedMetadataError(f"{self.source} refers to {what}; it is not loaded.")
         return super().find_class(module, name)
 
 
@@ -58,7 +58,10 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: str | os.PathLike) -> Metadata:
-    """The metadata of the distributed checkpoint in `folder`, holding tensors only, all files inside the folder."""
+    """The metadata of the distributed checkpoint in `folder`.
+
+    Raises FileNotFoundError without one, UntrustedMetadataError for one with more than tensors in its own files.
+    """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not a distributed checkpoint: it has no {METADATA_FILE} file")
