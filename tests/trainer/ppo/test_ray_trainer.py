@@ -207,10 +207,11 @@ def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(tmp_path):
 
 def test_a_checkpoint_is_saved_before_a_rented_instance_expires(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEMAKER_EXPIRATION_TIMESTAMP", str(time.time() + 500))
-    for spare, saved in ((0, [3]), (600, [1, 2, 3])):  # 60 s to save and a short step end before 500 s, not so 660 s
+    # 60 s to save and a short step end before 500 s, not so 660 s; save_freq=0 saves nothing.
+    for spare, freq, saved in ((0, -1, [3]), (600, -1, [1, 2, 3]), (601, 0, [])):
         directory = tmp_path / str(spare)
-        settings = {"trainer__esi_redundant_time": spare, "trainer__total_training_steps": 3, "trainer__save_freq": -1}
-        fake_run(directory, **settings)
+        settings = {"trainer__total_training_steps": 3, "trainer__save_freq": freq}
+        fake_run(directory, trainer__esi_redundant_time=spare, **settings)
         assert published_steps(directory / "out") == saved
 
 

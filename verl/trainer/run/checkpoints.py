@@ -81,11 +81,11 @@ class Checkpoints:
         self.delete_after_load = delete_after_load
         self.saved_step: int | None = None
         self.origin = Origin()  # set by `resume`
-        self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
-        self.publishing: Future | None = None
+        self.pending: tuple[int, ExitStack] | None = None  # step and writer of a save that is not published yet
+        self.publishing: Future | None = None  # of the pending save, once its files are written
         self.publisher = ThreadPoolExecutor(1)
-        ranks = {os.environ[name] for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE") if name in os.environ}  # of torchrun
-        if trainer.save_freq != 0 and (trainer.nnodes > 1 or len(ranks) > 1):
+        sizes = {os.environ[n] for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE") if n in os.environ}  # equal on a single node
+        if trainer.save_freq != 0 and (trainer.nnodes > 1 or len(sizes) > 1):
             self._refuse_separate_folders()
 
     def _refuse_separate_folders(self) -> None:
@@ -111,11 +111,11 @@ class Checkpoints:
             )
 
     def is_due(self, step: int, last: bool, step_seconds: float = 0.0) -> bool:
-        """By trainer.save_freq, or because a rented instance expires before another step of that length is done."""
+        """By save_freq (0: never), or because a rented instance expires before another step of that length is done."""
         every = self.trainer.save_freq
         spare = self.trainer.esi_redundant_time if "esi_redundant_time" in self.trainer else 0
-        by_number = every > 0 and step % every == 0
-        return by_number or (last and every != 0) or should_save_ckpt_esi(step_seconds, redundant_time=spare)
+        expires = should_save_ckpt_esi(step_seconds, redundant_time=spare)
+        return every != 0 and (last or expires or (every > 0 and step % every == 0))
 
     def save(self, step: int, **state: Any) -> None:
         """Publish global_step_<step>; `state`: counters, best, kl_controller, variant and start of TrainerState.
@@ -194,11 +194,14 @@ class Checkpoints:
         return resumed
 
     def _begin(self, path: Path | None, start: int | None) -> Origin:
-        """Make this run the one whose checkpoints in the folder are rotated and resumed from; name what others left."""
+        """Make this run the folder's, whose checkpoints are rotated and resumed from; log the steps that others left.
+
+        `path` is the checkpoint that it resumes, which the start of number `start` wrote.
+        """
         root = Path(self.trainer.default_local_dir)
-        before, continued = steps_of_run(root), continued_steps(root, path)
+        before, continued = steps_of_run(root), continued_steps(root, path)  # the former run, this one
         continues = bool(continued) and continued[-1] in before
-        start = start if continued else 0
+        start = start if continued else 0  # numbers of starts count in their own folder only
         if "val_only" in self.trainer and self.trainer.val_only:  # it saves nothing
             return Origin(continues, start=start)
         others = begin_run(root, path)
