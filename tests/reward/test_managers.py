@@ -101,10 +101,18 @@ def test_an_error_names_the_row_and_keeps_its_cause(kind):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("result", [None, "1.0", float("nan"), {"acc": 1.0}, {"score": "1.0"}])
+@pytest.mark.parametrize(
+    "result", [None, "1.0", float("nan"), 10**400, {"acc": 1.0}, {"acc": 1.0, 1: 0.5}, {"score": "1.0"}]
+)
 def test_what_is_no_score_is_refused(result):
-    with pytest.raises(RewardError, match="row 0"):
+    with pytest.raises(RewardError, match="row 0 .* returned"):
         NaiveRewardManager(TOKENIZER, 0, lambda **kw: result)(batch())
+
+
+def test_a_row_without_a_ground_truth_is_named():
+    columns = object_columns(reward_model=[{"ground_truth": "0"}, None])  # row 1 is of a file without the column
+    with pytest.raises(RewardError, match="row 1: column .reward_model. has no .ground_truth.; it is None"):
+        NaiveRewardManager(TOKENIZER, 0, length_score)(batch(**columns))
 
 
 def test_given_scores_are_handed_back():

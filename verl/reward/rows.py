@@ -1,8 +1,8 @@
-"""Converts a batch to rows that a reward function can score, and scores of rows to token-level scores."""
+"""Rows of a batch as reward functions get them; their results as token-level scores."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 from typing import Any
@@ -85,8 +85,8 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
             "rollout_reward_scores": extras["reward_scores"][i] if "reward_scores" in extras else {},
         }
         reward_model = extras["reward_model"][i]
-        if "ground_truth" not in reward_model:
-            raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
+        if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+            raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it is {reward_model!r:.200}.")
         prompt_ids = list(compress(prompt, is_token[: len(prompt)]))
         response_ids = list(compress(response, is_token[len(prompt) :]))
         mask = list(compress(generated[i], is_token[len(prompt) :]))
@@ -125,37 +125,37 @@ def parse_results(
     """(score, extras) of each row from the reward function's result: a number, or a dict with 'score'.
 
     All items of a dict are extras, its score included; a number has none. Rows without a score stay Failures, which are
-    logged, when `drop`; otherwise a RewardError names the first and counts the others. Messages name `function`.
+    logged, when `drop`; otherwise, or if one is fatal, a RewardError names that or the first and counts them.
     """
-    parsed = [split(result) for result in results]
+    parsed = [parse_result(result) for result in results]
     failed = [(row, result) for row, result in zip(rows, parsed, strict=True) if isinstance(result, Failure)]
     if not failed:
         return parsed
-    row, first = next((pair for pair in failed if pair[1].fatal), failed[0])
+    culprit, first = next((pair for pair in failed if pair[1].fatal), failed[0])
     if drop and not first.fatal:
         for row, failure in failed:
             logger.warning("{} is left out: reward function {} {}", row, defined_at(function), failure.text)
         return parsed
     timeouts = sum(failure.kind == "timeout" for _, failure in failed)
     raise RewardError(
-        f"{row}: reward function {defined_at(function)} {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows "
-        f"have no score ({timeouts} took too long); reward_model.error=drop would leave such rows out."
+        f"{culprit}: reward function {defined_at(function)} {first.text.rstrip('.')}. {len(failed)} of {len(rows)} "
+        f"rows have no score ({timeouts} took too long); reward_model.error=drop would leave such rows out."
     ) from first.cause
 
 
-def split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
+def parse_result(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     """(score, extras) of a reward function's result, or why it is not a score; a Failure is returned as it is."""
     if isinstance(result, Failure):
         return result
     extras = {str(name): value for name, value in result.items()} if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
-        return Failure("error", f"returned a dict without 'score': {sorted(result)}")
+        return Failure("error", f"returned a dict without 'score': {sorted(extras)}")
     try:
         number = float(extras["score"]) if not isinstance(extras["score"], str) else None
-    except (TypeError, ValueError):
+    except Exception:  # float() of an object may raise anything
         number = None
     if number is None:
-        return Failure("error", f"returned {extras['score']!r} as a score; return a number, or a dict with 'score'")
+        return Failure("error", f"returned {extras['score']!r:.80} as a score; return a number, or a dict with 'score'")
     if not math.isfinite(number):
         return Failure("error", f"returned the score {number}; a finite number is needed")
     return number, extras if isinstance(result, dict) else {}
@@ -224,5 +224,5 @@ def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examin
         shown[row.data_source] += 1
         prompt, answer = (answer_text(tokenizer, ids) for ids in (row.prompt_ids, row.response_ids))
         text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
-        score = result.text if isinstance(result, Failure) else result[1] or result[0]
+        score = result.text if isinstance(result, Failure) else result[1] or result[0]  # extras of a dict have it too
         logger.info(text, *(visible(str(value)) for value in (prompt, answer, row.ground_truth, score)))

@@ -12,7 +12,7 @@ from verl.data.chat_template import answer_text
 from verl.protocol import DataProto
 from verl.reward.managers.base import RawRewardFn, SampleRewardManager, register
 from verl.reward.pool import BatchedCalls, ExternFunction, Failure, GradingPool
-from verl.reward.rows import RewardError, Row, model_text, response_turns, rows_of, split
+from verl.reward.rows import RewardError, Row, model_text, parse_result, response_turns, rows_of
 from verl.utils.user_code import defined_at
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
@@ -76,7 +76,7 @@ class NaiveRewardManager(SampleRewardManager):
         else:
             results = asyncio.run(BatchedCalls(self.compute_score)(items))
         return [
-            result if isinstance(split(result), Failure) else self.adjusted(result, row)  # a failure is reported later
+            result if isinstance(parse_result(result), Failure) else self.adjusted(result, row)  # reported later
             for result, row in zip(results, rows, strict=True)
         ]
 
@@ -111,9 +111,9 @@ class NaiveRewardManager(SampleRewardManager):
         (row,) = rows_of(data, self.reward_fn_key)
         try:
             result = await self.call(await asyncio.to_thread(self.arguments, row) | self.reward_kwargs)
-            parsed = split(result)
+            parsed = parse_result(result)
             if not isinstance(parsed, Failure):
-                parsed = split(self.adjusted(result, row))
+                parsed = parse_result(self.adjusted(result, row))
         except Exception as error:
             parsed = Failure.of(error)
         if isinstance(parsed, Failure):
