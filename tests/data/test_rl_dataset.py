@@ -78,6 +78,7 @@ def test_truncation(how, expected):
     else:
         assert truncate_ids([1, 2, 3, 4, 5], 3, how) == expected
     assert truncate_ids([1, 2, 3], 3, how) == [1, 2, 3]
+    assert how == "error" or truncate_ids([1, 2, 3], 0, how) == []
 
 
 CALL_TEMPLATE = (
@@ -222,6 +223,7 @@ def test_several_processes_filter_alike_and_name_a_bad_row(tmp_path):
         ({"prompt": "1 + 2"}, "row 1: column 'prompt' is a string; expected a list of {role, content}"),
         ({"prompt": []}, "row 1: column 'prompt' is an empty list"),
         ({"prompt": [{"role": "user"}]}, "row 1: column 'prompt', message 0"),
+        ({"prompt": [{"role": "user", "content": [["1"]]}]}, "message 0 has a part of type 'list'"),
         ({"question": "1"}, "row 1: there is no column 'prompt'"),
     ],
 )
@@ -275,6 +277,7 @@ def test_max_samples_is_a_seeded_subset(tmp_path):
     assert contents(shuffle=False) == ["0", "1", "2", "3", "4"]
     assert contents(shuffle=True, seed=1) == contents(shuffle=True, seed=1) != contents(shuffle=True, seed=2)
     assert len(set(contents(shuffle=True, seed=1))) == 5
+    assert not len(RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True), max_samples=0))
 
 
 def test_samples_with_other_columns_are_refused():

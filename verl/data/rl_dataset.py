@@ -98,7 +98,7 @@ def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:
     if len(ids) <= limit:
         return ids
     if how == "left":
-        return ids[-limit:]
+        return ids[len(ids) - limit :]
     if how == "right":
         return ids[:limit]
     if how == "middle":
@@ -207,7 +207,7 @@ class FileRows(Dataset):
             return content
         parts = [{"text": part} if isinstance(part, str) else part for part in content]
         for part in parts:
-            kind = part.get("type") or "text" if isinstance(part, Mapping) else _kind(part)
+            kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise self.error(item, f"{where} has a part of type {kind!r}; models read text only. Leave it out.")
         return "".join(part["text"] for part in parts)
@@ -233,7 +233,8 @@ class FileRows(Dataset):
 
 class RLHFDataset(FileRows):
     """One sample per prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
-    raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column of the
+    raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, tools_kwargs and
+    interaction_kwargs (of extra_info), full_prompts (text, with data.return_full_prompt), every other column of the
     files, None where a row lacks it.
 
     `config` is the `data` section, or the part of it that differs from the defaults: prompt_key, max_prompt_length,
@@ -241,7 +242,7 @@ class RLHFDataset(FileRows):
     drawn by data.seed with data.shuffle, else the first ones; -1 keeps all.
     """
 
-    #: the key of max_prompt_length, and what to do about a longer prompt, in messages
+    #: the key of max_prompt_length, and what to do about a longer prompt, for error messages
     length_key = "data.max_prompt_length"
     overlong_remedy = "Raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
 
@@ -269,7 +270,7 @@ class RLHFDataset(FileRows):
 
     def maybe_filter_out_long_prompts(self) -> None:
         """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
-        if not self.settings.filter_overlong_prompts:
+        if not (self.settings.filter_overlong_prompts and len(self.rows)):  # max_samples=0 leaves no rows
             return
         before, workers = len(self.rows), self.settings.filter_overlong_prompts_workers
         if workers > 1:  # forked, so that rows and tokenizer are not copied
@@ -301,17 +302,15 @@ class RLHFDataset(FileRows):
         return self.encodable(item, text)
 
     def prompt_ids(self, item: int) -> list[int]:
-        """The ids of that text, neither truncated nor padded."""
+        """The ids of `prompt_text`, neither truncated nor padded."""
         return self.tokenizer(self.prompt_text(item), add_special_tokens=False)["input_ids"]
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)
-        if len(ids) > self.max_prompt_length and self.truncation == "error":
-            raise self.error(
-                item,
-                f"the prompt has {len(ids)} tokens, {self.length_key}={self.max_prompt_length}. {self.overlong_remedy}",
-            )
         if len(ids) > self.max_prompt_length:
+            if self.truncation == "error":
+                limit = f"{self.length_key}={self.max_prompt_length}"
+                raise self.error(item, f"the prompt has {len(ids)} tokens, {limit}. {self.overlong_remedy}")
             self.cut_rows.add(item)
         ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
         pad_id = self.tokenizer.pad_token_id
@@ -340,7 +339,7 @@ class RLHFDataset(FileRows):
 
 
 def _share(dataset: RLHFDataset) -> None:
-    """Let `_prompt_length` read the data set in this process."""
+    """Initializer of a worker process: give `_prompt_length`, which gets row numbers only, the data set."""
     global _shared
     _shared = dataset
 
