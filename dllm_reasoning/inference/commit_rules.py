@@ -20,27 +20,23 @@ MOST_BRANCHED = 1024  # tokens of a row in one forward
 
 @dataclass
 class Row:
-    """One answer in progress.
-
-    tokens: prompt and committed tokens. guesses: fed after the last token. cached: leading tokens whose keys and values
-    are final. rounds: refinement rounds of the current block. limit: most new tokens. log_probs: of the committed
-    tokens, where the caller computes them.
-    """
+    """One answer in progress."""
 
     number: int
-    tokens: list[int]
+    tokens: list[int]  # prompt and committed tokens
     prompt_length: int
-    limit: int
-    guesses: list[int] = field(default_factory=list)
-    cached: int = 0
-    rounds: int = 0
+    limit: int  # most new tokens
+    guesses: list[int] = field(default_factory=list)  # fed after the last token, with the noise at which to draft
+    cached: int = 0  # leading tokens whose keys and values are final
+    rounds: int = 0  # refinement rounds of the current block
     forwards: int = 0
-    rounds_of_blocks: list[int] = field(default_factory=list)
+    rounds_of_blocks: list[int] = field(default_factory=list)  # of those that are committed
     done: bool = False
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # of the committed tokens, where the caller computes them
 
     @property
     def remaining(self) -> int:
+        """Most tokens that may still be committed."""
         return self.limit - (len(self.tokens) - self.prompt_length)
 
     def commit(
@@ -50,7 +46,7 @@ class Row:
         `fed`: the guesses of the forward that predicted them; `log_probs`: of at least these tokens."""
         predicted = predicted[: self.remaining]
         end = next((i for i, token in enumerate(predicted) if token in ends), None)
-        self.cached = len(self.tokens) + min(count_confirmed(fed, predicted), len(predicted))
+        self.cached = len(self.tokens) + count_confirmed(fed, predicted)
         kept = predicted if end is None else predicted[: end + 1]
         self.tokens += kept
         if log_probs is not None:
@@ -63,25 +59,27 @@ class CommitRule:
     """What rows feed after their last committed token, and what they commit."""
 
     branch: Sequence[int] = ()
-    """What is fed after the last committed token and after each guess (ModelRunner.logits)."""
+    """A copy of it is fed after the last committed token and after each guess (Branches)."""
+    noise: int
+    """The token of positions at which guesses are drafted."""
     width: int
     """Most tokens that a row feeds in one forward; sizes the cache."""
 
     def first_guesses(self) -> list[int]:
-        """The guesses of a row before its first forward."""
-        return []
+        """The guesses of a row before its first forward: noise, as many as fit."""
+        return [self.noise] * (self.width - 1)
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Called before each forward; `step` has set the guesses."""
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token, each guess
-        and the tokens of their branches, as ModelRunner.logits has them; `confidence`: the probabilities of those after
-        the committed token and each guess."""
+        """The tokens to commit; sets the row's next guesses. `predicted`: the next token after the last committed one,
+        then after each guess; each of these is followed by those after the tokens of its branch, if there is one.
+        `confidence`: the probabilities without those of branches."""
         raise NotImplementedError
 
     def committed(self, count: int) -> None:
-        """Called after each row's `step` with the number of tokens that the row kept up to its end token or limit."""
+        """Called after each row's `step`: the row kept `count` of its tokens, up to its end token or limit."""
 
 
 @dataclass
@@ -92,10 +90,6 @@ class Refine(CommitRule):
     width: int
     noise: int
     times: int | None
-
-    def first_guesses(self) -> list[int]:
-        """The guesses of a block before its first forward."""
-        return [self.noise] * (self.width - 1)
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         if predicted[:-1] == row.guesses or row.rounds == self.times:
@@ -128,17 +122,21 @@ class Branches(CommitRule):
     def width(self) -> int:
         return (1 + self.length) ** 2
 
+    def first_guesses(self) -> list[int]:
+        return []
+
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        size = 1 + self.length
-        straight = predicted[::size]
-        count = count_confirmed(row.guesses, straight)
-        row.guesses = predicted[count * size + 1 : (count + 1) * size]
-        return straight[: count + 1]
+        stride = 1 + self.length  # what follows a token, and then its branch
+        verified = predicted[::stride]
+        count = count_confirmed(row.guesses, verified)
+        row.guesses = predicted[count * stride + 1 : (count + 1) * stride]  # drafted after the last confirmed token
+        return verified[: count + 1]
 
 
 def count_confirmed(guesses: list[int], predicted: list[int]) -> int:
-    """Number of leading guesses that equal the model's predictions."""
-    return next((i for i, (a, b) in enumerate(zip(guesses, predicted, strict=False)) if a != b), len(guesses))
+    """Number of leading guesses that equal the predictions; a guess without a prediction equals none."""
+    pairs = zip(guesses, predicted, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(guesses), len(predicted)))
 
 
 @dataclass(frozen=True)
@@ -175,10 +173,13 @@ class ForwardCosts:
     seconds: dict[int, list[float]]
 
     def of(self, width: int, rows: int) -> float:
+        """Seconds of a forward in which each of `rows` rows feeds `width` tokens."""
         after = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         low, high = self.rows[max(0, after - 1)], self.rows[after]
         first, last = self.seconds[width][max(0, after - 1)], self.seconds[width][after]
-        return last if low == high or rows >= high else first + (last - first) * (rows - low) / (high - low)
+        if low == high or rows >= high or last == float("inf"):
+            return last
+        return first + (last - first) * (rows - low) / (high - low)
 
     @classmethod
     def measure(
@@ -236,10 +237,6 @@ class AdaptiveWindows(CommitRule):
     def width(self) -> int:
         return max(window.width for window in self.windows)
 
-    def first_guesses(self) -> list[int]:
-        """Noise of the widest window."""
-        return [self.noise] * (self.width - 1)
-
     def tokens_per_forward(self, window: Window) -> float:
         """Mean number of tokens that a row commits in a forward of the window."""
         tokens, forwards = self.counts[window]
@@ -250,9 +247,9 @@ class AdaptiveWindows(CommitRule):
         self.previous = self.window
         if self.costs is not None:
             seconds = {window: self.costs.of(window.width, len(rows)) for window in self.windows}
-            tried = [window for window in self.untried if seconds[window] < float("inf")]
+            to_try = [window for window in self.untried if seconds[window] < float("inf")]
             fastest = max(self.windows, key=lambda window: self.tokens_per_forward(window) / seconds[window])
-            self.window = tried[-1] if tried else fastest
+            self.window = to_try[-1] if to_try else fastest
         if self.window == self.previous and self.window in self.untried:
             self.untried.remove(self.window)  # its first forward had no drafts of its own to verify, this one has
         guesses, drafts = self.window.guesses, [self.noise] * self.window.drafts

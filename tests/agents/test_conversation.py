@@ -183,3 +183,12 @@ def test_what_a_turn_adds_to_the_responses_is_known_before(made, more, data):
     before, appended = tree.response_length, tree.appended(prompt)
     tree.add(prompt, [1], [0.5], 0)
     assert tree.response_length <= before + appended + 1
+
+
+def test_a_conversation_that_grows_stays_one_row_though_a_longer_answer_begins_with_it():
+    tree = ConversationTree()
+    tree.add([7], [1, 2])
+    tree.add([7], [1, 2, 3])
+    assert tree.appended([7, 1, 2, 9]) == 1
+    tree.add([7, 1, 2, 9], [4])
+    assert [(row.prompt_ids, row.response_ids) for row in tree.rows()] == [([7], [1, 2, 9, 4]), ([7], [1, 2, 3])]

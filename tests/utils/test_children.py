@@ -34,6 +34,11 @@ LIMITS = {"seconds": 60.0, "memory_bytes": 1 << 30, "processes": 8}
 asked = []
 
 
+class Refused(Exception):
+    def __init__(self, what, number):
+        super().__init__(f"{what} {number}")
+
+
 def work(what):
     """Process and number of calls; or what the text says."""
     asked.append(what)
@@ -44,6 +49,10 @@ def work(what):
         os._exit(3)
     if what == "raise":
         raise KeyError("boom")
+    if what == "refuse":
+        raise Refused("door", 3)
+    if what == "lock":
+        raise KeyError(threading.Lock())
     if what == "lambda":
         return lambda: None
     if what.endswith("GiB"):
@@ -87,6 +96,16 @@ def test_a_child_stays_until_a_call_takes_too_long(start):
     with pytest.raises(TimeoutError, match=f"{child.name} took longer than 0.3 s"):
         child.call(0.3, "hang")
     assert child.gone and not psutil.pid_exists(pid) and child.end() is None
+
+
+def test_an_exception_that_cannot_be_sent_arrives_as_its_text(start):
+    child = start()
+    with pytest.raises(RuntimeError, match="^Refused: door 3$"):
+        child.call(20.0, "refuse")  # pickle would call Refused("door 3")
+    with pytest.raises(RuntimeError, match="^KeyError: <unlocked _thread.lock"):
+        child.call(20.0, "lock")
+    assert child.call(20.0, "a")[0] == child.pid and not child.gone
+    child.end()
 
 
 def test_a_child_that_dies_is_reported_with_its_exit_code(start):

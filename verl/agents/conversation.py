@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -15,7 +15,8 @@ class Conversation:
         response_ids: all later ids [T]: generated tokens, and tokens of tools and users between them.
         response_mask: [T], 1 for a generated token.
         response_logprobs: [T], the log-prob of each generated token, 0 elsewhere; None if no turn has any.
-        kept_tokens: [T], the ids that top-k and top-p left at each generated token, [] elsewhere; None without any.
+        kept_tokens: [T], the ids that top-k and top-p left at each generated token, [] elsewhere and where they are not
+            known; None if no turn has any.
         versions: (weights version, start, end) of each generated turn.
     """
 
@@ -37,7 +38,7 @@ class Conversation:
     ) -> None:  # fmt: skip
         """Append what the model wrote; `kept`: the ids that top-k and top-p left at each position, None if not known.
 
-        Raises ValueError unless log-probs are given for every token of every turn.
+        Raises ValueError unless log-probs are given for every token of every turn, or for none.
         """
         for what, given in (("log-probs", log_probs), ("sets of kept tokens", kept)):
             if given is not None and len(given) != len(ids):
@@ -56,9 +57,7 @@ class Conversation:
         """Append what tools or users wrote."""
         self._append(ids, 0, None, None)
 
-    def _append(
-        self, ids: list[int], mask: int, log_probs: list[float] | None, kept: list[list[int]] | None
-    ) -> None:  # fmt: skip
+    def _append(self, ids: list[int], mask: int, log_probs: list[float] | None, kept: list[list[int]] | None) -> None:
         self.response_ids += ids
         self.response_mask += [mask] * len(ids)
         if self.response_logprobs is not None:
@@ -125,32 +124,31 @@ class ConversationTree:
         if rest := list(prompt_ids[matched:]):
             node.children.append(Node(rest))
             node = node.children[-1]
-        values = None if log_probs is None else list(log_probs)
-        sets = None if kept is None else list(kept)
-        node.children.append(Node(list(ids), True, values, version, kept=sets))
+        node.children.append(Node(list(ids), True, log_probs and list(log_probs), version, kept=kept and list(kept)))
         self.has_kept |= kept is not None
         self.turns += 1
 
     def _match(self, ids: Sequence[int]) -> tuple[list[Node], int]:
-        """(the nodes from the root whose tokens `ids` starts with, the last possibly in part; tokens that match)."""
-        best: tuple[list[Node], int] = ([self.root], 0)
-        open_paths = [best]
+        """(path from the root, its tokens that `ids` starts with) of the longest match, whose last node may be cut."""
+        whole = part = ([self.root], 0)
+        open_paths = [whole]
         while open_paths:
             path, matched = open_paths.pop()
-            if matched > best[1]:
-                best = path, matched
+            if matched > whole[1]:
+                whole = path, matched
             for child in reversed(path[-1].children):
                 if matched == len(ids) or child.ids[0] != ids[matched]:
                     continue
                 same = _common(child.ids, ids[matched : matched + len(child.ids)])
                 if same == len(child.ids):
                     open_paths.append(([*path, child], matched + same))
-                elif matched + same > best[1]:
-                    best = [*path, child], matched + same
-        return best
+                elif matched + same > part[1]:
+                    part = [*path, child], matched + same
+        return part if part[1] > whole[1] else whole  # of two that match as far, the one that needs no split
 
     def appended(self, prompt_ids: Sequence[int]) -> int:
-        """Tokens that a turn after this prompt adds to responses besides its own: those given after a leaf."""
+        """Tokens that a turn after this prompt adds to `response_length` besides its own: what was given after a leaf,
+        which becomes a part of that row's response. After anything else a new row begins, with them in its prompt."""
         path, matched = self._match(prompt_ids)
         ends_leaf = not path[-1].children and path[-1].generated and matched == sum(len(node.ids) for node in path)
         return len(prompt_ids) - matched if ends_leaf else 0
@@ -183,13 +181,13 @@ class ConversationTree:
         """(nodes of the prompt, nodes of the response) on the path to each leaf, depth first."""
         waiting: list[tuple[list[Node], Node]] = [([], child) for child in reversed(self.root.children)]
         while waiting:
-            before, node = waiting.pop()  # the nodes that an earlier row has, the first of this row
+            before, node = waiting.pop()  # nodes whose tokens an earlier row trains, and the first of this row's own
             own, branches = [node], []
             while node.children:
                 branches += [([*before, *own], child) for child in reversed(node.children[1:])]
                 node = node.children[0]
                 own.append(node)
-            # The deepest branch is next; among the branches of a node, the one that was added first.
+            # Depth first: the deepest branch is next, and of its siblings the one that was added first.
             waiting += branches
             given = next((i for i, n in enumerate(own) if n.generated), len(own))
             yield [*before, *own[:given]], own[given:]
@@ -205,8 +203,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def _split(node: Node, at: int) -> None:
     """Move the tokens from `at` on into a child, which takes the node's children."""
     log_probs, kept = node.log_probs, node.kept
-    rest = Node(
-        node.ids[at:], node.generated, log_probs and log_probs[at:], node.version, node.children, kept and kept[at:]
-    )
-    node.ids, node.log_probs, node.children = node.ids[:at], log_probs and log_probs[:at], [rest]
-    node.kept = kept and kept[:at]
+    rest = replace(node, ids=node.ids[at:], log_probs=log_probs and log_probs[at:], kept=kept and kept[at:])
+    node.ids, node.children = node.ids[:at], [rest]
+    node.log_probs, node.kept = log_probs and log_probs[:at], kept and kept[:at]

@@ -67,8 +67,7 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
             raise ValueError(f"{key} needs data.environment.tasks, the names of its tasks.")
         if self.name == "reasoning_gym" and self.max_turns > 1:
             raise ValueError(f"{key} has questions with one answer: set data.environment.max_turns=1.")
-        wrong = [task for task, weight in self.weights.items() if not (_is_number(weight) and weight > 0)]
-        if wrong:
+        if wrong := [task for task, weight in self.weights.items() if not (_is_number(weight) and weight > 0)]:
             raise ValueError(f"data.environment.tasks.{wrong[0]}: the weight must be a number above 0.")
         if unknown := [task for task in self.parameters if self.tasks and task not in self.weights]:
             known = ", ".join(self.weights)
@@ -79,6 +78,11 @@ class EnvironmentConfig(BaseConfig, section="data.environment"):
             fault = f"is no regular expression: {error}"
         if fault:
             raise ValueError(f"data.environment.answer_pattern={self.answer_pattern} {fault}.")
+        try:
+            self.answer_format.format("")
+        except (LookupError, ValueError, AttributeError):
+            text = "write {} for the answer, and every other brace twice"
+            raise ValueError(f"data.environment.answer_format={self.answer_format}: {text}.") from None
 
     @property
     def weights(self) -> dict[str, float]:

@@ -15,11 +15,11 @@ from verl.planning.dry_run import print_rows
 from verl.utils.problems import Problem, one_line, wrong
 from verl.utils.visible_text import visible
 
-LENGTHS = 200  # prompts whose tokens are counted
+COUNTED = 200  # prompts whose tokens are counted
 
 
 def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
-    """Settings outside of data.environment that its rows and scores need."""
+    """Settings elsewhere with which an environment cannot give rows or scores."""
     environment, workers = config.data.environment, config.reward_model.num_workers
     if environment.name is None:
         return
@@ -38,15 +38,14 @@ def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
 def show_environment(console: Console, config: PPOConfig, findings: Any) -> list[Problem]:
     """Print the first prompt, the score of one answer and the lengths of prompts; returns what went wrong.
 
-    The answer is the row's ground truth in data.environment.answer_format, given in every turn.
+    The answer, given in every turn, is the ground truth; for reasoning_gym in data.environment.answer_format.
     """
     environment, prompts = config.data.environment, findings.datasets.get("data.train_files")
     if environment.name is None or not prompts:
         return []
     row = prompts.rows[0]
-    answer = environment.answer_format.format(row["reward_model"]["ground_truth"])
-    if environment.name != "reasoning_gym":
-        answer = str(row["reward_model"]["ground_truth"] or "")
+    truth = row["reward_model"]["ground_truth"]
+    answer = environment.answer_format.format(truth) if environment.name == "reasoning_gym" else str(truth or "")
     try:
         with EnvironmentCalls(environment) as calls:
             strict = environment.max_turns == 1
@@ -54,18 +53,16 @@ def show_environment(console: Console, config: PPOConfig, findings: Any) -> list
             scores = calls.call(START_S + environment.timeout, "score", item, answer, strict)
     except EnvironmentFailed as error:
         return [wrong("data.environment", f"data.environment: a conversation failed: {one_line(error)}")]
-    first = range(min(len(prompts), LENGTHS))
-    lengths = sorted(len(prompts.prompt_ids(i)) for i in first)
+    counted = min(len(prompts), COUNTED)
+    lengths = sorted(len(prompts.prompt_ids(i)) for i in range(counted))
     numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
     console.rule("Environment")
     console.print(Panel(escape(visible(prompts.prompt_text(0))), title="first prompt", expand=False))
-    print_rows(
-        console,
-        {
-            "environment": environment.name,
-            "answer": escape(visible(answer)),
-            "its scores": ", ".join(f"{name} {value:g}" for name, value in numbers.items()),
-            f"tokens of the first {len(first)} prompts": f"{lengths[0]} to {lengths[-1]}, median {median(lengths):g}",
-        },
-    )
+    rows = {
+        "environment": environment.name,
+        "answer": escape(visible(answer)),
+        "its scores": ", ".join(f"{name} {value:g}" for name, value in numbers.items()),
+        f"tokens of the first {counted} prompts": f"{lengths[0]} to {lengths[-1]}, median {median(lengths):g}",
+    }
+    print_rows(console, rows)
     return []

@@ -4,8 +4,7 @@
 - `SpawnedChild` calls a function in a process of multiprocessing's fork server, which shares no memory with this one.
 - `Program` executes a program, which sends and receives messages over one of its file descriptors.
 
-Each is a `Child`: a process and a connection to it. `verl.utils.supervisor` has what runs inside the processes to end
-them.
+Each is a `Child`. `verl.utils.supervisor` is what runs inside the processes and ends them.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Child:
         return self.process.pid
 
     def call(self, seconds: float, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of a call by `serve`, or its exception. Raises as `ask`; arguments and results are pickled."""
+        """What the function that the child serves returns, or raises. Raises as `ask`; all of it is pickled."""
         limit = float(seconds) if isinstance(seconds, ProcessorSeconds) else 0.0
         # Not `connection.send`: it would share a tensor's memory, which a killed process may keep.
         returned, value = self._answer(seconds, pickle.dumps((limit, args, kwargs)), self.connection.recv)
@@ -90,7 +89,8 @@ class Child:
     def _answer(self, seconds: float, request: bytes, receive: Callable[[], Any]) -> Any:
         try:
             self.connection.send_bytes(request)
-            if not self.connection.poll(seconds * (seconds.WALL if isinstance(seconds, ProcessorSeconds) else 1)):
+            by_clock = seconds * seconds.WALL if isinstance(seconds, ProcessorSeconds) else seconds
+            if not self.connection.poll(by_clock):
                 raise TimeoutError
             return receive()
         except (EOFError, ConnectionError, TimeoutError) as error:
@@ -103,7 +103,7 @@ class Child:
             raise
 
     def end(self) -> int | None:
-        """Kill it and return its exit code; None a second time, or if this process does not wait for its children."""
+        """Kill it and return its exit code; None if that was done before, or if no codes are kept (SIGCHLD ignored)."""
         if self.gone:
             return None
         self.gone = True
@@ -130,7 +130,10 @@ def serve(connection: Connection, function: Callable) -> None:
         try:
             answer = pickle.dumps((True, function(*args, **kwargs)))
         except Exception as error:
-            answer = pickle.dumps((False, error))
+            try:
+                pickle.loads(answer := pickle.dumps((False, error)))
+            except Exception:  # for example because its __init__ needs more than its message
+                answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(answer)
 
@@ -151,7 +154,7 @@ class ForkedChild(Child):
                     connection.close()
                     end_with_parent(signal.SIGKILL, caller)  # an endless call must not outlive its caller
                     serve(theirs, function)
-                except OSError as error:  # the kernel refused: the first call raises it
+                except OSError as error:  # the kernel refused: the answer to the first call
                     theirs.recv_bytes()
                     theirs.send_bytes(pickle.dumps((False, error)))
                 finally:
@@ -189,7 +192,7 @@ class SpawnedChild(Child):
         super().__init__(target.__qualname__, process, connection)
 
     def _kill(self) -> int | None:
-        with PROCESS_STARTS:  # which asks all processes for their exit codes: only one thread gets an answer
+        with PROCESS_STARTS:  # a start reads the exit codes of all processes, and a code can be read only once
             if self._leads_group and self.process.is_alive():  # else its guard ends the group
                 with contextlib.suppress(ProcessLookupError):  # it does not lead it yet
                     os.killpg(self.pid, signal.SIGKILL)
@@ -215,7 +218,7 @@ class Program(Child):
     """An executed program, which ends when the other end of its connection is closed.
 
     Args:
-        script: the first words of the command line; then come the number of its descriptor and `arguments`.
+        script, arguments: the command line; between them comes the number of the descriptor.
         stdin: its standard input.
         options: of subprocess.Popen.
     """
@@ -226,9 +229,9 @@ class Program(Child):
         with PROCESS_STARTS, _file_of(stdin) as given:
             connection, theirs = Pipe()
             with theirs:
-                number = theirs.fileno()
-                command = [*script, str(number), *arguments]
-                process = subprocess.Popen(command, stdin=given, pass_fds=[number], **options)
+                descriptor = theirs.fileno()
+                command = [*script, str(descriptor), *arguments]
+                process = subprocess.Popen(command, stdin=given, pass_fds=[descriptor], **options)
         self._closing, self._leads_group = threading.Lock(), options.get("start_new_session", False)
         super().__init__(script[-1], process, connection)
 
@@ -245,12 +248,12 @@ class Program(Child):
         """
         lock, too_much = threading.Lock(), []
 
-        def read(number: int, pipe: Any) -> None:
+        def read(descriptor: int, pipe: Any) -> None:
             with pipe:
                 while part := pipe.read1(1 << 16):
                     with lock:
-                        if not too_much and not take(number, part):
-                            too_much.append(number)
+                        if not too_much and not take(descriptor, part):
+                            too_much.append(descriptor)
                             self.stop()
 
         pipes = {1: self.process.stdout, 2: self.process.stderr}
@@ -293,7 +296,6 @@ def supervised(
     """A program that ends with all its processes; `verl.utils.supervisor.supervise` explains its limits and report.
 
     Args:
-        command: the command line.
         environment: variables added to those of this process; None takes one away.
         limits: seconds, memory_bytes, processes; None for a server.
         options: of `Program`.

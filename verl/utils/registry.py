@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` if a known name is similar to `name`, ignoring case, otherwise an empty string."""
+    """`; did you mean 'x'?` for the known name that is most similar to `name`, ignoring case; "" if none is similar."""
     lower = {entry.lower(): entry for entry in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return f"; did you mean '{lower[close[0]]}'?" if close else ""
@@ -38,25 +38,23 @@ class Registry(dict[K, T]):
 
     def __init__(self, key: str, howto: str) -> None:
         super().__init__()
-        self.key = key
-        self.howto = howto
+        self.key, self.howto = key, howto
 
     def register(self, name: K) -> Callable[[T], T]:
         """Decorator that registers an object under `name` and returns it.
 
-        The same object may be registered again, also as a second import of the same definition. Raises ValueError if
-        another object has that name.
+        The same object may be registered again, also as a second import of the same definition (one path, but another
+        object); a function defined inside another is new each time. Raises ValueError if another object has that name.
         """
 
         def decorator(entry: T) -> T:
-            registered, origin = self.get(name), _origin(entry)
-            if registered is not None and registered is not entry:
-                other = _origin(registered)
-                if other != origin or "<locals>" in origin:
-                    shown = "/".join(name) if isinstance(name, tuple) else name
-                    raise ValueError(
-                        f"{self.key}: '{shown}' is already registered by {other}; {origin} needs another name."
-                    )
+            registered = self.get(name, entry)
+            origin, other = _origin(entry), _origin(registered)
+            if registered is not entry and (other != origin or "<locals>" in origin):
+                shown = "/".join(name) if isinstance(name, tuple) else name
+                raise ValueError(
+                    f"{self.key}: '{shown}' is already registered by {other}; {origin} needs another name."
+                )
             self[name] = entry
             return entry
 
@@ -72,5 +70,5 @@ class Registry(dict[K, T]):
 
 
 def _origin(entry: object) -> str:
-    """The dotted path of an entry, which may be given as its dotted path."""
+    """The dotted path of an entry; plug-ins that are imported when they are used are entries by their path."""
     return entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}"

@@ -65,18 +65,19 @@ class OwnBackboneScorer(ScoringActor):
         spd_layout: torch.Tensor, remove_padding: bool = False, host: OnHost | None = None,
     ) -> torch.Tensor:  # fmt: skip
         pack = self.packs(remove_padding)
+        # Both also on the host: widths are read there, and packings are laid out there.
         text, layout = host_columns(host, attention_mask=attention_mask, spd_layout=spd_layout)
         if self.config.context_tokens:
             first, text, layout = cut_context(text, layout, self.config.context_tokens)
             input_ids = input_ids[:, first : first + text.shape[1]]
             attention_mask, spd_layout = (x.to(input_ids.device, non_blocking=True) for x in (text, layout))
             position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, int(layout[:, 3].max()))
+        gamma = int(layout[:, 3].max())  # the longest draft
+        draft_ids, target_ids = drafts_and_targets(input_ids, spd_layout, gamma)
         mask = None
         if self.config.attention in MASKS:
-            # A packing is laid out on the host.
-            described = (text, layout) if pack else (attention_mask, spd_layout)
-            mask = MASKS[self.config.attention](*described, next(self.backbone.parameters()).dtype)
+            columns = (text, layout) if pack else (attention_mask, spd_layout)
+            mask = MASKS[self.config.attention](*columns, next(self.backbone.parameters()).dtype)
             position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
         states = self.states(input_ids, text if pack else attention_mask, position_ids, pack, mask)  # [B, P, H]
         return self.score_states(states, spd_layout, draft_ids, target_ids)
@@ -84,8 +85,8 @@ class OwnBackboneScorer(ScoringActor):
     def score_states(
         self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
     ) -> torch.Tensor:
-        """z [B, g] from the backbone's states [B, P, H] and ids [B, g]; spd_layout: columns of the states."""
-        draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
+        """z [B, g] from the backbone's states [B, P, H] and ids [B, g]; spd_layout has columns of the states."""
+        _, _, draft_start, draft_len, target_start = spd_layout.split(1, dim=1)  # [B, 1] each
         steps = torch.arange(draft_ids.shape[1], device=states.device)
         at_target = rows_at(states, target_start + steps)
         if isinstance(self.head, ScoreHead):
@@ -122,8 +123,7 @@ class OwnBackboneScorer(ScoringActor):
         config, folder = self.config, Path(directory)
         backbone = part_of(state, "backbone.")
         if config.lora_rank and any(".lora_" in name for name in backbone):
-            adapters = str(folder / ADAPTER_DIR)
-            self.backbone.save_pretrained(adapters, state_dict=backbone, save_embedding_layers=False)
+            self.backbone.save_pretrained(str(folder / ADAPTER_DIR), state_dict=backbone, save_embedding_layers=False)
         else:  # a full backbone, also where `state` has the adapters merged in
             plain = self.backbone.get_base_model() if config.lora_rank else self.backbone
             plain.save_pretrained(str(folder / BACKBONE_DIR), state_dict=backbone)
@@ -143,7 +143,7 @@ class OwnBackboneScorer(ScoringActor):
         stored = tensor_shapes([file])
         if odd := different(stored, needed):
             raise ValueError(
-                f"{file} does not fit the model here, {config.base_model_path!r}: {first_of(odd, stored, needed)}. "
+                f"{file} does not fit the model here, {config.base_model_path!r}: {difference(odd, stored, needed)}. "
                 f"Name the model that it was trained on, {saved.base_model_path!r}, with "
                 f"actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
             )
@@ -170,7 +170,7 @@ def adapter_file(directory: Path) -> Path:
     return file if file.is_file() else directory / ADAPTER_DIR / ADAPTER_FILE
 
 
-def first_of(odd: list[str], stored: Shapes, needed: Shapes) -> str:
+def difference(odd: list[str], stored: Shapes, needed: Shapes) -> str:
     """The first of the names that differ, in words."""
     there, here = (shapes.get(odd[0], "missing") for shapes in (stored, needed))
     return f"{len(odd)} weights differ, such as {odd[0]} ({there} there, {here} here)"
@@ -191,33 +191,34 @@ def cut_context(
     attention_mask: torch.Tensor, spd_layout: torch.Tensor, keep: int
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """The same blocks with the last `keep` tokens of each context: the first column that a row needs, then the mask
-    [B, P - first] int64 and spd_layout [B, 5] int64 of the columns from there.
-
-    attention_mask [B, P] int64 and spd_layout [B, 5] int64 are on the host.
+    [B, P - first] int64 and spd_layout [B, 5] int64 of the columns from there. All are on the host, as are
+    attention_mask [B, P] int64 and spd_layout [B, 5] int64.
     """
     layout = spd_layout.clone()
-    layout[:, 0] += (spd_layout[:, 1] - keep).clamp(min=0)
-    layout[:, 1] = spd_layout[:, 1].clamp(max=keep)
-    first = int(layout[:, 0].min())
-    layout[:, [0, 2, 4]] -= first
+    context_start, context_len = layout[:, 0], layout[:, 1]  # views
+    context_start += (context_len - keep).clamp(min=0)
+    context_len.clamp_(max=keep)
+    first = int(context_start.min())
+    layout[:, [0, 2, 4]] -= first  # the three starts
     mask = attention_mask[:, first:]
     return first, mask * (torch.arange(mask.shape[1]) >= layout[:, :1]), layout
 
 
 def _check_full(folder: Path, config: ScoringModelConfig, backbone: nn.Module) -> None:
+    """Raise OSError or ValueError unless the full backbone saved in `folder` has the architecture of `backbone`."""
     stored = tensor_shapes(safetensors_of(folder) or [folder / "model.safetensors"])
     needed = shapes_of(dict(backbone.named_parameters()))
     ours, theirs = (architecture(c) for c in (backbone.config, AutoConfig.from_pretrained(folder)))
-    if odd := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
-        there, here = (values.get(odd[0], "its default") for values in (theirs, ours))
+    if keys := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
+        there, here = (values.get(keys[0], "its default") for values in (theirs, ours))
         raise ValueError(
-            f"{folder} has {odd[0]}={there}; the model here, {config.base_model_path!r}, has {here}. Name the model "
+            f"{folder} has {keys[0]}={there}; the model here, {config.base_model_path!r}, has {here}. Name the model "
             "that it was trained from, or another of the same config."
         )
-    # A model may hold weights fused that its files hold separately: then the numbers of elements agree.
+    # A model may hold weights fused that its files hold separately, by other names: the elements in all agree then.
     odd, common = different(stored, needed), stored.keys() & needed.keys()
-    counts = (sum(torch.Size(shape).numel() for shape in shapes.values()) for shapes in (stored, needed))
-    if odd and (not common.isdisjoint(odd) or len(set(counts)) > 1):
+    elements = [sum(torch.Size(shape).numel() for shape in shapes.values()) for shapes in (stored, needed)]
+    if odd and (not common.isdisjoint(odd) or elements[0] != elements[1]):
         raise ValueError(
-            f"{folder} is not a complete backbone: {first_of(odd, stored, needed)}. Save the scorer again."
+            f"{folder} is not a complete backbone: {difference(odd, stored, needed)}. Save the scorer again."
         )

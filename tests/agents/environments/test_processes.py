@@ -8,6 +8,7 @@ import pytest
 
 from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.rl_run import compose_run
+from verl.agents.environments import processes
 from verl.agents.environments.base import check_ranges
 from verl.agents.environments.dataset import EnvironmentDataset
 from verl.agents.environments.hosting import EnvironmentFailed
@@ -81,6 +82,17 @@ async def test_conversations_fail_alone_and_are_scored_at_their_limits(files):
         assert (await converse(pool, item, ["yes"]))[0]["score"] == 1.0  # by a new process
 
 
+async def test_a_process_is_used_and_ended_though_the_conversation_that_started_it_was_cancelled(files, monkeypatch):
+    item = environment_rows(settings(max_turns=3), files)["train"][0]["extra_info"]["environment"]
+    started, start = [], processes._start
+    monkeypatch.setattr(processes, "_start", lambda *given: started.append(start(*given)) or started[-1])
+    with contextlib.closing(EnvironmentPool(settings(max_turns=3, num_workers=2))) as pool:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(converse(pool, item, ["yes"]), 0.001)
+        assert (await converse(pool, item, ["yes"]))[0]["score"] == 1.0
+    assert len(started) == 1 and started[0].gone
+
+
 def test_a_data_set_names_what_the_environment_lacks(files, tmp_path, tiny_llama):
     from verl.utils.tokenizer import hf_tokenizer
 
@@ -104,6 +116,7 @@ def test_a_data_set_names_what_the_environment_lacks(files, tmp_path, tiny_llama
         ({"tasks": ["a"], "params": {"b": {}}}, "params.b: no such task in data.environment.tasks: a"),
         ({"answer_pattern": "x(.*"}, r"answer_pattern=x\(\.\* is no regular expression: missing \)"),
         ({"answer_pattern": "x"}, "answer_pattern=x has no group: put parentheses around the answer"),
+        ({"answer_format": '{"answer": "{}"}'}, r"answer_format=.*: write \{\} for the answer, and every other"),
     ],
 )
 def test_wrong_settings_are_named(more, message):

@@ -181,6 +181,24 @@ def test_a_create_that_fails_is_answered_and_its_instance_released(what, kind):
     assert runner.counts == {"calls": 1, kind: 1}
 
 
+async def test_an_instance_whose_create_failed_is_released_after_a_later_create_too():
+    given, released = [], []
+
+    class Flaky(Counter):
+        async def create(self, instance_id=None, **kwargs):
+            given.append(instance_id)
+            if len(given) == 1:
+                raise OSError("busy")
+            return await super().create("own", **kwargs)
+
+        async def release(self, instance_id, **kwargs):
+            released.append(instance_id)
+
+    async with runner_of(Flaky()).conversation() as tools:
+        failures = [(await tools.call("counter", '{"by": 1}')).failure for _ in range(2)]
+    assert failures == ["exception", None] and released == [given[0], "own"]
+
+
 async def test_failures_of_calc_reward_and_release_are_counted_and_no_score_is_made_up():
     for at, counted, rewards in (("calc_reward", "reward_failed", None), ("release", "release_failed", 1.0)):
         for what in (fail, hang):

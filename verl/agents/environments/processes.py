@@ -20,14 +20,14 @@ START_S = 300.0  # limit for the import of a library and the start of its enviro
 ROWS_S = 3600.0  # limit for the rows of both splits
 
 
-def plain_settings(settings: EnvironmentConfig) -> dict[str, Any]:
-    """data.environment as plain values, which processes get."""
+def _plain(settings: EnvironmentConfig) -> dict[str, Any]:
+    """data.environment as processes get it: values that JSON has."""
     return {name: settings[name] for name in settings if name != "_target_"}
 
 
-def start(target: Callable, *arguments: Any) -> SpawnedChild:
-    """A process of an environment, with which everything ends that it started."""
-    # The fork server preloads only when it starts: grading processes come from the same one.
+def _start(target: Callable, *arguments: Any) -> SpawnedChild:
+    """A process for an environment; what it starts ends with it."""
+    # A fork server preloads once, when it starts; this one also starts the grading processes.
     return SpawnedChild(target, *arguments, preload=["verl.reward.pool"], leads_group=True)
 
 
@@ -36,7 +36,7 @@ class EnvironmentCalls:
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.name = settings.name
-        self._child = start(serve, functools.partial(call_host, json.dumps(plain_settings(settings))))
+        self._child = _start(serve, functools.partial(call_host, json.dumps(_plain(settings))))
 
     def __enter__(self) -> "EnvironmentCalls":
         return self
@@ -60,7 +60,7 @@ def environment_rows(settings: EnvironmentConfig, files: Mapping[str, list[str]]
 
     Raises EnvironmentFailed.
     """
-    return _rows(json.dumps(plain_settings(settings)), json.dumps(dict(files)))
+    return _rows(json.dumps(_plain(settings)), json.dumps(dict(files)))
 
 
 @functools.lru_cache(2)
@@ -92,14 +92,14 @@ class EnvironmentPool:
                 conversation.close()
 
     async def _process(self) -> "_ConversationProcess":
+        """The process with the fewest conversations, or a new one if each has some and another is allowed."""
         async with self._starts:
             self._processes = [process for process in self._processes if process.alive]
-            least = min(self._processes, key=lambda process: len(process.conversations), default=None)
-            if least and (len(self._processes) == self.settings.num_workers or not least.conversations):
-                return least
-            process = _ConversationProcess(self.settings, asyncio.get_running_loop())
+            process = min(self._processes, key=lambda process: len(process.conversations), default=None)
+            if process is None or (process.conversations and len(self._processes) < self.settings.num_workers):
+                process = _ConversationProcess(self.settings, asyncio.get_running_loop())
+                self._processes.append(process)  # also if this conversation is cancelled before it is ready
             await process.wait_ready()
-            self._processes.append(process)
             return process
 
     def close(self) -> None:
@@ -109,20 +109,21 @@ class EnvironmentPool:
 
 
 class _ConversationProcess:
+    """A process that runs `serve_conversations`, which describes the messages of both sides."""
+
     def __init__(self, settings: EnvironmentConfig, loop: asyncio.AbstractEventLoop) -> None:
-        self.name, self.child = settings.name, start(serve_conversations, plain_settings(settings))
+        self.name, self.child = settings.name, _start(serve_conversations, _plain(settings))
         self.loop, self.timeout, self.alive = loop, settings.timeout, True
         self.conversations: dict[int, EnvironmentConversation] = {}
         self._numbers = itertools.count()
-        self._ready: asyncio.Future[str | None] = loop.create_future()
+        self._ready: asyncio.Future[str | None] = loop.create_future()  # None, or why it cannot start
         threading.Thread(target=self._receive, daemon=True, name="environment").start()
 
     async def wait_ready(self) -> None:
         """Return once the environment has started; FatalGradingError if it cannot."""
-        try:
-            problem = await asyncio.wait_for(asyncio.shield(self._ready), START_S)
-        except TimeoutError:
-            problem = f"did not start within {START_S:g} s"
+        if not self._ready.done():
+            await asyncio.wait({self._ready}, timeout=START_S)
+        problem = self._ready.result() if self._ready.done() else f"did not start within {START_S:g} s"
         if problem is not None:
             self.fail(problem)
             raise FatalGradingError(f"environment {self.name}: {problem}")
@@ -157,7 +158,7 @@ class _ConversationProcess:
                 self.loop.call_soon_threadsafe(self.fail, "its process ended, for example because of its memory limit")
 
     def _take(self, kind: str, number: int | None, content: Any) -> None:
-        if number is None:
+        if number is None:  # about the process, not a conversation
             if not self._ready.done():
                 self._ready.set_result(None if kind == "ready" else content)
         elif conversation := self.conversations.get(number):
@@ -172,18 +173,18 @@ class EnvironmentConversation:
         self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     def reply(self, message: dict[str, Any]) -> None:
-        """Give the model's turn that was asked for."""
+        """Give the turn that was asked for: the model's message."""
         self.process.send("reply", self.number, message)
 
     def end(self, reason: str) -> None:
-        """Let the environment score what it has: the turn that it asked for is not given."""
+        """Give no turn, for this reason: the environment scores what it has."""
         self.process.send("over", self.number, reason)
 
     async def next(self) -> tuple[str, Any]:
         """("ask", (messages, tools)) or ("done", scores).
 
-        Raises EnvironmentFailed if the environment failed, or took longer than data.environment.timeout. If it does not
-        even react to its cancellation, its process is killed, and the other conversations of the process fail too.
+        Raises EnvironmentFailed if the environment failed, or took longer than data.environment.timeout: then its
+        process is killed, and the other conversations of the process fail too.
         """
         name, timeout = f"environment {self.process.name} ({describe(self.item)})", self.process.timeout
         try:

@@ -125,9 +125,9 @@ class ToolRunner:
     def record_failure(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
         """Count a failure; returns what the model reads. The first of each kind and tool is logged."""
         self.counts[kind] += 1
-        known = name if name in self.tools or error is not None else None  # models invent names without end
-        if (kind, known) not in self._logged:
-            self._logged.add((kind, known))
+        logged_as = name if name in self.tools or error is not None else ""  # models invent names without end
+        if (kind, logged_as) not in self._logged:
+            self._logged.add((kind, logged_as))
             trace = "" if error is None else f"\n{full_traceback(error)}"
             logger.warning(f"tool {name[:_SHOWN]!r}: {text} Further failures of this kind are not logged.{trace}")
         return ToolResult(ToolResponse(text=self.cut(f"Error: {text}")), failure=kind)
@@ -179,7 +179,7 @@ def _validator(tool: BaseTool) -> Draft202012Validator:
 class _Instance:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     id: str | None = None
-    started: list[str] = field(default_factory=list)  # ids given to `create` that are to be released
+    started: list[str] = field(default_factory=list)  # ids to release, those of a `create` that failed too
 
 
 class ToolConversation:
@@ -220,26 +220,27 @@ class ToolConversation:
         tool = runner.tools[name]
         instance = self._instances.setdefault(name, _Instance())
         journal = self._journal if key is not None and tool.replayable else None
-        known = None if journal is None else journal.find(key)
-        if known is not None:
-            known = ToolResult(ToolResponse(**known["response"]), known["reward"], known["metrics"], known["failure"])
-        result = await self._result(tool, instance, parameters, known)
-        if journal is not None and known is None:
+        entry = None if journal is None else journal.find(key)
+        earlier = entry and ToolResult(
+            ToolResponse(**entry["response"]), entry["reward"], entry["metrics"], entry["failure"]
+        )
+        result = await self._result(tool, instance, parameters, earlier)
+        if journal is not None and earlier is None:
             journal.add(key, result.response, result.reward, result.metrics, result.failure)
         return result
 
     async def _result(
-        self, tool: BaseTool, instance: _Instance, parameters: dict[str, Any], known: ToolResult | None
+        self, tool: BaseTool, instance: _Instance, parameters: dict[str, Any], earlier: ToolResult | None
     ) -> ToolResult:
-        """The outcome of a call with valid parameters, or the one that is known, on an instance of its own."""
+        """The outcome of a call with valid parameters, or of the `earlier` one; either creates the instance."""
         runner, name = self._runner, tool.name
         try:
             async with instance.lock:
                 if instance.id is None:
                     async with runner._slots:
                         await self._create(tool, instance)
-                if known is not None:
-                    return known
+                if earlier is not None:
+                    return earlier
                 if not tool.parallel_calls:
                     return await self._execute(tool, instance, parameters)
             return await self._execute(tool, instance, parameters)
@@ -250,20 +251,20 @@ class ToolConversation:
         except Exception as error:
             return runner.record_failure("exception", name, f"{name!r} raised {type(error).__name__}: {error}.", error)
 
-    def _of(self, name: str, method: str) -> dict[str, Any]:
+    def _kwargs_of(self, name: str, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(name, {}).get(f"{method}_kwargs") or {})
 
     async def _create(self, tool: BaseTool, instance: _Instance) -> None:
         given = str(uuid4())
         instance.started.append(given)
-        made = await self._runner.run_with_timeout(tool.create(given, **self._of(tool.name, "create")))
+        made = await self._runner.run_with_timeout(tool.create(given, **self._kwargs_of(tool.name, "create")))
         if not isinstance(made, tuple) or len(made) != 2:
             raise _wrong_type(tool.create, made, "(instance id, ToolResponse)")
         instance.id = made[0]
-        instance.started = [made[0]]
+        instance.started[-1] = made[0]  # the id that the tool chose
 
     async def _execute(self, tool: BaseTool, instance: _Instance, parameters: dict[str, Any]) -> ToolResult:
-        runner, kwargs = self._runner, self._of(tool.name, "execute")
+        runner, kwargs = self._runner, self._kwargs_of(tool.name, "execute")
         async with runner._slots:
             answer = await runner.run_with_timeout(tool.execute(instance.id, parameters, **kwargs))
         if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[0], ToolResponse):
@@ -279,10 +280,9 @@ class ToolConversation:
         for name, instance in list(self._instances.items()):
             if instance.id is None:
                 continue
-            call = self._runner.tools[name].calc_reward
             try:
-                reward = call(instance.id, **self._of(name, "calc_reward"))
-                rewards[name] = _finite(await self._runner.run_with_timeout(reward))
+                call = self._runner.tools[name].calc_reward(instance.id, **self._kwargs_of(name, "calc_reward"))
+                rewards[name] = _finite(await self._runner.run_with_timeout(call))
             except FatalGradingError:
                 raise
             except Exception as error:
@@ -301,7 +301,8 @@ class ToolConversation:
     async def _release(self, name: str, instance: _Instance) -> None:
         for id in instance.started:
             try:
-                await self._runner.run_with_timeout(self._runner.tools[name].release(id, **self._of(name, "release")))
+                call = self._runner.tools[name].release(id, **self._kwargs_of(name, "release"))
+                await self._runner.run_with_timeout(call)
             except Exception as error:
                 if id == instance.id:  # a tool whose `create` failed need not know the id
                     text = f"release raised {type(error).__name__}: {error}."

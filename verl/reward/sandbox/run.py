@@ -18,7 +18,7 @@ _JAIL = str(Path(__file__).with_name("jail.py"))
 _PYTHON = os.path.realpath(sys.executable)
 # What the program can read: the interpreter, its library and the system's; nothing of the user, no /etc, no /proc.
 _VISIBLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", f"{sys.base_prefix}/lib", _PYTHON)
-# Packages in these libraries, which are none of the standard library. Not of a link: the folder it names is visible.
+# Their folders of packages beyond the standard library. A library that is a link has none of its own.
 _MASKED = [
     str(folder)
     for library in _VISIBLE if not os.path.islink(library)
@@ -26,7 +26,8 @@ _MASKED = [
     for folder in Path(library).glob(f"python*/{name}") if folder.is_dir() and not folder.is_symlink()
 ]  # fmt: skip
 _GRACE_S = 15.0  # for the jail to start and to report, beyond the program's own time
-_KEPT_OF_STDERR = 16 << 10
+_KEPT_OF_STDERR = 16 << 10  # bytes
+_STDOUT, _STDERR = 1, 2  # descriptors
 
 
 class SandboxUnavailable(FatalGradingError):
@@ -35,7 +36,7 @@ class SandboxUnavailable(FatalGradingError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. `stopped`: None, or why it was killed: 'time', 'output'. Exit codes below 0 are signals."""
+    """How a program ended. `stopped`: why it was killed, "time" or "output", else None. Exit codes below 0: signals."""
 
     stdout: bytes
     stderr: bytes
@@ -52,25 +53,25 @@ class Outcome:
 def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = None) -> Outcome:
     """Run the source of a Python program on `stdin`; it can import the standard library only.
 
-    It is killed after `limits.seconds`, or when it wrote more than `limits.output_kb` to stdout; one larger than
-    `limits.disk_mb` fails with exit code 1. Raises SandboxUnavailable when the kernel refuses a layer of the
+    It is killed after `limits.seconds`, or once it has written more than `limits.output_kb` to stdout; a program above
+    `limits.disk_mb` is not run and has exit code 1. Raises SandboxUnavailable when the kernel refuses a layer of the
     confinement and `limits.unconfined` is false.
     """
     limits = limits or SandboxConfig()
     size, room = len(program.encode("utf-8", "surrogatepass")), limits.disk_mb << 20
-    if size > room:  # the machine can confine it; its file does not fit
+    if size > room:  # the jail could not write its file, and would report that as a fault of this machine
         return Outcome(b"", f"the program has {size} bytes, sandbox.disk_mb allows {room}".encode(), 1, None, 0.0)
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
     request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "masked": _MASKED, "folder": folder}
-    outputs, overflow = {1: bytearray(), 2: bytearray()}, False
+    outputs, overflow = {_STDOUT: bytearray(), _STDERR: bytearray()}, False
 
-    def take(number: int, part: bytes) -> bool:
+    def take(descriptor: int, part: bytes) -> bool:
         nonlocal overflow
-        most = limits.output_kb << 10 if number == 1 else _KEPT_OF_STDERR
-        kept = part[: most - len(outputs[number])]
-        outputs[number] += kept
-        overflow = overflow or (number == 1 and len(kept) < len(part))  # of stderr the rest is discarded
+        most = limits.output_kb << 10 if descriptor == _STDOUT else _KEPT_OF_STDERR
+        kept = part[: most - len(outputs[descriptor])]
+        outputs[descriptor] += kept
+        overflow = overflow or (descriptor == _STDOUT and len(kept) < len(part))  # of stderr the rest is discarded
         return not overflow
 
     jail = Program(
@@ -85,7 +86,7 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         jail.end(_GRACE_S)  # a jail that hangs is killed, and the program follows by its death signal
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    ended = json.loads(report or json.dumps({"refused": f"no report; {outputs[2].decode(errors='replace')}"}))
+    ended = json.loads(report or json.dumps({"refused": f"no report; {outputs[_STDERR].decode(errors='replace')}"}))
     if "refused" in ended:
         raise SandboxUnavailable(
             f"this machine cannot confine programs ({ended['refused'].strip()}). Allow user namespaces and "
@@ -94,4 +95,4 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
             "reads neither key: set unconfined: true in its own config."
         )
     stopped = "output" if overflow else "time" if ended["timeout"] else None
-    return Outcome(*map(bytes, outputs.values()), ended["exit"], stopped, ended["seconds"])
+    return Outcome(bytes(outputs[_STDOUT]), bytes(outputs[_STDERR]), ended["exit"], stopped, ended["seconds"])

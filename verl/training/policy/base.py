@@ -16,23 +16,25 @@ class Policy(ABC):
     #: columns of the batch that `log_probs` reads
     required_keys: tuple[str, ...] = ("responses", "input_ids", "attention_mask", "position_ids")
 
-    #: whether the forward runs over the responses, not only the prompts
+    #: whether the input of the forward has the responses; if not, all rows of a group have the same input
     reads_answers: bool = True
 
     #: metrics of |log-prob in the update - log-prob before it|: mean and maximum over counted positions
     drift_metrics: tuple[str, str] = ("actor/logprob_drift", "actor/logprob_drift_max")
 
-    #: whether log-probs and entropy of a vocabulary are compiled (use_torch_compile)
+    #: use_torch_compile, which the worker sets: whether log-probs and entropy of a vocabulary are compiled
     compiled: bool = False
 
+    # The next three are called in this order, once; the base class does nothing in them.
+
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:  # noqa: B027
-        """Apply model.use_remove_padding and actor.share_prompt_forward; called once, before `bind`."""
+        """Ask for forwards without padding (use_remove_padding) and with shared prompts (share_prompt_forward)."""
 
     def bind(self, model: nn.Module) -> None:  # noqa: B027
-        """Called once with the model, sharded or not, before its first use."""
+        """Prepare the model, sharded or not, before its first forward."""
 
     def compare_layouts(self, model: nn.Module, device: torch.device) -> None:  # noqa: B027
-        """Called once on all ranks, after `bind`: keep padding where the model's results differ without it.
+        """Keep padding after all where this model's results differ without it. Called on all ranks.
 
         `device`: where the model computes; with fsdp_config.offload_policy not that of its parameters.
         """
