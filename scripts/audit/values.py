@@ -18,9 +18,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSSES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
+LOSSES = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro")
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "reinforce_plus_plus",
               "reinforce_plus_plus_baseline", "gpg")  # fmt: skip
 PENALTIES = ("kl", "abs", "mse", "low_var_kl")
@@ -33,6 +34,11 @@ ANSWERS = {
     **dict.fromkeys(
         ("search_r1_like_qa_em.compute_score", "search_r1_like_qa_em.compute_score_subem"),
         ("<answer>The 7!</answer>", "<answer>7 or 8</answer>", "7", "<answer>7", "<answer>7</answer>" * 11),
+    ),
+    **dict.fromkeys(
+        ("gsm8k.extract_solution", "math_reward.is_equiv", "search_r1_like_qa_em.em_check",
+         "search_r1_like_qa_em.normalize_answer", "search_r1_like_qa_em.extract_solution"),
+        ("#### 7", "7", "The 7!", "<answer>7</answer>", "7 \\%"),
     ),
     "numina_olympiads": ("\\boxed{7}", "7", "The answer is 7.", "Answer: 7", "7 or 8"),
 }
@@ -92,10 +98,26 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "advantage remax", lambda: core.compute_remax_outcome_advantage(
         given["rewards"], torch.tensor([0.5, 0.0, 1.0, -0.5]), mask
     )[0] * mask  # fmt: skip
-    yield "advantage optimal_token_baseline", lambda: core.compute_optimal_token_baseline_advantage(
-        token_level_rewards=given["rewards"], response_mask=mask, old_log_probs=old, sum_pi_squared=old.exp(),
-        index=np.array(["a", "a", "b", "b"], dtype=object),
+    for name in ("optimal_token_baseline", "multi_turn_optimal_token_baseline"):
+        yield f"advantage {name}", lambda name=name: getattr(core, f"compute_{name}_advantage")(
+            token_level_rewards=given["rewards"], response_mask=mask, old_log_probs=old, sum_pi_squared=old.exp(),
+            index=np.array(["a", "a", "b", "b"], dtype=object),
+        )[0] * mask  # fmt: skip
+    yield "advantage gdpo", lambda: core.compute_gdpo_outcome_advantage(
+        given["rewards"], mask, np.array(["a", "a", "b", "b"], dtype=object), config=_algorithm(
+            gdpo_reward_keys=["right", "short"], gdpo_reward_weights=[1.0, 0.5]
+        ), non_tensor_batch={"right": np.array([1.0, 0, 0, 1]), "short": np.array([0.2, 0.4, 0.1, 0.6])},
+        batch={"prompts": torch.ones(4, 1), "attention_mask": torch.cat([torch.ones(4, 1), mask], 1).long()},
     )[0] * mask  # fmt: skip
+    yield "compute_policy_loss", lambda: core.compute_policy_loss(
+        old, new, given["advantages"], mask, 0.2, 0.1, 0.3, 3.0
+    )
+    yield "compute_policy_loss_reinforce", lambda: core.compute_policy_loss_reinforce(
+        old, new, given["advantages"], mask, "token-mean", _actor("vanilla"), mask * 0.5
+    )[0]
+    yield "returns gae", lambda: core.compute_gae_advantage_return(given["rewards"], new, mask, 0.9, 0.8)[1] * mask
+    for kind in ("fixed", "adaptive"):
+        yield f"kl controller {kind}", lambda kind=kind: _controlled(core, kind)
     yield "compute_value_loss", lambda: core.compute_value_loss(new, given["rewards"], old, mask, 0.25)
     yield "compute_entropy_loss", lambda: core.compute_entropy_loss(torch.arange(24.0).sin().view(4, 3, 2), mask)
     yield "compute_rewards", lambda: core.compute_rewards(given["rewards"], new, old, 0.1)
@@ -110,21 +132,33 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _actor(name: str) -> Any:
     config = importlib.import_module("verl.workers.config")
-    policy = importlib.import_module("verl.workers.config.actor").PolicyLossConfig(loss_mode=name)
+    policy = importlib.import_module("verl.workers.config.actor").PolicyLossConfig(
+        loss_mode=name, **({"dro_beta": 0.1} if name == "dro" else {})
+    )
     sizes = {"ppo_micro_batch_size_per_gpu": 1, "rollout_n": 1, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     return config.FSDPActorConfig(strategy="fsdp2", policy_loss=policy, **sizes)
 
 
-def _algorithm() -> Any:
-    return importlib.import_module("verl.trainer.config").AlgoConfig(gamma=0.9, lam=0.8)
+def _algorithm(**more: Any) -> Any:
+    return importlib.import_module("verl.trainer.config").AlgoConfig(gamma=0.9, lam=0.8, **more)
+
+
+def _controlled(core: Any, kind: str) -> float:
+    """The coefficient after an update with a KL divergence above the target."""
+    settings = {"type": kind, "kl_coef": 0.2, "target_kl": 0.1, "horizon": 100}
+    controller = core.get_kl_controller(OmegaConf.create(settings))
+    controller.update(current_kl=0.5, n_steps=10)
+    return controller.value
 
 
 def _scored(rewards: Any, rule: str, text: str) -> Any:
     module, _, function = rule.partition(".")
     if not function:
         return rewards.default_compute_score(rule, text, "7")
-    truth = {"target": ["7"]} if module.startswith("search") else "7"
-    return getattr(importlib.import_module(f"{rewards.__name__}.{module}"), function)(text, truth)
+    called = getattr(importlib.import_module(f"{rewards.__name__}.{module}"), function)
+    if function in ("extract_solution", "normalize_answer"):
+        return called(text)
+    return called(text, {"target": ["7"]} if module.startswith("search") and "score" in function else "7")
 
 
 def _checked(sandbox: Any, reply: dict[str, Any] | None) -> Any:
