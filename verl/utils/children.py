@@ -10,6 +10,7 @@ Each is a `Child`. `verl.utils.supervisor` is what runs inside the processes and
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -131,8 +132,8 @@ def serve(connection: Connection, function: Callable) -> None:
             answer = pickle.dumps((True, function(*args, **kwargs)))
         except Exception as error:
             try:
-                pickle.loads(answer := pickle.dumps((False, error)))
-            except Exception:  # for example because its __init__ needs more than its message
+                answer = pickle.dumps((False, copy.copy(error)))
+            except Exception:  # it cannot be made again: for example its __init__ needs more than its message
                 answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(answer)
