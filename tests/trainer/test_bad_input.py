@@ -19,6 +19,8 @@ CASES = {
     "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: there is no column 'question' (columns: "
                "data_source, prompt, reward_model, extra_info). Set data.prompt_key."),
     "template": ({"actor_rollout_ref.model.tokenizer_path": "{plain}"}, TEMPLATE),
+    "template_file": ({"actor_rollout_ref.model.custom_chat_template": "{here}/none.jinja"},
+                      "none.jinja cannot be read: No such file or directory. Name another file."),
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
     "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),
     "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score"),

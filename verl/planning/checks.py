@@ -50,11 +50,12 @@ class Findings:
 def check_models(
     model: Any, findings: Findings, key: str = "actor_rollout_ref.model",
     path_key: str = "actor_rollout_ref.model.path", trust_tokenizer: bool | None = None,
+    template_key: str | None = None,
 ) -> None:  # fmt: skip
     """Load tokenizer, processor and config.json of the model, and check that the weight files are complete.
 
-    `model` has HFModelConfig's settings, under `key`; `path_key` is the key of its path. `trust_tokenizer` replaces its
-    trust_remote_code for the tokenizer.
+    `model` has HFModelConfig's settings, under `key`; `path_key` and `template_key` (None: under `key`) are the keys of
+    its path and its custom_chat_template. `trust_tokenizer` replaces its trust_remote_code for the tokenizer.
     """
     from transformers import AutoConfig
 
@@ -74,9 +75,7 @@ def check_models(
 
     def load_tokenizer(path: str) -> tuple[Any, Any]:
         trusted = trust if trust_tokenizer is None else trust | {"trust_remote_code": trust_tokenizer}
-        tokenizer = hf_tokenizer(path, **trusted)
-        use_chat_template(tokenizer, model.custom_chat_template)
-        return tokenizer, hf_processor(path, **trusted)
+        return hf_tokenizer(path, **trusted), hf_processor(path, **trusted)
 
     def load_adapter(path: str) -> None:
         if (folder := Path(path)).is_dir():  # else a name of the hub
@@ -87,6 +86,14 @@ def check_models(
     if findings.hf_config is not None or model.tokenizer_path:
         loaded = _load(findings, tokenizer_key, model.tokenizer_path or model.path, load_tokenizer)
         findings.tokenizer, findings.processor = loaded or (None, None)
+    if findings.tokenizer is not None:
+        try:
+            use_chat_template(findings.tokenizer, model.custom_chat_template)
+        except OSError as e:
+            where = template_key or f"{key}.custom_chat_template"
+            text = f"{where}={model.custom_chat_template} cannot be read: {e.strerror}. Name another file."
+            findings.problems.append(wrong(where, text))
+            findings.tokenizer = findings.processor = None  # rows cannot be checked with another template
     if model.lora_adapter_path:
         _load(findings, f"{key}.lora_adapter_path", model.lora_adapter_path, load_adapter)
 

@@ -62,7 +62,8 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
         return [] if problems else _tree_problems(config, ranks or ranks_of(config))
 
     def check_model(config: SFTConfig, findings: Findings) -> None:
-        check_models(model_settings(config), findings, "model", "model.partial_pretrain")
+        model = dataclasses.replace(model_settings(config), custom_chat_template=config.data.chat_template)
+        check_models(model, findings, "model", "model.partial_pretrain", template_key="data.chat_template")
         findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
         findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)

@@ -188,6 +188,7 @@ def test_rows_that_keep_a_part_of_their_answer_are_counted_as_cut(tmp_path, tiny
 @pytest.mark.parametrize(("more", "said"), [
     ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: the folder does"),
     ({"data__max_length": 4}, "row 0: the sample has 10 tokens, data.max_length=4"),
+    ({"data__chat_template": "/no.jinja"}, "data.chat_template=/no.jinja cannot be read: No such file or directory."),
     ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: file does not exist"),
     ({"trainer__default_local_dir": "/dev/null/run"}, "trainer.default_local_dir: /dev/null/run cannot be written: "
      "/dev/null is not a folder. Name another folder."),

@@ -168,6 +168,14 @@ def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
     return FunctionCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
+def json_end(text: str, begin: int = 0) -> int:
+    """Where the JSON value that starts at `begin` ends; the end of the text if it is malformed."""
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[1]
+    except (ValueError, RecursionError):
+        return len(text)
+
+
 def malformed_call(expected: str, text: str) -> FunctionCall:
     """A call that is not written in its format."""
     return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
@@ -207,13 +215,10 @@ class JsonToolParser(ToolParser):
     CLOSING = re.compile(r"\s*```")
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        content, calls, decoder, end = "", [], json.JSONDecoder(), 0
+        content, calls, end = "", [], 0
         while begin := self.START.search(text, end):
             content += text[end : begin.start()]
-            try:
-                _, end = decoder.raw_decode(text, begin.end())
-            except (ValueError, RecursionError):
-                end = len(text)
+            end = json_end(text, begin.end())
             calls.append(json_call(text[begin.end() : end]))
             if begin[0] and (closing := self.CLOSING.match(text, end)):
                 end = closing.end()
@@ -235,12 +240,9 @@ class Llama3JsonToolParser(ToolParser):
         plain = self.SPECIAL.sub("", text).strip()
         if "<|python_tag|>" not in text and not re.match(r'\{\s*"(?:name|type|parameters)"', plain):
             return text, []
-        calls, decoder = [], json.JSONDecoder()
+        calls = []
         while plain:
-            try:
-                _, end = decoder.raw_decode(plain)
-            except (ValueError, RecursionError):
-                end = len(plain)
+            end = json_end(plain)
             calls.append(json_call(plain[:end], "parameters"))
             plain = plain[end:].lstrip("; \n")
         return "", calls

@@ -124,8 +124,7 @@ class RunLog:
         logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 
     def _set_earlier_rows_aside(self, step: int, origin: Origin) -> None:
-        """Keep rows of other runs, and those that a step back leaves, under other names; then remove rows after `step`.
-        """
+        """Keep rows of other runs, and those that a step back leaves, under other names; remove rows after `step`."""
         trainer, continues = self.plain_config["trainer"], step > 0 and origin.continues
         kept, files, logs = [], [*self.files], [self.metrics_log, self.samples_log]
         if "file" in backend_names(trainer.get("logger", ())):

@@ -226,8 +226,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 weights[name] = self._on_cpu(tensor)
         if not first:
             return []
-        own = partial(inner.save_pretrained, str(folder), state_dict=weights)
-        return [partial(save_torch_state_dict, weights, folder) if plain else own]
+        if plain:
+            return [partial(save_torch_state_dict, weights, folder)]
+        return [partial(inner.save_pretrained, str(folder), state_dict=weights)]
 
     def _write_shards(self, folder: Path) -> list[Callable[[], Any]]:
         """Gathers the full weights and writes them on rank 0, SHARD_BYTES at a time; the call that names the files.
