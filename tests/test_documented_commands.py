@@ -8,8 +8,10 @@ import pytest
 
 from dllm_reasoning import train_iterative_refine
 from scripts.audit.keys import OURS
+from tests.helpers.chat_templates import IM, Format, byte_tokenizer
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.documents import ROOT, SETTINGS, commands, is_later_name, program_of
+from tests.helpers.models import save_tiny_llama
 from verl.config.aliases import with_current_names
 from verl.config.compose import forced_override
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
@@ -40,16 +42,29 @@ def files(tmp_path_factory):
         for i in range(1200)
     ]  # fmt: skip
     pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    pd.DataFrame(rows).assign(agent_name="tool_agent").to_parquet(folder / "tools.parquet")
     pairs = [{"question": "1 + 1", "answer": "2", "instruction": "1 + 1", "output": "2"}] * 1200
     pd.DataFrame(pairs).to_parquet(folder / "pairs.parquet")
     return folder
 
 
+@pytest.fixture(scope="module")
+def chatml_llama(tmp_path_factory):
+    """A small Llama whose tokenizer has the tokens of Qwen's turns, for a template of the examples."""
+    directory = tmp_path_factory.mktemp("chatml_llama")
+    save_tiny_llama(directory, vocab_size=320)
+    byte_tokenizer(Format(IM % "user", "<|im_end|>", None, None)).save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.mark.parametrize(("page", "program", "words"), DOCUMENTED, ids=lambda v: str(v) if isinstance(v, Path) else "")
-def test_a_documented_command_passes_the_dry_run(page, program, words, files, tiny_llama, tmp_path, capsys):
-    data = files / ("pairs.parquet" if "sft" in program or "dllm" in program else "prompts.parquet")
+def test_a_documented_command_passes_the_dry_run(page, program, words, files, tiny_llama, chatml_llama, tmp_path, capsys):
+    has_tools = any("tool_config_path=" in word for word in words)
+    prompts = "tools.parquet" if has_tools else "prompts.parquet"
+    data = files / ("pairs.parquet" if "sft" in program or "dllm" in program else prompts)
+    model = chatml_llama if any("custom_chat_template=" in word for word in words) else tiny_llama
     settings = [re.sub(r"=\S+\.(parquet|jsonl)$", f"={data}", word) for word in words]
-    settings = [MODELS.sub(rf"\1={tiny_llama}#", word).partition("#")[0] for word in settings]
+    settings = [MODELS.sub(rf"\1={model}#", word).partition("#")[0] for word in settings]
     settings = [re.sub(r"output_path=.*", f"output_path={tmp_path}/answers.parquet", word) for word in settings]
     if program in TRAININGS:
         settings = [forced_override(word) if is_later_name(word.partition("=")[0]) else word for word in settings]
