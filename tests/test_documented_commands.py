@@ -58,7 +58,9 @@ def chatml_llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("page", "program", "words"), DOCUMENTED, ids=lambda v: str(v) if isinstance(v, Path) else "")
-def test_a_documented_command_passes_the_dry_run(page, program, words, files, tiny_llama, chatml_llama, tmp_path, capsys):
+def test_a_documented_command_passes_the_dry_run(
+    page, program, words, files, tiny_llama, chatml_llama, tmp_path, capsys
+):
     has_tools = any("tool_config_path=" in word for word in words)
     prompts = "tools.parquet" if has_tools else "prompts.parquet"
     data = files / ("pairs.parquet" if "sft" in program or "dllm" in program else prompts)

@@ -51,6 +51,16 @@ def test_samples_below_full_length_fill_the_token_limit(tmp_path):
     assert activations(tmp_path, 390) == pytest.approx(activations(tmp_path, 400) * 390 / 400, rel=0.03)
 
 
+def test_copies_for_a_save_in_the_background_need_memory_on_a_cpu(tmp_path):
+    """A weight and two moments of 4 bytes for each of the 574,336 parameters, divided by two ranks."""
+    on_cpu = {"trainer.device": "cpu", "trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "hf"}
+    line = "copies for a save in the background"
+    assert line not in printed(tmp_path, **on_cpu)
+    text = printed(tmp_path, **on_cpu, **{"actor_rollout_ref.actor.checkpoint.async_save": "true"})
+    cells = next(row for row in text.splitlines() if line in row).split("│")[2:4]
+    assert [float(cell.replace(",", "")) for cell in cells] == pytest.approx([12 * 574_336 / 2 / 2**20] * 2, abs=0.5)
+
+
 def test_a_gpu_that_has_the_memory(tmp_path):
     text = printed(tmp_path, **{"trainer.gpu_memory_gib": 10})
     update, generation = total(text)

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from verl.training.checkpoint import fsdp_checkpoint_manager
 from verl.training.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 from verl.training.checkpoint.publish import DIGESTS
+from verl.training.parallel import sharding
 
 
 def train(engine, steps, seed=0):
@@ -54,15 +56,33 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(llama, tmp_path, 
 
 
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
-def test_weights_for_transformers_are_copied_and_written_part_by_part(llama, tmp_path, monkeypatch, model):
-    monkeypatch.setattr(fsdp_checkpoint_manager, "SHARD_BYTES", 1)
+def test_weights_for_transformers_are_written_one_at_a_time(llama, tmp_path, monkeypatch, model):
+    copies, kept, gather = [], [], sharding._gather_bucket
+
+    def with_copies(bucket, check_finite):
+        """What several ranks would gather: tensors that share no memory with the model's."""
+        kept.append(sum(copy() is not None for copy in copies))
+        for name, tensor in gather(bucket, check_finite):
+            copy = tensor.clone()
+            copies.append(weakref.ref(copy))
+            yield name, copy
+
+    monkeypatch.setattr(sharding, "_gather_bucket", with_copies)
+    monkeypatch.setattr(fsdp_checkpoint_manager, "SHARD_BYTES", 1)  # a file has at most the largest tensor's size
     engine = make_engine(llama, contents=("model", "optimizer", "extra", "hf_model"), **model)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
-    files = sorted((tmp_path / "huggingface").glob("model-*.safetensors"))
-    assert len(files) > 10 and all(len(load_file(file)) == 1 for file in files)
+    assert len(kept) > 10 and max(kept) == 0
+    assert len(list((tmp_path / "huggingface").glob("model-*.safetensors"))) > 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface").state_dict()
     assert all((exported[name].numpy() == weight).all() for name, weight in weights_of(engine).items())
+
+
+def test_a_save_of_weights_for_transformers_that_fails_raises(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, contents=("model", "hf_model"))
+    (tmp_path / "huggingface" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="model.safetensors"):
+        engine.save_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(("offloads", "fused", "moments", "counters"), [

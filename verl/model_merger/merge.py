@@ -1,6 +1,5 @@
 """Writes a checkpoint as a Hugging Face folder, one tensor in memory at a time, or compares it with one."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from loguru import logger
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
@@ -16,11 +14,10 @@ from transformers import AutoConfig, AutoModelForTokenClassification, Pretrained
 
 from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.models.loading import get_hf_auto_model_class, torch_dtype_of
-from verl.models.stored_weights import hf_name
+from verl.models.stored_weights import hf_name, write_weights
 from verl.training.checkpoint.publish import disk_full
-from verl.utils.weight_files import untie, write_safetensors
+from verl.utils.weight_files import untie
 
-INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -174,7 +171,7 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
     try:
         _copy_other_files(options, partial)
         weights.config.save_pretrained(partial)
-        _write_weights(weights, partial, options.max_shard_size)
+        write_weights(partial, weights.described, weights.read, options.max_shard_size)
         if target_dir.exists():
             target_dir.rmdir()
         partial.rename(target_dir)
@@ -189,15 +186,6 @@ def _copy_other_files(options: MergeOptions, target: Path) -> None:
     for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copy2(file, target / file.name)
-
-
-def _write_weights(weights: TensorSource, target: Path, max_shard_size: str) -> None:
-    split = split_torch_state_dict_into_shards(weights.described, max_shard_size=max_shard_size)
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(target / file, {n: weights.described[n] for n in names}, weights.read)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def differences(options: MergeOptions, test_hf_dir: Path, report: Callable[[str], None], atol: float = 1e-6) -> int:

@@ -1,12 +1,15 @@
 """Fills a sharded model from safetensors files: a node reads each tensor once, and its ranks keep their parts of it.
+Writes the files of a Hugging Face folder, one tensor in memory at a time.
 
 The model is built with parameters that take no memory (`is_placeholder`); sharding gives each rank memory for its part.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from loguru import logger
 from safetensors import safe_open
 from torch import nn
@@ -23,7 +27,14 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from verl.utils.weight_files import FILE_DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
+from verl.utils.weight_files import (
+    FILE_DTYPES,
+    StoredTensor,
+    WeightFileError,
+    safetensors_of,
+    stored_tensors,
+    write_safetensors,
+)
 
 BLOCK_BYTES = 16 << 20  # of a tensor, read and sent at a time
 MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count as this process's memory
@@ -32,6 +43,22 @@ MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count
 def hf_name(name: str) -> str:
     """A parameter's name without peft's wrappers."""
     return name.replace("base_model.model.", "").replace(".base_layer", "").replace(".original_module", "")
+
+
+def write_weights(
+    folder: Path, described: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], max_shard_size: int | str
+) -> None:
+    """Writes what `read(name)` gives into files of `max_shard_size` bytes or units such as "5GB", with an index if
+    there are several. `read` is called in the order of `described`, if no tensor exceeds `max_shard_size`.
+
+    `described`: name -> a tensor (of the meta device) with the shape and dtype that `read` will give.
+    """
+    split = split_torch_state_dict_into_shards(dict(described), max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file, {name: described[name] for name in names}, read)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass

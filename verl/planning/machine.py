@@ -13,6 +13,7 @@ from verl.training.host_memory import available_memory
 from verl.utils.problems import UNUSED, Problem, absent
 
 GIB = 2**30
+SAVE_COPIES = "copies for a save in the background"  # checkpoint.async_save, in the memory of CPU ranks
 # Shares of what is there above which a plan is warned of. The largest process was measured 39 % above its prediction.
 NEAR_MEMORY, NEAR_DISK = 0.7, 0.9
 

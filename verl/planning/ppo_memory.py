@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 
 from verl.config.batch_sizes import BatchPlan, batch_problems, plan_batches
-from verl.config.common import TrainerConfig
+from verl.config.common import CheckpointConfig, TrainerConfig
 from verl.config.compose import select
 from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import GIB, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.machine import GIB, SAVE_COPIES, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
 from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
 from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
@@ -74,14 +74,19 @@ def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
 
 
 def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
-    """Whether the disk has the space of the run's checkpoints, of the critic too, taken for the actor's size."""
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    one = checkpoint_bytes(size, actor.fsdp_config, actor.checkpoint.save_contents)
-    if need_critic(config):
-        full = dataclasses.replace(size, trainable=size.parameters)
-        one += checkpoint_bytes(full, critic.model.fsdp_config, critic.checkpoint.save_contents)
+    """Whether the disk has the space of the run's checkpoints."""
+    one = sum(saved for _, saved in _checkpoints(config, size))
     contents = f"{ACTOR}.checkpoint.save_contents"
     yield from check_disk(config.trainer, one, steps, "max_actor_ckpt_to_keep", contents)
+
+
+def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, int]]:
+    """(settings, bytes) of the actor's part of a checkpoint, and of the critic's, taken for the actor's size."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    yield actor.checkpoint, checkpoint_bytes(size, actor.fsdp_config, actor.checkpoint.save_contents)
+    if need_critic(config):
+        full = dataclasses.replace(size, trainable=size.parameters)
+        yield critic.checkpoint, checkpoint_bytes(full, critic.model.fsdp_config, critic.checkpoint.save_contents)
 
 
 def _gpu_bytes(trainer: TrainerConfig) -> float | None:
@@ -109,7 +114,12 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
             model = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed}).actor_rollout_ref.model
         update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
-    return estimate_memory(size, config, *sizes, update, limit), update is not None
+    phases = estimate_memory(size, config, *sizes, update, limit)
+    copied = sum(saved for checkpoint, saved in _checkpoints(config, size) if checkpoint.async_save)
+    if copied and not on_gpu:
+        for parts in phases.values():
+            parts[SAVE_COPIES] = copied // plan.ranks
+    return phases, update is not None
 
 
 def _traced_micro_batch(config: PPOConfig, plan: BatchPlan) -> MicroBatch:

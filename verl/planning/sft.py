@@ -35,7 +35,7 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.machine import check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.machine import SAVE_COPIES, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
 from verl.planning.memory_estimate import PROCESS, PROCESS_BYTES, measure_model, training_memory
 from verl.utils.import_utils import import_external_libs
 from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
@@ -189,8 +189,11 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
     if parts is None:
         shards, logits = sharding_ranks(engine, ranks), min(budget, LOGITS_CHUNK)
         parts = training_memory(measured, engine, shards, budget, logits, checkpointed)
+    one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
     if not on_gpu:
         parts = parts | {PROCESS: PROCESS_BYTES}
+        if checkpoint.async_save:
+            parts[SAVE_COPIES] = one // ranks
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
         keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
@@ -199,6 +202,5 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
     # Frequencies that count epochs as steps; every step where the steps of an epoch are unknown.
     counted = with_values(config, {f"trainer.{k}": n for k, n in steps_of_epochs(run, epoch or 1).items()}).trainer
-    one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
     findings.problems += check_disk(counted, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

@@ -65,6 +65,13 @@ def full_weights(
     return stored_names(model, weights) if isinstance(model, PreTrainedModel) else weights
 
 
+def described_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of the meta device with the names, shapes and dtypes of `full_weights`, in its order; gathers nothing."""
+    weights = _weights(module)
+    described = ((hf_name(n), torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in weights)
+    return dict(stored_names(without_adapters(module), described))
+
+
 def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any) -> dict[str, torch.Tensor]:
     """Full tensors of what the adapter trains, by their names in peft's files. `buckets`, ranks: as in
     `full_weights`."""
@@ -74,19 +81,24 @@ def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any
     return get_peft_model_state_dict(model, dict(full_tensors(shards, **buckets)), save_embedding_layers=False)
 
 
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, this rank's shard) of every parameter without the adapters; of a copied module the trained copy."""
+    for name, param in module.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        if ".original_module." in name:  # frozen
+            owner, tail = name.split(".original_module.", 1)
+            wrapper = module.get_submodule(owner)
+            param = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(tail)
+        yield name, param.detach()
+
+
 def _merged_shards(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, this rank's shard) of every parameter, adapters merged in."""
     layers = adapted_layers(module)
-    for name, param in module.named_parameters():
-        if ".lora_" in name or ".modules_to_save." in name:
-            continue
-        weight = param.detach()
-        if ".original_module." in name:  # frozen: peft's modules_to_save has the trained copy
-            owner, tail = name.split(".original_module.", 1)
-            wrapper = module.get_submodule(owner)
-            weight = wrapper.modules_to_save[wrapper.active_adapters[0]].get_parameter(tail).detach()
+    for name, weight in _weights(module):
         if device is not None:
             weight = weight.to(device)
         owner = name.removesuffix(".base_layer.weight")
@@ -112,6 +124,7 @@ def stored_names(
         stored, pattern = rename_source_key(name, renamings, converters, reverse=True)
         if pattern is None:
             yield stored, tensor
+            del tensor  # before the next one is gathered
             continue
         converter = deepcopy(by_pattern[pattern])
         converter.add_tensor(stored, name, pattern, tensor)

@@ -21,7 +21,6 @@ FILE_DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 
-
 # Ends of the names of output matrix and embedding.
 HEADS = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -139,3 +138,4 @@ def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Call
                 actual, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like))
                 raise WeightFileError(f"{file}: {name} is {actual}, not {wanted} as described.")
             out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is read

@@ -86,6 +86,12 @@ def test_the_old_micro_batch_size_counts_the_samples_of_all_ranks(published, tin
     assert code == 1 and said in text
 
 
+def test_copies_for_a_save_in_the_background_are_in_the_plan_of_a_cpu(published, tiny_llama, capsys):
+    on_cpu = f"{GSM8K} trainer.device=cpu trainer.checkpoint.async_save="
+    assert "copies for a save in the background" in planned(published, tiny_llama, on_cpu + "true", capsys)[1]
+    assert "copies for a save in the background" not in planned(published, tiny_llama, on_cpu + "false", capsys)[1]
+
+
 def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, capsys, monkeypatch):
     real = importlib.util.find_spec
     spec = lambda name, *a: None if name == "liger_kernel" else real(name, *a)  # noqa: E731

@@ -8,7 +8,7 @@ hashes its own files; their digests lie in `.digests.json` until a CheckpointWri
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from verl.models.stored_weights import write_weights
 from verl.training.checkpoint import rng
 from verl.training.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.training.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.training.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
-from verl.training.parallel.sharding import buckets, full_tensors, local_tensor
-from verl.training.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
+from verl.training.parallel.sharding import full_tensors, local_tensor
+from verl.training.peft_weights import (
+    adapter_weights,
+    described_weights,
+    full_weights,
+    peft_models,
+    without_adapters,
+)
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.problems import one_line
 
@@ -38,7 +45,7 @@ _LAYOUT = ("model/**/*", "optim/**/*", "huggingface/**/*", "lora_adapter/**/*", 
            "fsdp_config.json")  # fmt: skip
 _OWNED = re.compile(r"(?:__(\d+)_\d+\.distcp|rng_rank_(\d+)\.safetensors)")
 _FORMAT = 1
-SHARD_BYTES = 1 << 29  # of the weights for transformers, of which a save copies no more at a time
+SHARD_BYTES = 5 * 10**9  # of a file of weights for transformers, as in huggingface_hub; more for a larger tensor
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
@@ -219,7 +226,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if not self.should_save_hf_model:
             return []
         if plain and self.background is None:
-            return self._write_shards(folder)
+            return self._write_weights(folder)
         weights = {}
         for name, tensor in full_weights(self.model, self.device):
             if first:
@@ -230,23 +237,33 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return [partial(save_torch_state_dict, weights, folder)]
         return [partial(inner.save_pretrained, str(folder), state_dict=weights)]
 
-    def _write_shards(self, folder: Path) -> list[Callable[[], Any]]:
-        """Gathers the full weights and writes them on rank 0, SHARD_BYTES at a time; the call that names the files.
+    def _write_weights(self, folder: Path) -> list[Callable[[], Any]]:
+        """Gathers the full weights and writes them on rank 0, one tensor at a time.
 
-        That call raises what kept rank 0 from writing: until then it gathers with the others.
+        Returns a call that raises what kept rank 0 from writing: until then it gathers with the others.
         """
-        shards: list[dict[str, int]] = []  # bytes of the tensors of each
-        error: Exception | None = None
-        for shard in buckets(full_weights(self.model, self.device), SHARD_BYTES):
-            if dist.get_rank() != 0 or error is not None:
-                continue
-            tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in shard}
+        weights, failed = full_weights(self.model, self.device, bucket_bytes=1), []
+
+        def read(name: str) -> torch.Tensor:
+            following, tensor = next(weights)
+            if following != name:
+                raise RuntimeError(f"the weights of {folder} are gathered in another order: {following}, not {name}")
+            return tensor.cpu()
+
+        def raise_failure() -> None:
+            for error in failed:
+                raise error
+
+        if dist.get_rank() == 0:
+            described = described_weights(self.model)
+            largest = max(like.nbytes for like in described.values())
             try:
-                save_file(tensors, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-            except Exception as e:  # raised by the call
-                error = e
-            shards.append({name: tensor.nbytes for name, tensor in tensors.items()})
-        return [partial(_name_shards, folder, shards, error)] if dist.get_rank() == 0 else []
+                write_weights(folder, described, read, max(SHARD_BYTES, largest))
+            except Exception as e:
+                failed.append(e)
+        for _ in weights:
+            pass
+        return [raise_failure]
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads load_contents from `local_path`; generators only when it was written by as many ranks."""
@@ -377,21 +394,6 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
             if ".lora_" in name and (rank := _adapter_rank(name, stored)) != _adapter_rank(name, here):
                 remedy = f"Set model.lora_rank={rank}."
             raise ValueError(f"{folder} does not fit the model: {what}. {remedy}")
-
-
-def _name_shards(folder: Path, shards: Sequence[Mapping[str, int]], error: Exception | None) -> None:
-    """Give the files <n>.part the names by which transformers finds them, with an index if there are several."""
-    if error is not None:
-        raise error
-    count = len(shards)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    names = names if count > 1 else ["model.safetensors"]
-    for number, name in enumerate(names):
-        (folder / f"{number}.part").rename(folder / name)
-    if count > 1:
-        total = sum(size for shard in shards for size in shard.values())
-        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _write_json(file: Path, value: Any) -> None:
