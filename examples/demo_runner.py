@@ -101,12 +101,12 @@ class ProgressLog:
     """Prints progress now and then where no bar is drawn, as in a log file."""
 
     def __init__(self) -> None:
-        self.last = time.monotonic()
+        self.last, self.text = time.monotonic(), ""
 
     def __call__(self, text: str) -> None:
-        if not console.is_terminal and time.monotonic() - self.last > LOG_EVERY_S:
+        if not console.is_terminal and text != self.text and time.monotonic() - self.last > LOG_EVERY_S:
             console.print(f"  {text}")
-            self.last = time.monotonic()
+            self.last, self.text = time.monotonic(), text
 
 
 class TrainingWatch:
