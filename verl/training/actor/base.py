@@ -86,7 +86,7 @@ def enabled_losses(config: ActorConfig) -> dict[str, tuple[type[AuxiliaryLoss], 
                 continue
             entry = load_class_from_fqn(entry, "auxiliary loss")
         kind = entry.settings_type
-        refuse_unknown(f"actor.auxiliary_losses.{name}", given or {}, [field.name for field in fields(kind)])
+        refuse_unknown(f"{_AUXILIARY_LOSSES.key}.{name}", given or {}, [field.name for field in fields(kind)])
         settings = kind(**(given or {}))
         if settings.coef:
             enabled[name] = entry, settings
