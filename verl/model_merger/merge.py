@@ -84,13 +84,11 @@ class MergedWeights(TensorSource):
     def _expected(self) -> tuple[PretrainedConfig, Described]:
         """Config, and name, shape and dtype of every weight of the model that it describes; tied ones once."""
         options = self.options
-        folder = options.local_dir / "huggingface"
-        kept = folder if (folder / "config.json").is_file() else None  # counts before --hf_model_path
-        self.remedy = f"replace {kept / 'config.json'}" if kept else "name that model in --hf_model_path"
-        folder = kept or options.hf_model_path
+        own = options.local_dir / "huggingface" / "config.json"  # counts before --hf_model_path
+        self.remedy = f"replace {own}" if own.is_file() else "name that model in --hf_model_path"
+        folder = own.parent if own.is_file() else options.hf_model_path
         if folder is None:
-            origin = options.local_dir / "huggingface" / "config.json"
-            raise MergeError(f"{origin} is missing; name the model in --hf_model_path.")
+            raise MergeError(f"{own} is missing; name the model in --hf_model_path.")
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
             if options.tie_word_embedding:

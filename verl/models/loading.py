@@ -214,8 +214,7 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
     """The rank `r` in a peft adapter's adapter_config.json."""
     file = Path(adapter_path).expanduser() / "adapter_config.json"
     if not file.is_file():
-        key = "actor_rollout_ref.model.lora_adapter_path"
-        raise FileNotFoundError(f"{key}={adapter_path}: there is no {file}. Name a folder with a LoRA adapter of peft.")
+        raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must be a folder of an adapter: no {file}")
     described = json.loads(file.read_text())
     if "r" not in described:
         raise ValueError(f"{file} names no rank 'r', so that it is no LoRA adapter. Name another folder.")

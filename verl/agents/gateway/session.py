@@ -108,7 +108,7 @@ class Session:
         """
         self.requests += 1
         if self.requests > self.max_requests:
-            self.failure = f"the program made more than {self.max_requests} requests (rollout.agent.command_requests)"
+            self.failure = f"more than {self.max_requests} requests (actor_rollout_ref.rollout.agent.command_requests)"
             self.on_failure()
             raise RequestError(self.failure, 429, "too_many_requests")
         keys = [tools_key(tools)]
@@ -153,7 +153,7 @@ class Session:
         rollout = self.settings.rollout
         most = most_tokens(rollout)
         if not self.tree.turns and len(prompt) > rollout.prompt_length:
-            reason = f"more than rollout.prompt_length={rollout.prompt_length}"
+            reason = f"more than actor_rollout_ref.rollout.prompt_length={rollout.prompt_length}"
             raise RequestError(f"the prompt has {len(prompt)} tokens, {reason}", code=TOO_LONG)
         if len(prompt) >= most:
             self.is_full = True
@@ -169,7 +169,7 @@ class Session:
                 await self._changed.wait()
             if room < 1:
                 self.is_full = True
-                reason = f"rollout.response_length={rollout.response_length}"
+                reason = f"actor_rollout_ref.rollout.response_length={rollout.response_length}"
                 raise RequestError(f"the conversation has no room for a reply: {reason}", code=TOO_LONG)
             limit = min(room, wanted)
             self._reserved += n * limit + appended

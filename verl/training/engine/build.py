@@ -69,10 +69,9 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
         folder = Path(model_config.lora_adapter_path).expanduser()
         rank = get_lora_rank_from_adapter(folder)
         if model_config.lora_rank not in (0, rank):
-            key = "actor_rollout_ref.model.lora_rank"
             raise ValueError(
-                f"{key}={model_config.lora_rank}, but the adapter in actor_rollout_ref.model.lora_adapter_path="
-                f"{model_config.lora_adapter_path!r} has rank {rank}; set {key}=0, or {rank}."
+                f"model.lora_rank={model_config.lora_rank}, but the adapter in model.lora_adapter_path={str(folder)!r} "
+                f"has rank {rank}; set actor_rollout_ref.model.lora_rank=0, or {rank}."
             )
         # peft would also read pickled weights
         tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])

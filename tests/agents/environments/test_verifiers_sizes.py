@@ -1,0 +1,32 @@
+"""Errors about too few tasks of a verifiers environment name the keys that help."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl.agents.environments.adapters.verifiers import Verifiers
+from verl.config.environment import EnvironmentConfig
+
+
+def count(split, own=0, **sizes):
+    """Tasks of a split: of 5 tasks for training, and `own` of another configuration for validation."""
+    adapter = Verifiers.__new__(Verifiers)  # without the library
+    adapter.settings, adapter.tasks = EnvironmentConfig(name="verifiers", tasks=["sort"], **sizes), {}
+    given = {"train": 5} | ({"val": own} if own else {})
+    adapter.environments = {("sort", s): SimpleNamespace(taskset=range(number)) for s, number in given.items()}
+    return len(adapter._tasks("sort", split))
+
+
+@pytest.mark.parametrize(
+    ("split", "wrong", "advice", "fixes"),
+    [
+        ("train", {"size": 6}, r"data.environment.size: .* Lower it\.$", [{"size": 5}]),
+        ("val", {"val_size": 9, "own": 3}, r"data.environment.val_size: .* Lower it\.$", [{"val_size": 3, "own": 3}]),
+        ("val", {"size": 5, "val_size": 2}, "val_size: .* Lower it, data.environment.size, or set .*params.sort.val",
+         [{"size": 3, "val_size": 2}, {"size": 5, "val_size": 2, "own": 2}]),
+    ],
+)  # fmt: skip
+def test_the_advice_about_too_few_tasks_helps(split, wrong, advice, fixes):
+    with pytest.raises(ValueError, match=advice):
+        count(split, **wrong)
+    assert [count(split, **fix) for fix in fixes] == [5 if split == "train" else fix["val_size"] for fix in fixes]
