@@ -157,7 +157,7 @@ class Session:
             raise RequestError(f"the prompt has {len(prompt)} tokens, {reason}", code=TOO_LONG)
         if len(prompt) >= most:
             self.is_full = True
-            reason = f"rollout.prompt_length + response_length, or max_model_len, is {most}"
+            reason = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
             raise RequestError(f"the prompt has {len(prompt)} tokens: {reason}", code=TOO_LONG)
         wanted = min(most - len(prompt), max_tokens or most)
         async with self._changed:

@@ -1,9 +1,11 @@
-"""Errors about too few tasks of a verifiers environment name the keys that help."""
+"""Errors of adapters name the keys that help: too few tasks of a verifiers environment, rows without an environment."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from examples.environments.skyrl_gym_adapter import SkyRLGym
 from verl.agents.environments.adapters.verifiers import Verifiers
 from verl.config.environment import EnvironmentConfig
 
@@ -30,3 +32,16 @@ def test_the_advice_about_too_few_tasks_helps(split, wrong, advice, fixes):
     with pytest.raises(ValueError, match=advice):
         count(split, **wrong)
     assert [count(split, **fix) for fix in fixes] == [5 if split == "train" else fix["val_size"] for fix in fixes]
+
+
+def test_a_row_without_an_environment_is_helped_by_either_setting():
+    def rows(tasks=None, **row):
+        adapter = SkyRLGym.__new__(SkyRLGym)  # without the library
+        adapter.settings = EnvironmentConfig(name="examples.environments.skyrl_gym_adapter.SkyRLGym", tasks=tasks)
+        adapter._read = lambda file: [{"prompt": [{"role": "user", "content": "?"}], **row}]
+        adapter._make = lambda item, row: SimpleNamespace(init=lambda messages: (messages, {}), close=lambda: None)
+        return asyncio.run(adapter.rows("train", ["a.parquet"]))
+
+    with pytest.raises(ValueError, match="Set the row's env_class, or data.environment.tasks"):
+        rows()
+    assert len(rows(env_class="sums")) == len(rows(tasks=["sums"])) == 1
