@@ -108,7 +108,7 @@ class Session:
         """
         self.requests += 1
         if self.requests > self.max_requests:
-            self.failure = f"more than {self.max_requests} requests (actor_rollout_ref.rollout.agent.command_requests)"
+            self.failure = f"the program made more than {self.max_requests} requests (rollout.agent.command_requests)"
             self.on_failure()
             raise RequestError(self.failure, 429, "too_many_requests")
         keys = [tools_key(tools)]
