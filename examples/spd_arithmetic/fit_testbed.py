@@ -53,7 +53,8 @@ def numbers(folder: Path, dtype: str) -> dict[str, float]:
     for name, labelled in harm.labelled_scores(compared, target, draft, blocks).items():
         share, area = harmless_share_and_auc(labelled)
         if area is None:
-            raise ValueError(f"{folder}: {share:.0%} of the labelled validation mismatches are harmless")
+            text = f"{folder}: {share:.0%} of the labelled validation mismatches are harmless; both kinds are needed"
+            raise ValueError(f"{text}. Prepare it with a larger --n-val-blocks, or from another pair.")
         found |= {"harmless": share, name: area}
     return {name: found[name] for name in TOLERANCES}
 

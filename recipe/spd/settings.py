@@ -163,8 +163,8 @@ class SPDSettings(ScorerSettings):
         custom = dict(custom or {})
         if "target_path" not in custom:
             raise ValueError(
-                "actor_rollout_ref.rollout.custom lacks target_path: rollout.name=spd needs the group spd there "
-                "(recipe/spd/config/spd_trainer.yaml sets rollout.custom=${spd})."
+                "actor_rollout_ref.rollout.custom lacks target_path: rollout.name=spd needs the group spd there. Start "
+                "with --config-path pkg://recipe.spd.config --config-name spd_trainer, which sets it."
             )
         refuse_unknown("spd", custom, [f.name for f in fields(cls)])
         if errors := value_errors(cls, custom, "spd"):

@@ -13,7 +13,7 @@ from verl.algos.acceptance import LenientAcceptance
 from verl.protocol import DataProto
 from verl.rollout import get_rollout_class
 from verl.rollout.hf_rollout import HFRollout
-from verl.workers.config import RolloutConfig
+from verl.workers.config import RolloutConfig, SamplingConfig
 
 LIMIT = 20
 
@@ -112,10 +112,18 @@ def test_lenient_samples_have_the_distribution_that_their_log_probs_state():
     assert ((counts - unlike) ** 2 / unlike).sum() > 200
 
 
-def test_lenience_is_refused_with_filters():
-    made = rollout(RefineRollout, custom={"lenience": 2.0}, top_p=0.9)
-    with pytest.raises(ValueError, match=r"custom.lenience=2.0 needs top_k=-1 and top_p=1, not top_k=-1 and top_p=0.9"):
-        made.generate_sequences(prompts())
+@pytest.mark.parametrize("validate", [False, True])
+def test_lenience_is_refused_with_filters(validate):
+    def generate(**sampling):
+        settings = {"val_kwargs": SamplingConfig(do_sample=True, temperature=1.0, **sampling)} if validate else sampling
+        made = rollout(RefineRollout, custom={"lenience": 2.0}, **settings)
+        return made.generate_sequences(prompts(validate=validate))
+
+    section = "actor_rollout_ref.rollout" + ".val_kwargs" * validate
+    needed = f"custom.lenience=2.0 needs {section}.top_k=-1 and {section}.top_p=1, not -1 and 0.9"
+    with pytest.raises(ValueError, match=needed):
+        generate(top_p=0.9)
+    assert len(generate(top_k=-1, top_p=1)) == 12
 
 
 def test_a_batch_in_parts_draws_the_same():

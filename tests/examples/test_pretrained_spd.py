@@ -6,6 +6,7 @@ Not covered: the figures of the pretrained pair (`make demo-pretrained-spd` show
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -299,3 +300,12 @@ def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsy
     begun = [file.stat().st_mtime_ns for file in sorted((tmp_path / "served").glob("*.log"))]
     serve.main(command)  # measures nothing again
     assert begun == [file.stat().st_mtime_ns for file in sorted((tmp_path / "served").glob("*.log"))]
+
+
+def test_a_scorer_that_no_threshold_serves_is_helped_by_more_steps(tmp_path, monkeypatch):
+    (tmp_path / "by_question.json").write_text('{"validation": []}')
+    monkeypatch.setattr(serve, "best", lambda validation, trained: "scorer")
+    monkeypatch.setattr(serve, "curves", lambda validation: {"scorer": {0.0: SimpleNamespace(drop=1.0)}})
+    with pytest.raises(SystemExit, match="raise --scorer-steps"):
+        serve.chosen_scorer(tmp_path)
+    assert demo.Sizes(scorer_steps=1)

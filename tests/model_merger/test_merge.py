@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch
-from tests.helpers.models import make_tokenizer
+from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.test_hostile_files import Code
 from verl.model_merger.__main__ import main
@@ -228,7 +228,28 @@ def test_wrong_folders_are_refused_in_one_line(tiny_llama, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_llama, tmp_path):
     folder, _ = saved(make_engine(tiny_llama), tmp_path)
-    assert_refused("lm_head.weight.*a critic needs", folder, tmp_path / "hf", "--is-value-model")
+    assert_refused("lm_head.weight.*leave --is-value-model out", folder, tmp_path / "hf", "--is-value-model")
+    run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    for name, size, message in (("deep", {"layers": 1}, "layers.1.*"), ("wide", {"hidden": 128}, "shape .64, 64.*")):
+        other, loose = save_tiny_llama(tmp_path / name, **size), tmp_path / f"loose_{name}"
+        shutil.copytree(folder, loose)
+        described = loose / "huggingface" / "config.json"
+        shutil.copy(f"{other}/config.json", described)  # --hf_model_path would not count beside it
+        assert_refused(f"{message}another model was trained.* replace {described}", loose, tmp_path / f"{name}_1")
+        described.unlink()
+        assert_refused("name the model in --hf_model_path", loose, tmp_path / f"{name}_1")
+        wrong, right = (["--hf_model_path", path] for path in (other, tiny_llama))
+        assert_refused(f"{message}another model .* --hf_model_path", loose, tmp_path / f"{name}_1", *wrong)
+        run("merge", "--local_dir", loose, "--target_dir", tmp_path / f"{name}_1", *right)
+
+
+def test_adapters_without_their_config_are_refused_until_it_is_copied(tiny_llama, tmp_path):
+    folder, _ = saved(make_engine(tiny_llama, lora_rank=2), tmp_path / "run")
+    shutil.copytree(folder, loose := tmp_path / "loose")
+    shutil.rmtree(loose / "lora_adapter")
+    assert_refused("adapter_config.json is missing: copy that folder", loose, tmp_path / "hf")
+    shutil.copytree(folder / "lora_adapter", loose / "lora_adapter")
+    run("merge", "--local_dir", loose, "--target_dir", tmp_path / "hf")
 
 
 def test_written_safetensors_are_those_of_the_library(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from verl.utils import model as m
 from verl.utils.fs import verify_copy
@@ -69,6 +69,12 @@ def test_nested_overrides_and_size():
     assert m.get_model_size(torch.nn.Linear(10, 100, bias=False), "M") == (0.001, "M")
     with pytest.raises(ValueError, match="scale='G'"):
         m.get_model_size(torch.nn.Linear(1, 1), "G")
+
+
+def test_a_model_of_another_kind_is_refused_with_what_helps(tiny_llama):
+    with pytest.raises(ValueError, match="model_type 'vit' .* Name another model, or in RL a loader"):
+        m.get_hf_auto_model_class(ViTConfig())
+    assert m.get_hf_auto_model_class(LlamaConfig()).__name__ == "AutoModelForCausalLM"
 
 
 def test_the_rank_of_an_adapter_is_read_and_its_absence_named(tiny_llama, tmp_path):

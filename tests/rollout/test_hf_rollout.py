@@ -265,7 +265,7 @@ def test_a_cache_that_changes_log_probs_ends_the_run_with_the_models_name(llama)
     assert made.compared
     engine.module.register_forward_pre_hook(others, with_kwargs=True)
     made = rollout(llama, engine)
-    with pytest.raises(ValueError, match="with its cache LlamaForCausalLM gives log-probs that differ by"):
+    with pytest.raises(ValueError, match="with its cache LlamaForCausalLM gives .*rollout.name=vllm, or sglang"):
         made.generate_sequences(prompts(eos_token_id=None))
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from recipe.spd.checks import check_scorer, check_servers_and_separator
 from recipe.spd.scorer.auto import SCORERS
-from spd_scorer import load_spd_scorer
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
@@ -63,6 +63,36 @@ def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, 
 
     monkeypatch.setattr(SCORERS["target"], "make_head", make_head)
     assert messages() == ["this head needs spd.head_inputs=pair, not state"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank=0"),
+        (["spd.backbone=own", "spd.head_inputs=logits"], "spd.head_inputs=pair"),
+        (["spd.backbone=own", "spd.state_layer=1"], "spd.state_layer=null"),
+        (["spd.adapter_path={saved}", "spd.state_layer=1"], "spd.state_layer=null"),
+        (["spd.state_layer=2"], "a number below that, or null"),
+    ],
+)
+def test_the_advice_of_a_refusal_helps(tiny_llama, tmp_path, wrong, advice):
+    AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama)).save_pretrained(tmp_path)
+    findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), tokenizer=None, datasets={})
+
+    def messages(*overrides):
+        given = [f"actor_rollout_ref.model.path={tiny_llama}", *(o.format(saved=tmp_path) for o in overrides)]
+        return [problem.message for problem in check_scorer(to_settings(compose(*given), PPOConfig), findings)]
+
+    (message,) = messages(*wrong)
+    assert advice in message
+    assert messages(*wrong, advice if "=" in advice else "spd.state_layer=1") == []
+
+
+def test_a_run_without_the_group_spd_is_sent_to_its_config(tiny_llama):
+    without = compose_ppo("actor_rollout_ref.rollout.name=spd", f"actor_rollout_ref.model.path={tiny_llama}")
+    (problem,) = check_servers_and_separator(without, SimpleNamespace(tokenizer=None))
+    assert "--config-path pkg://recipe.spd.config --config-name spd_trainer" in problem.message
+    assert problems_of(None, f"actor_rollout_ref.model.path={tiny_llama}") == []
 
 
 @pytest.mark.parametrize(("backbone", "inputs"), [("target", "state"), ("own", "state"), ("own", "pair")])

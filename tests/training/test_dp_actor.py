@@ -209,3 +209,33 @@ def test_cuts_along_groups_keep_groups_whole():
         for tokens, joined in ((int(budget), True), (int(budget) - 1, False)):
             parts = micro_batches(batch, rows=None, tokens=tokens, whole_groups=True, reads_answers=reads_answers)
             assert ([0, 1, 2, 3, 4] in [part for part, _ in parts]) == joined
+
+
+class Caching(AuxiliaryLoss):
+    """Needs the keys and values of the policy's forward, which one loss can have."""
+
+    needs_cache = True
+
+    def __init__(self, settings, config, engine):
+        pass
+
+    def backward(self, batch, scale):
+        return {}
+
+
+def test_the_advice_about_losses_and_cuts_helps(tiny_llama, monkeypatch):
+    engine = make_engine(tiny_llama)
+    with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu nor use_dynamic_bsz=true"):
+        make_actor(engine, micro=None).update_policy(rl_batch())
+    for fix in ({"micro": 8}, {"micro": None, "use_dynamic_bsz": True}):
+        assert make_actor(engine, **fix).update_policy(rl_batch())
+    lacking = rl_batch()
+    del lacking.batch["ref_log_prob"]
+    with pytest.raises(ValueError, match="set the key to false"):
+        make_actor(engine, use_kl_loss=True).update_policy(lacking)
+    assert make_actor(engine, use_kl_loss=False).update_policy(lacking)
+    for name in ("one", "two"):
+        monkeypatch.setitem(_AUXILIARY_LOSSES, name, Caching)
+    with pytest.raises(ValueError, match="set actor_rollout_ref.actor.auxiliary_losses.two.coef=0"):
+        make_actor(engine)
+    assert len(make_actor(engine, auxiliary_losses={"two": {"coef": 0}}).auxiliary_losses) == 1

@@ -191,6 +191,48 @@ def test_settings_that_cannot_work_are_named(tiny_llama):
     assert EngineRegistry.get_engine_cls("language_model", "fsdp", "cpu") is FSDPEngine
 
 
+def mixed(**dtypes):
+    return {"engine": {"mixed_precision": dtypes}}
+
+
+def wrapped(name):
+    return {"engine": {"wrap_policy": {"transformer_layer_cls_to_wrap": [name]}}}
+
+
+def adapted(*layers):
+    return {"lora_rank": 2, "target_modules": list(layers)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice", "right"),
+    [
+        (mixed(param_dtyp="bf16"), "mixed_precision.param_dtyp .* mean 'param_dtype'", mixed(param_dtype="bf16")),
+        (mixed(reduce_dtype="bf61"), "mixed_precision.reduce_dtype='bf61'.*bf16", mixed(reduce_dtype="bf16")),
+        (wrapped("LlamaLayer"), "It has: .*LlamaDecoderLayer", wrapped("LlamaDecoderLayer")),
+        ({"override_config": {"hidden_size": 128}}, "Correct .*override_config", {"override_config": {}}),
+        (adapted("q_proj", "embed_tokens"), "embed_tokens has .* out of .*model.target_modules", adapted("q_proj")),
+    ],
+)
+def test_the_advice_of_a_refusal_helps(tiny_llama, wrong, advice, right):
+    with pytest.raises((ValueError, TypeError), match=advice):
+        dict(make_engine(tiny_llama, **wrong).get_per_tensor_param())
+    assert dict(make_engine(tiny_llama, **right).get_per_tensor_param())
+
+
+def test_an_adapter_is_named_by_its_folder(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, dora in (("plain", False), ("dora", True)):
+        config = LoraConfig(r=2, target_modules=["q_proj"], use_dora=dora, task_type="CAUSAL_LM")
+        get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), config).save_pretrained(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="lora_adapter_path must be a folder of an adapter: no hub/name/"):
+        make_engine(tiny_llama, lora_adapter_path="hub/name")
+    with pytest.raises(ValueError, match="set actor_rollout_ref.model.lora_rank=0, or 2"):
+        make_engine(tiny_llama, lora_adapter_path="~/plain", lora_rank=4)
+    with pytest.raises(TypeError, match="name a lora_adapter_path of linear layers, not DoRA"):
+        dict(make_engine(tiny_llama, lora_adapter_path="~/dora", lora_rank=0).get_per_tensor_param())
+    assert dict(make_engine(tiny_llama, lora_adapter_path="~/plain", lora_rank=0).get_per_tensor_param())
+
+
 @pytest.mark.parametrize(
     ("steps", "settings", "warned"),
     [(1, {"lr_warmup_steps": 1}, True), (1, {"lr_warmup_steps": 0}, False), (2, {"lr_warmup_steps": 1}, False),

@@ -15,6 +15,7 @@ ARGUMENT_FORMS = {"value": "1"}, '{"value": "1"}'  # of a call: an object, and t
 ANSWER = {"role": "assistant", "content": "Yes."}
 # With reasoning, because some templates add empty reasoning to the last turn only.
 TURN_WITH_CALLS = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
+OTHER_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that renders them"
 DIFFERENT = "it renders earlier turns differently once the message follows"
 
 
@@ -129,12 +130,12 @@ class MessageEncoder:
             for earlier in (["4217"], []) if role == "tool" else ([],):
                 with_text, without = (self._probe(role, [*earlier, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
-                    raise ValueError(f"the chat template leaves messages of role {role!r} out")
+                    raise ValueError(f"the chat template leaves messages of role {role!r} out. {OTHER_TEMPLATE}")
             if at_once and role == "tool":
                 with suppress(ChatTemplateError):  # many templates refuse a tool response without a call
                     without_call = self._probe(role, ["58"], tools, at_once, called=False)
                     if without_call == self._probe(role, ["58"], tools, at_once):
-                        raise ValueError("the chat template leaves calls of tools out")
+                        raise ValueError(f"the chat template leaves calls of tools out. {OTHER_TEMPLATE}")
 
     def _probe(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
         """The ids of messages with these texts, appended or, with `at_once`, rendered in a short conversation."""
@@ -145,8 +146,9 @@ class MessageEncoder:
             except NotAppendable as error:
                 with suppress(ChatTemplateError):
                     self._probe(role, texts, tools, at_once=True)
-                    raise ValueError(f"{error}. Set rollout.multi_turn.row_per_turn=true for this template") from None
-                raise
+                    key = "actor_rollout_ref.rollout.multi_turn.row_per_turn"
+                    raise ValueError(f"{error}. Set {key}=true for this template") from None
+                raise ValueError(f"{error}. {OTHER_TEMPLATE}") from error
         if role != "tool":
             return self.prompt([USER, ANSWER, *messages], tools)
         messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 BACKENDS = ("jsonl", "mlflow", "weave")
+KEY = "actor_rollout_ref.rollout.trace.backend"
 #: attributes of the current trace; None where calls are not traced
 _attributes: ContextVar[Mapping[str, Any] | None] = ContextVar("rollout_trace", default=MappingProxyType({}))
 
@@ -79,15 +80,15 @@ class RolloutTraceConfig:
         if config._initialized:
             return
         if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"rollout.trace.backend={backend!r} is unknown. Known: {', '.join(BACKENDS)}, null.")
+            raise ValueError(f"{KEY}={backend!r} is unknown. Known: {', '.join(BACKENDS)}, null.")
         if backend == "jsonl":
             config.client = JsonlTraces(folder)
         elif backend is not None:
             try:
                 config.client = importlib.import_module(backend)
             except ImportError as error:
-                text = f"rollout.trace.backend={backend} needs the package {backend}"
-                raise ImportError(f"{text}: pip install {backend}, or set the key to null.") from error
+                text = f"{KEY}={backend} needs a package: pip install {backend}, or set the key to null."
+                raise ImportError(text) from error
         if backend == "weave":
             config.client = config.client.init(project_name)
         elif backend == "mlflow":

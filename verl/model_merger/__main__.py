@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 when merged or equal, 1 when weights differ; exits with one message where neither can be done."""
     args = parse_args(argv)
     if args.backend == "megatron":
-        sys.exit("--backend megatron is not supported: this package trains with FSDP2 only.")
+        sys.exit("--backend megatron is not supported: this package trains with FSDP2 only. Use upstream verl.")
     from verl.model_merger.merge import MergeOptions, differences, merge
 
     options = MergeOptions(**{f.name: vars(args)[f.name] for f in fields(MergeOptions) if f.name in args})

@@ -71,7 +71,7 @@ class MergedWeights(TensorSource):
     def _lora_config(self) -> LoraConfig:
         folder = self.options.local_dir / "lora_adapter"
         if not (folder / "adapter_config.json").is_file():
-            raise MergeError(f"{folder / 'adapter_config.json'} is missing: without it the adapters' scale is unknown.")
+            raise MergeError(f"{folder / 'adapter_config.json'} is missing: copy that folder of the checkpoint too.")
         config = LoraConfig.from_pretrained(str(folder))
         odd = [n for n in self.trained.described if ".lora_" in n and ".lora_A." not in n and ".lora_B." not in n]
         if odd or config.use_dora:
@@ -81,11 +81,11 @@ class MergedWeights(TensorSource):
     def _expected(self) -> tuple[PretrainedConfig, Described]:
         """Config, and name, shape and dtype of every weight of the model that it describes; tied ones once."""
         options = self.options
-        folder = options.local_dir / "huggingface"
-        folder = folder if (folder / "config.json").is_file() else options.hf_model_path
+        own = options.local_dir / "huggingface" / "config.json"  # counts before --hf_model_path
+        self.remedy = f"replace {own}" if own.is_file() else "name that model in --hf_model_path"
+        folder = own.parent if own.is_file() else options.hf_model_path
         if folder is None:
-            origin = options.local_dir / "huggingface" / "config.json"
-            raise MergeError(f"{origin} is missing; name the model in --hf_model_path.")
+            raise MergeError(f"{own} is missing; name the model in --hf_model_path.")
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
             if options.tie_word_embedding:
@@ -104,9 +104,11 @@ class MergedWeights(TensorSource):
             raise MergeError(f"{folder} describes no model that transformers can build: {error}") from error
         names = [n for n in model.state_dict() if n not in model.all_tied_weights_keys]
         if lost := sorted(set(self.plain) - set(model.state_dict())):
+            flag = "leave --is-value-model out" if options.is_value_model else "a critic needs --is-value-model"
             raise MergeError(
                 f"{options.local_dir} holds {len(lost)} weights that {type(model).__name__} has not (such as "
-                f"{lost[0]}); a critic needs --is-value-model, another model its own --hf_model_path."
+                f"{lost[0]}): {flag}; if another model was trained, {self.remedy}. What a loader of your own made is"
+                " not merged: hf_model in checkpoint.save_contents exports it in training."
             )
         config.architectures = [type(model).__name__]
         dtype = self._dtype(config)
@@ -145,8 +147,8 @@ class MergedWeights(TensorSource):
             tensor = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
             if tensor.shape != wanted.shape:
                 raise MergeError(
-                    f"{name} has shape {tuple(tensor.shape)}, but the config describes {tuple(wanted.shape)}; "
-                    "checkpoint and config.json are of two models."
+                    f"{name} has shape {tuple(tensor.shape)}, but the config describes {tuple(wanted.shape)}: another "
+                    f"model was trained; {self.remedy}."
                 )
 
 

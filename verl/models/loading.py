@@ -206,18 +206,18 @@ def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
             return auto_class
     raise ValueError(
         f"model_type {hf_config.model_type!r} is not a causal language model that transformers knows. "
-        "Name a loader for it in actor_rollout_ref.model.loader.name."
+        "Name another model, or in RL a loader for it in actor_rollout_ref.model.loader.name."
     )
 
 
 def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
     """The rank `r` in a peft adapter's adapter_config.json."""
-    file = Path(adapter_path) / "adapter_config.json"
+    file = Path(adapter_path).expanduser() / "adapter_config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"lora_adapter_path={str(adapter_path)!r} holds no adapter_config.json")
+        raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must be a folder of an adapter: no {file}")
     described = json.loads(file.read_text())
     if "r" not in described:
-        raise ValueError(f"{file} names no rank 'r'; is it a LoRA adapter?")
+        raise ValueError(f"{file} names no rank 'r', so that it is no LoRA adapter. Name another folder.")
     return int(described["r"])
 
 

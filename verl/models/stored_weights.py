@@ -113,7 +113,8 @@ class StoredWeights:
         for name, source in sources.items():
             shape, stored = tuple(names[name].shape), source.tensors[0][0]
             if source.converter is None and stored.shape != shape:
-                raise WeightFileError(f"{stored.file}: {stored.name} is {stored.shape}, but the model's is {shape}.")
+                text = f"{stored.file}: {stored.name} is {stored.shape}, but the model's is {shape}"
+                raise WeightFileError(f"{text}. Correct config.json, hf_config_path or override_config.")
         if unknown:
             logger.debug("{} holds {} tensors that the model has no use for: {}", folder, len(unknown), unknown[:5])
         return cls(meta, sources)

@@ -132,7 +132,7 @@ class HFRollout(BaseRollout):
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"rollout.name=hf needs a model that gives a cache, which {name} does not. Set "
-                "actor_rollout_ref.rollout.name=vllm."
+                "actor_rollout_ref.rollout.name=vllm, or sglang."
             )
         return output.logits[:, -1], kept
 
@@ -164,7 +164,7 @@ class HFRollout(BaseRollout):
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"rollout.name=hf: with its cache {name} gives log-probs that differ by {difference:.2g} (limit "
-                f"{limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm."
+                f"{limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm, or sglang."
             )
 
 

@@ -140,8 +140,8 @@ def _merged(
 
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
         raise TypeError(
-            f"{name} carries a {type(layer).__name__} adapter that cannot be merged; only plain LoRA on linear layers "
-            "can be passed to a rollout engine. Narrow actor_rollout_ref.model.target_modules."
+            f"{name} has a {type(layer).__name__} adapter, which is not merged: leave it out of actor_rollout_ref."
+            "model.target_modules (SFT: model.target_modules), or name a lora_adapter_path of linear layers, not DoRA."
         )
     by_rows = is_row_sharded(weight) and not layer.fan_in_fan_out  # then B has the same rows on this rank
     base = weight if by_rows else full_tensor(weight)

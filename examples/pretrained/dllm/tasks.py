@@ -87,7 +87,7 @@ def _unseen(split: str, seed: int, gsm8k: Path | None, seen: set[str]) -> Iterat
                 yield asked
                 break
         else:
-            raise ValueError(f"{name} has too few different questions; ask for fewer, or drop the task")
+            raise ValueError(f"{name} has too few different questions: lower --questions or --counts")
 
 
 def _of_gym(name: str, seed: int) -> Iterator[Asked]:

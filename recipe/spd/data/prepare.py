@@ -100,7 +100,7 @@ def _rows(
         context, draft, target = (list(block[name]) for name in IDS)
         if (block.get("question_len") or 0) > len(context):
             raise DataError(
-                f"{where}: question_len is {block['question_len']}, but the context has {len(context)} ids."
+                f"{where}: question_len is {block['question_len']}, but the context has {len(context)} ids. Lower it."
             )
         used, wanted = cut_at_end(draft, target, ends)
         if used == wanted[:-1]:

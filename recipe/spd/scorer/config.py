@@ -31,13 +31,13 @@ class ScoringModelConfig(ScorerSettings):
         check_settings(self)
         if self.backbone == "own" and self.head_inputs == "logits":
             raise ValueError(
-                "spd.head_inputs=logits reads the target's logits, which spd.backbone=own never sees. Use pair, or "
-                "spd.backbone=target."
+                "spd.head_inputs=logits reads the target's logits, which spd.backbone=own never sees. Use "
+                "spd.head_inputs=pair, or spd.backbone=target."
             )
         if self.backbone == "own" and self.state_layer:
             raise ValueError(
-                f"spd.state_layer={self.state_layer} reads the target, which spd.backbone=own never sees. Leave it "
-                "out, or use spd.backbone=target."
+                f"spd.state_layer={self.state_layer} reads the target, which spd.backbone=own never sees. Use "
+                "spd.state_layer=null, or spd.backbone=target."
             )
         if self.backbone == "target" and self.context_tokens:
             raise ValueError(
@@ -47,7 +47,8 @@ class ScoringModelConfig(ScorerSettings):
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(
                 f"spd.backbone=target runs the frozen target causally, but spd.attention={self.attention!r} and "
-                f"lora_rank={self.lora_rank} are set. Use spd.attention=causal and lora_rank=0, or spd.backbone=own."
+                f"lora_rank={self.lora_rank} are set. Use spd.attention=causal and "
+                "actor_rollout_ref.model.lora_rank=0, or spd.backbone=own."
             )
 
     @classmethod

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
+from verl.config.aliases import text
 from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import OnHost, pack_rows
@@ -153,7 +154,7 @@ class ScoringActor(nn.Module):
         names = [n for n in KIND if n != "lora_alpha" or (saved.lora_rank and config.lora_rank)]
         if odd := [name for name in names if getattr(saved, name) != getattr(config, name)]:
             held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
-            fix = f"Set {', '.join(f'{KIND[name]}={getattr(saved, name)}' for name in odd)}"
+            fix = f"Set {', '.join(f'{KIND[name]}={text(getattr(saved, name))}' for name in odd)}"
             adapters = directory.parent / CHECKPOINT_ADAPTERS
             if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
                 fix = f"Name {adapters}, which holds the adapters that are merged in here"

@@ -40,7 +40,7 @@ def test_rows_and_scores_come_from_a_process(files):
             calls.call(60, "score", item, "grow")
         with pytest.raises(EnvironmentFailed, match="something else than the row"):
             calls.call(60, "score", {**item, "prompt": "other"}, "yes")
-        with pytest.raises(EnvironmentFailed, match="score took longer than 1 s"):
+        with pytest.raises(EnvironmentFailed, match="score took longer than 1 s: raise data.environment.timeout"):
             calls.call(1, "score", item, "hang")
     with EnvironmentCalls(settings()) as calls, pytest.raises(EnvironmentFailed, match="exit code 3"):
         calls.call(60, "score", item, "die")

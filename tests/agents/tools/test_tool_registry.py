@@ -68,6 +68,7 @@ def test_a_file_with_schemas_given_and_brought_along(tmp_path, monkeypatch):
          "two tools have the name 'code_interpreter'"),
         ("tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp}}]",
          r"tools\[0\] .*needs mcp.mcp_servers_config_path"),
+        ("tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, mcp: {a: b}}]", "mcp needs config.type=mcp"),
     ],
 )  # fmt: skip
 def test_a_broken_file_ends_in_one_message_with_file_and_entry(tmp_path, text, message):
@@ -76,6 +77,25 @@ def test_a_broken_file_ends_in_one_message_with_file_and_entry(tmp_path, text, m
     with pytest.raises(ValueError, match=message) as raised:
         initialize_tools_from_config(str(file))
     assert str(raised.value).startswith(str(file))
+
+
+@pytest.mark.parametrize(
+    ("tool", "wrong", "advice", "right"),
+    [
+        ("code_tool.CodeTool", "seconds: -1", "config.seconds=-1.0 is too small; use a value above 0", "seconds: 1"),
+        ("code_tool.CodeTool", "second: 1", "config.second is unknown; did you mean 'seconds'", "seconds: 1"),
+        ("sandbox_fusion_tools.SandboxFusionTool", "num_workers: 0", "num_workers=0 must be at", "num_workers: 1"),
+    ],
+)
+def test_the_advice_about_a_tools_settings_helps(tmp_path, tool, wrong, advice, right):
+    def load(setting):
+        config = f"{{sandbox_fusion_url: http://a, {setting}}}" if "Fusion" in tool else f"{{{setting}}}"
+        (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: verl.tools.{tool}, config: {config}}}]")
+        return initialize_tools_from_config(str(tmp_path / "tools.yaml"))
+
+    with pytest.raises(ValueError, match=advice):
+        load(wrong)
+    assert len(load(right)) == 1
 
 
 def test_an_absent_file_and_broken_mcp_servers(tmp_path):

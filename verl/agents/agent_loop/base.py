@@ -125,7 +125,7 @@ class AgentLoopBase(ABC):
         """The ids of a first prompt; ConversationTooLong if rollout.prompt_length is less: no row can hold them."""
         limit = self.rollout_config.prompt_length
         if len(ids) > limit:
-            raise ConversationTooLong(f"its prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}")
+            raise ConversationTooLong(f"its {len(ids)} tokens exceed actor_rollout_ref.rollout.prompt_length={limit}")
         return ids
 
     @abstractmethod

@@ -41,7 +41,7 @@ def make_agent_loop(name: str, **arguments: Any) -> AgentLoopBase:
     if name not in _agent_loop_registry:
         raise ValueError(
             f"agent_name={name!r} is unknown. Known: {', '.join(sorted(_agent_loop_registry))}. Register your own with "
-            "verl.agents.agent_loop.registry.register, or in the file rollout.agent.agent_loop_config_path."
+            "verl.agents.agent_loop.registry.register, or in actor_rollout_ref.rollout.agent.agent_loop_config_path."
         )
     settings = dict(_agent_loop_registry[name])
     cls = load_class_from_fqn(settings.pop("_target_"), f"agent loop {name!r}")

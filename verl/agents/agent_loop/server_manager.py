@@ -79,9 +79,9 @@ class AsyncLLMServerManager:
             known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])
             raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {known}")
         rollout = self.rollout_config
-        room = most_tokens(rollout) - len(prompt_ids)
+        room = (most := most_tokens(rollout)) - len(prompt_ids)
         if room < 1:
-            limit = f"rollout.prompt_length + response_length, or max_model_len, is {most_tokens(rollout)}"
+            limit = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
             raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")
         sampling["max_tokens"] = max(1, min(sampling.get("max_tokens", room), room))
         earlier = self.turns.pop(request_id, 0)

@@ -209,8 +209,8 @@ class ToolAgentLoop(AgentLoopBase):
             (name,) = self.interactions
         if name not in self.interactions:
             raise ValueError(
-                f"extra_info.interaction_kwargs.name={name!r} is not in rollout.multi_turn.interaction_config_path. "
-                f"Known: {', '.join(self.interactions)}."
+                f"extra_info.interaction_kwargs.name={name!r} is not in the file of "
+                f"actor_rollout_ref.rollout.multi_turn.interaction_config_path. Known: {', '.join(self.interactions)}."
             )
         data.interaction = self.interactions[name]
         data.interaction_id = data.request_id  # finalized also if the start fails

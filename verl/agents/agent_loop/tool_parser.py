@@ -49,7 +49,7 @@ class ToolParser(ABC):
 
     tool_schemas: Sequence[dict[str, Any]] = ()
     _registry: Registry[str, type["ToolParser"]] = Registry(
-        "rollout.multi_turn.format", "Register your own with @ToolParser.register(name)."
+        "actor_rollout_ref.rollout.multi_turn.format", "Register your own with @ToolParser.register(name)."
     )
     #: Additional stop tokens of a turn with calls; tokens that the tokenizer lacks are ignored.
     STOPS: tuple[str, ...] = ()

@@ -49,7 +49,8 @@ class EnvironmentCalls:
         try:
             return self._child.call(seconds, method, *arguments)
         except TimeoutError:
-            raise EnvironmentFailed(f"environment {self.name}: {method} took longer than {seconds:g} s.") from None
+            to = "lower data.environment.size" if method == "rows" else "raise data.environment.timeout"
+            raise EnvironmentFailed(f"environment {self.name}: {method} took longer than {seconds:g} s: {to}") from None
         except ChildDied as error:
             code = error.exit_code
             raise EnvironmentFailed(f"environment {self.name} ended its process with exit code {code}.") from error

@@ -63,7 +63,7 @@ class ProgramAgentLoop(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self.agent = self.rollout_config.agent
         if not self.agent.command:
-            raise ValueError("the agent loop program_agent needs rollout.agent.command, the program and its arguments")
+            raise ValueError("program_agent needs actor_rollout_ref.rollout.agent.command, a program with arguments")
         shared = self.trainer_config.shared
         if "programs" not in shared:
             shared["programs"] = Programs(self.agent, self.config.trainer.default_local_dir)

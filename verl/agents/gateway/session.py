@@ -153,11 +153,11 @@ class Session:
         rollout = self.settings.rollout
         most = most_tokens(rollout)
         if not self.tree.turns and len(prompt) > rollout.prompt_length:
-            reason = f"more than rollout.prompt_length={rollout.prompt_length}"
+            reason = f"more than actor_rollout_ref.rollout.prompt_length={rollout.prompt_length}"
             raise RequestError(f"the prompt has {len(prompt)} tokens, {reason}", code=TOO_LONG)
         if len(prompt) >= most:
             self.is_full = True
-            reason = f"rollout.prompt_length + response_length, or max_model_len, is {most}"
+            reason = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
             raise RequestError(f"the prompt has {len(prompt)} tokens: {reason}", code=TOO_LONG)
         wanted = min(most - len(prompt), max_tokens or most)
         async with self._changed:
@@ -169,7 +169,7 @@ class Session:
                 await self._changed.wait()
             if room < 1:
                 self.is_full = True
-                reason = f"rollout.response_length={rollout.response_length}"
+                reason = f"actor_rollout_ref.rollout.response_length={rollout.response_length}"
                 raise RequestError(f"the conversation has no room for a reply: {reason}", code=TOO_LONG)
             limit = min(room, wanted)
             self._reserved += n * limit + appended

@@ -4,6 +4,7 @@ from typing import Any
 
 from verl.agents.tools.base_tool import EXAMPLES, BaseTool
 from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.config.compose import omega_conf_to_dataclass
 from verl.reward.rules.code_cases import extract_code
 from verl.reward.sandbox import Outcome, SandboxConfig, run_python
 from verl.utils.threads import in_thread
@@ -12,6 +13,7 @@ CODE_PARAMETERS = {
     "properties": {"code": {"type": "string", "description": "The program. Only what it prints is returned."}},
     "required": ["code"],
 }
+_Limits = type("_Limits", (SandboxConfig,), {}, section="config")  # errors name the keys of a tool's file
 
 
 class CodeTool(BaseTool):
@@ -28,7 +30,8 @@ class CodeTool(BaseTool):
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
-        self._limits = SandboxConfig(**{key: value for key, value in config.items() if key not in ("type", *EXAMPLES)})
+        own = {key: value for key, value in config.items() if key not in ("type", *EXAMPLES)}
+        self._limits = omega_conf_to_dataclass(own, _Limits)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

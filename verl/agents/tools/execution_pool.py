@@ -71,6 +71,8 @@ class ExecutionWorker:
         self, enable_global_rate_limit: bool = True, rate_limit: int = _RATE_LIMIT, *, num_workers: int = 10,
         name: str = _NAME,
     ):  # fmt: skip
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers} must be at least 1")
         self._slots = asyncio.Semaphore(num_workers)
         self._acquire = self._release = None
         if enable_global_rate_limit:

@@ -51,7 +51,7 @@ class ServerAdapter(BaseRollout):
             if missing := sorted(set(own) - set(config.stop_token_ids)):
                 raise ValueError(
                     f"{KEY}.stop_token_ids={list(config.stop_token_ids)} lacks {missing}: SGLang ends "
-                    "answers at every end token of the model. Add them, or use rollout.name=vllm."
+                    f"answers at every end token of the model. Add them, or set {KEY}.name=vllm."
                 )
         self.size = config.tensor_model_parallel_size
         self.group = engine_group(self.size)

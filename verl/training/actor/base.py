@@ -86,7 +86,7 @@ def enabled_losses(config: ActorConfig) -> dict[str, tuple[type[AuxiliaryLoss], 
                 continue
             entry = load_class_from_fqn(entry, "auxiliary loss")
         kind = entry.settings_type
-        refuse_unknown(f"actor.auxiliary_losses.{name}", given or {}, [field.name for field in fields(kind)])
+        refuse_unknown(f"{_AUXILIARY_LOSSES.key}.{name}", given or {}, [field.name for field in fields(kind)])
         settings = kind(**(given or {}))
         if settings.coef:
             enabled[name] = entry, settings
@@ -99,6 +99,6 @@ def auxiliary_losses(config: ActorConfig, engine: Any) -> list[AuxiliaryLoss]:
     if len(caching := [name for name, loss in losses.items() if loss.needs_cache]) > 1:
         raise ValueError(
             f"the auxiliary losses {', '.join(caching)} need the keys and values of the policy's forward "
-            "(needs_cache), which one loss can have; set needs_cache=False in the others, or leave them out."
+            f"(needs_cache), which one loss can have; set {_AUXILIARY_LOSSES.key}.{caching[1]}.coef=0."
         )
     return list(losses.values())

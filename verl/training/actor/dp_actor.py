@@ -84,7 +84,7 @@ class DataParallelPPOActor(BasePPOActor):
         optional = (k for k in _OPTIONAL_KEYS if k in data.batch.keys())
         data = self._select(data, (*_UPDATE_KEYS, *LOSS_COLUMNS.get(config.policy_loss.loss_mode, ()), *optional))
         if config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
-            raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob, which the batch lacks.")
+            raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob: add it, or set the key to false.")
         samples = len(data) // data.meta_info.get(ROWS_PER_SAMPLE, 1)
         steps = config.ppo_epochs * math.ceil(samples / config.ppo_mini_batch_size)
         if steps > 1 and "old_log_probs" not in data.batch.keys():

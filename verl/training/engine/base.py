@@ -190,7 +190,7 @@ class EngineRegistry:
         key = (model_type, backend, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if key not in cls._engines:
             name, known = "/".join(key), sorted("/".join(k) for k in cls._engines)
-            raise ValueError(f"no engine for {name!r}{nearest(name, known)}. Known: {', '.join(known)}.")
+            raise ValueError(f"no engine for {name!r}{nearest(name, known) or '.'} Known: {', '.join(known)}.")
         return cls._engines[key]
 
     @classmethod

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from verl.config.engine import FSDPEngineConfig
+from verl.config.fields import refuse_unknown
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig
 from verl.models.loading import get_lora_rank_from_adapter, get_model_loader, load_without_weights, torch_dtype_of
@@ -65,16 +66,16 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
     from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
     if model_config.lora_adapter_path:
-        rank = get_lora_rank_from_adapter(model_config.lora_adapter_path)
+        folder = Path(model_config.lora_adapter_path).expanduser()
+        rank = get_lora_rank_from_adapter(folder)
         if model_config.lora_rank not in (0, rank):
             raise ValueError(
-                f"model.lora_rank={model_config.lora_rank}, but the adapter in model.lora_adapter_path="
-                f"{model_config.lora_adapter_path!r} has rank {rank}; leave lora_rank at 0 or set it to {rank}."
+                f"model.lora_rank={model_config.lora_rank}, but the adapter in model.lora_adapter_path={str(folder)!r} "
+                f"has rank {rank}; set actor_rollout_ref.model.lora_rank=0, or {rank}."
             )
-        folder = Path(model_config.lora_adapter_path)
-        if folder.is_dir():  # else a name of the hub; peft would also read pickled weights
-            tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
-        return PeftModel.from_pretrained(module, model_config.lora_adapter_path, is_trainable=trains)
+        # peft would also read pickled weights
+        tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
+        return PeftModel.from_pretrained(module, str(folder), is_trainable=trains)
     targets, excluded = model_config.target_modules, model_config.exclude_modules
     task = None  # with it peft trains a new head completely, in addition to the adapters
     if isinstance(module, PreTrainedModel) and module.can_generate():
@@ -141,10 +142,10 @@ def check_same_weights(module: nn.Module) -> None:
 def mixed_precision_policy(engine_config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     """Forward and backward in `dtype`, gradients summed over ranks in float32, or as `mixed_precision` says."""
     wanted = {"param_dtype": engine_config.dtype, "reduce_dtype": "float32", **(engine_config.mixed_precision or {})}
-    if unknown := set(wanted) - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
-        raise ValueError(f"fsdp_config.mixed_precision has unknown keys {sorted(unknown)}.")
-    compute, reduce = torch_dtype_of(wanted["param_dtype"], "dtype"), wanted["reduce_dtype"]
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype_of(reduce, "reduce_dtype"))
+    key = "fsdp_config.mixed_precision"
+    refuse_unknown(key, wanted, ["param_dtype", "reduce_dtype", "buffer_dtype"])
+    compute, reduce = (torch_dtype_of(wanted[name], f"{key}.{name}") for name in ("param_dtype", "reduce_dtype"))
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
 
 
 def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
