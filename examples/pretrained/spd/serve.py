@@ -51,7 +51,8 @@ def chosen_scorer(evaluation: Path) -> tuple[str, float]:
     points = {threshold: point for threshold, point in curves(validation)[legend].items() if threshold is not None}
     kept = [threshold for threshold, point in points.items() if point.drop <= DROP]
     if not kept:
-        raise SystemExit(f"{evaluation}: thresholds of {legend} drop by {100 * DROP:g} points: raise --scorer-steps")
+        lost = f"every threshold of {legend} drops by more than {100 * DROP:g} points"
+        raise SystemExit(f"{evaluation}: {lost}; raise --scorer-steps")
     rule = next(rules[0] for rules, name, *_ in CURVES if name == legend)
     return rule, max(kept, key=lambda threshold: points[threshold].speed)
 

@@ -13,7 +13,10 @@ CODE_PARAMETERS = {
     "properties": {"code": {"type": "string", "description": "The program. Only what it prints is returned."}},
     "required": ["code"],
 }
-_Limits = type("_Limits", (SandboxConfig,), {}, section="config")  # errors name the keys of a tool's file
+
+
+class _Limits(SandboxConfig, section="config"):
+    """Those of a tool's file, whose keys its errors name."""
 
 
 class CodeTool(BaseTool):
