@@ -104,6 +104,12 @@ def test_optimizer_state_is_read_to_where_the_optimizer_works(tiny_llama, tmp_pa
     assert {state["step"].device.type for state in states} == {counters}
 
 
+def test_a_checkpoint_without_the_model_cannot_be_resumed(tiny_llama, tmp_path):
+    make_engine(tiny_llama, contents=("hf_model",)).save_checkpoint(str(tmp_path))
+    with pytest.raises(ValueError, match="no model to resume.*path to .*huggingface if it has weights"):
+        make_engine(tiny_llama).load_checkpoint(str(tmp_path))
+
+
 def test_a_save_that_fails_in_the_background_raises(tiny_llama, tmp_path):
     engine = make_engine(tiny_llama, async_save=True)
     (tmp_path / "actor" / "fsdp_config.json").mkdir(parents=True)

@@ -275,6 +275,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         except ValueError as e:
             raise CheckpointCorruptError(f"{folder / EXTRA_FILE} is not JSON ({e}).") from e
         if self.should_load_model:
+            if not extra["model"]:
+                raise ValueError(
+                    f"{folder} holds no model to resume: its checkpoint.save_contents had no 'model'. Set "
+                    f"trainer.resume_mode=disable, and the model's path to {folder / 'huggingface'} if it has weights."
+                )
             tensors = self._model_tensors()
             _check_names(folder / "model", set(tensors), set(extra["model"]))
             _check_shapes(folder / "model", tensors)
