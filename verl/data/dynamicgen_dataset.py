@@ -37,6 +37,8 @@ class DynamicGenDataset(RLHFDataset):
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         datagen = self.settings.datagen
+        if not (datagen.path and datagen.name):
+            raise ValueError("DynamicGenDataset needs data.datagen.path and data.datagen.name, a file and its class.")
         generator_class = load_extern_object(datagen.path, datagen.name)
         if not (isinstance(generator_class, type) and issubclass(generator_class, AbstractDataGenerator)):
             raise TypeError(
