@@ -287,8 +287,7 @@ def row_problems(
         what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"
         yield Problem(UNUSED, key, f"{key}: rows {what}. Raise data.max_length, or drop these rows.")
     if cut := sorted((set(getattr(dataset, "cut_rows", ())) & checked.keys()) - set(empty)):
-        how = f"longer than the limit and cut by data.truncation={dataset.truncation}"
-        limit = getattr(dataset, "length_key", "data.max_length")
+        how, limit = f"cut by data.truncation={dataset.truncation}", getattr(dataset, "length_key", "data.max_length")
         yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise {limit}.")
     dropped = getattr(dataset, "dropped_overlong", 0)
     if dropped > SHARE_NAMED * (dropped + len(dataset)):
