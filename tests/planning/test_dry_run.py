@@ -266,6 +266,9 @@ def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_
     advice = ", ".join(f"lower {key}" for key in keys)
     assert f"this machine has 3.0 GiB available. To need less: {advice}." in text
     assert "at a time" not in text
+    old = keys[0].removesuffix("_per_gpu")  # of all ranks; both are refused
+    _, text = plan([*cpu, f"{keys[0]}=null", f"{old}=4", f"+{vllm}={2 << 30}"], capsys)
+    assert f"To need less: lower {old}, lower" in text
     monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 8 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10 << 20))
     _, text = plan([*cpu, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=9"], capsys)

@@ -193,7 +193,8 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
         parts = parts | {PROCESS: PROCESS_BYTES}
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
-        keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
+        sizes = ("max_token_len_per_gpu",) * data.packing + ("micro_batch_size", "micro_batch_size_per_gpu")
+        keys = [next(f"data.{name}" for name in sizes if data[name])] + ["trainer.n_gpus_per_node"] * (processes > 1)
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)

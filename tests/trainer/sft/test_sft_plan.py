@@ -114,6 +114,17 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
     assert code == 1 and said in text, text[-2000:]
 
 
+@pytest.mark.parametrize(("settings", "key"), [
+    ("", "micro_batch_size_per_gpu"), ("data.micro_batch_size=16", "micro_batch_size"),
+    ("data.packing=true use_remove_padding=true", "micro_batch_size_per_gpu"),
+    ("data.packing=true use_remove_padding=true data.max_token_len_per_gpu=4096", "max_token_len_per_gpu"),
+])  # fmt: skip
+def test_too_little_memory_names_the_size_that_the_run_reads(published, tiny_llama, settings, key, capsys, monkeypatch):
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 1 << 20)
+    _, text = planned(published, tiny_llama, f"{GSM8K} trainer.device=cpu {settings}", capsys)
+    assert f"lower data.{key}, lower trainer.n_gpus_per_node." in text
+
+
 def cut_files(tmp_path, conversations):
     """half: the question of every odd row fills data.max_length; all: that of every row; none: the rows are short."""
     def row(i, is_cut):
