@@ -165,7 +165,8 @@ def _follow(prefix: str, *names: str) -> dict[str, str]:
 
 def files() -> dict[str, File]:
     """{path in the repository: file} of every generated yaml file."""
-    ppo, sft = PPOConfig(algorithm=AlgoConfig(filter_groups=FilterGroupsConfig())), SFTConfig()
+    reward = RewardModelConfig(overlong_buffer={"enable": False, "len": 0, "penalty_factor": 0.0, "log": False})
+    ppo, sft = PPOConfig(algorithm=AlgoConfig(filter_groups=FilterGroupsConfig()), reward_model=reward), SFTConfig()
     roles, engine, optim = ppo.actor_rollout_ref, FSDPEngineConfig(), FSDPOptimizerConfig()
     seed = "${oc.select:trainer.seed,42}"
     service, sandbox, local_dir = SandboxFusionConfig(), SandboxConfig(), "default_local_dir"
@@ -184,10 +185,7 @@ def files() -> dict[str, File]:
     dapo = dataclasses.replace(
         ppo,
         algorithm=AlgoConfig(filter_groups=FilterGroupsConfig()),
-        reward_model=RewardModelConfig(
-            reward_manager="dapo",
-            overlong_buffer={"enable": False, "len": 0, "penalty_factor": 0.0, "log": False},
-        ),
+        reward_model=dataclasses.replace(reward, reward_manager="dapo"),
         trainer=TrainerConfig(project_name="verl-dapo"),
     )
     trees = {
@@ -381,13 +379,13 @@ def files() -> dict[str, File]:
     }  # fmt: skip
     title = "Settings of python -m recipe.fully_async_policy.fully_async_main: what differs from ppo_trainer."
     paths["verl/trainer/config/fully_async_ppo_trainer.yaml"] = File(
-        title, AsyncPPOConfig(algorithm=ppo.algorithm), ("ppo_trainer",), {"": ppo},
+        title, AsyncPPOConfig(algorithm=ppo.algorithm, reward_model=reward), ("ppo_trainer",), {"": ppo},
         {**separate, "data.train_batch_size": 0, "data.gen_batch_size": 1},
     )  # fmt: skip
     one_step = AsyncTrainingConfig(trigger_parameter_sync_step=1, staleness_threshold=1.0, partial_rollout=False)
     title = "Settings of python -m recipe.one_step_off_policy.main_ppo: what differs from ppo_trainer."
     paths["verl/trainer/config/one_step_off_ppo_trainer.yaml"] = File(
-        title, AsyncPPOConfig(algorithm=ppo.algorithm, async_training=one_step,
+        title, AsyncPPOConfig(algorithm=ppo.algorithm, reward_model=reward, async_training=one_step,
                               rollout=RolloutPoolConfig(total_rollout_steps=None, n=1)),
         ("ppo_trainer",), {"": ppo}, {**separate, "rollout.test_freq": "${trainer.test_freq}"},
     )  # fmt: skip

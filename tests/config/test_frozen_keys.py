@@ -17,7 +17,7 @@ FROZEN = {
     "evaluation": (TESTS / "config" / "evaluation_keys.txt", None),
     "fully_async_ppo_trainer": (TESTS / "config" / "async_keys.txt", PPO),
     "one_step_off_ppo_trainer": (TESTS / "config" / "async_keys.txt", PPO),
-    "dapo_trainer": (TESTS / "recipe" / "dapo_keys.txt", PPO),
+    "dapo_trainer": (PPO, None),
     "sft_trainer_engine": (SFT, None),  # the same keys with other defaults
     "iterative_refine": (TESTS / "dllm_reasoning" / "public_keys.txt", SFT),
 }

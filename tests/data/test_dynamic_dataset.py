@@ -56,6 +56,11 @@ def steps(source, count):
     return drawn
 
 
+def test_a_generator_without_a_name_is_asked_for_by_its_keys(tmp_path):
+    with pytest.raises(TypeError, match="data.datagen.name=None in data.datagen.path=.* is None; a subclass"):
+        dataset(tmp_path, name=None)
+
+
 def test_new_rows_are_drawn_from_the_next_epoch_on(tmp_path):
     data = dataset(tmp_path)
     assert isinstance(data, DynamicGenDataset) and type(dataset(tmp_path, train=False)) is RLHFDataset

@@ -182,7 +182,8 @@ def test_an_overlong_prompt_is_an_error_that_names_it_or_is_cut_and_counted(tmp_
     with pytest.raises(ValueError, match="data.truncation='lef'"):
         RLHFDataset(file, TOKENIZER, config(truncation="lef"))
     (problem,) = row_problems(cut, "data.train_files", 10, lambda row: None)
-    assert problem.kind == "unused" and "d.jsonl: 2 of 3, the first is row 1. Raise the limit." in problem.message
+    said = "d.jsonl: 2 of 3, the first is row 1. Raise data.max_prompt_length."
+    assert problem.kind == "unused" and said in problem.message
 
 
 def test_overlong_prompts_are_dropped_and_counted(tmp_path):

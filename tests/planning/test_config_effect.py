@@ -55,13 +55,13 @@ def test_a_key_without_effect_is_reported_with_its_value(override):
 
 @pytest.mark.parametrize(("key", "value", "instead"), [
     ("logprobs_mode", "raw_logprobs", "SGLang returns log-probs after temperature, before top-k and top-p"),
-    ("speculative.method", "ngram", "in rollout.engine_kwargs.sglang"),
+    ("speculative.method", "ngram", "in actor_rollout_ref.rollout.engine_kwargs.sglang"),
     ("lora_as_adapter", "true", "SGLang receives merged weights"),
 ])  # fmt: skip
 def test_what_sglang_does_not_read_is_refused_for_it_alone(key, value, instead):
     override, name = f"actor_rollout_ref.rollout.{key}={value}", "actor_rollout_ref.rollout.name="
     (problem,) = find_problems(compose_ppo(*SOUND, override, f"{name}sglang"))
-    assert f"rollout.{key}={value} does not work with rollout.name=sglang: " in problem.message
+    assert f"{override} does not work with {name}sglang: " in problem.message
     assert instead in problem.message
     assert find_problems(compose_ppo(*SOUND, override, f"{name}vllm")) == []
 
@@ -71,7 +71,8 @@ def test_a_queue_of_prompts_needs_engines_that_answer_batches(name, mode):
     queued = (*SOUND, "actor_rollout_ref.rollout.prompt_queue=true")
     (problem,) = find_problems(compose_ppo(*queued, f"actor_rollout_ref.rollout.{name=!s}",
                                            f"actor_rollout_ref.rollout.{mode=!s}"))  # fmt: skip
-    assert "rollout.prompt_queue=true needs rollout.name=vllm and rollout.mode=sync, not " in problem.message
+    needed = "actor_rollout_ref.rollout.name=vllm and actor_rollout_ref.rollout.mode=sync"
+    assert f"rollout.prompt_queue=true needs {needed}, not " in problem.message
     assert find_problems(compose_ppo(*queued, "actor_rollout_ref.rollout.name=vllm")) == []
     assert len(messages("actor_rollout_ref.rollout.prompt_queue=true")) == 1  # hf: no engine, no effect
 

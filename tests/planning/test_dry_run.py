@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from transformers import AutoConfig
 
 from tests.helpers.configs import compose_ppo
 from verl.config.rollout import RolloutConfig
 from verl.planning.checks import Findings, check_length
 from verl.trainer.main_ppo import dry_run
-from verl.utils.problems import CHECKS, UNUSED, absent, register_check, wrong
+from verl.utils.problems import CHECKS, UNUSED, WRONG, absent, register_check, wrong
 
 
 def prompts(count, **changes):
@@ -99,6 +100,9 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
          "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10"),
         ("data.train_max_samples=20 data.gen_batch_size=32", 1,
          "which do not fill one batch of 32. Set data.gen_batch_size=20 or less"),
+        ("data.train_max_samples=10 data.gen_batch_size=32", 1,  # fewer are also too few for data.train_batch_size=16
+         "Set data.gen_batch_size=10 and data.train_batch_size=10 or less"),
+        ("data.train_max_samples=0", 1, "has 0 prompts, which do not fill one batch of 16. Add some"),
         ("actor_rollout_ref.rollout.temperature=0", 1,
          "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same"),
     ],
@@ -215,11 +219,24 @@ def test_a_context_that_cuts_answers_is_named():
     """A prompt of 8 tokens and an answer of 16 need 24: with 21, prompts of more than 5 tokens cut it."""
     config = RolloutConfig(name="vllm", prompt_length=8, response_length=16, max_model_len=21)
     (problem,) = check_length(config, Findings(), "rollout")
-    what = "max_model_len=21 is less than prompt_length + response_length = 24"
+    what = "max_model_len=21 is less than rollout.prompt_length + rollout.response_length = 24"
     assert problem.kind == UNUSED and what in problem.message
     assert "answers to prompts of more than 5 tokens are cut before response_length. Raise it." in problem.message
     for more in ({"max_model_len": 24}, {"max_model_len": None}, {"max_model_len": 21, "name": "hf"}):
         assert not list(check_length(dataclasses.replace(config, **more), Findings(), "rollout"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind", "advice"),  # a model of 16 positions, a prompt of 8 tokens and an answer of 16
+    [(None, WRONG, "Lower data.max_prompt_length + data.max_response_length to 16 or less."),
+     (17, WRONG, "Lower actor_rollout_ref.rollout.max_model_len to 16 or less."),
+     (16, UNUSED, "Lower data.max_prompt_length + data.max_response_length.")],
+)  # fmt: skip
+def test_the_limit_to_lower_is_named_and_no_advice_leads_above_the_positions(limit, kind, advice):
+    config = RolloutConfig(name="vllm", prompt_length=8, response_length=16, max_model_len=limit)
+    model = AutoConfig.for_model("llama", max_position_embeddings=16)
+    problem, *_ = check_length(config, Findings(hf_config=model), "actor_rollout_ref.rollout")
+    assert problem.kind == kind and problem.message.endswith(advice)
 
 
 def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, tmp_path, monkeypatch):
@@ -249,6 +266,9 @@ def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_
     advice = ", ".join(f"lower {key}" for key in keys)
     assert f"this machine has 3.0 GiB available. To need less: {advice}." in text
     assert "at a time" not in text
+    old = keys[0].removesuffix("_per_gpu")  # of all ranks; both are refused
+    _, text = plan([*cpu, f"{keys[0]}=null", f"{old}=4", f"+{vllm}={2 << 30}"], capsys)
+    assert f"To need less: lower {old}, lower" in text
     monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 8 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10 << 20))
     _, text = plan([*cpu, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=9"], capsys)
@@ -265,4 +285,6 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.lora_as_adapter=true"], capsys)
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
-    assert "rollout.lora_as_adapter=true does not work with rollout.name=sglang: SGLang receives merged weights" in flat
+    rollout = "actor_rollout_ref.rollout"
+    what = f"{rollout}.lora_as_adapter=true does not work with {rollout}.name=sglang: SGLang receives merged weights"
+    assert what in flat

@@ -73,7 +73,8 @@ def test_every_training_tries_its_folders_and_the_files_of_its_trackers(tmp_path
     monkeypatch.setenv("TENSORBOARD_DIR", str(file))
     keys = ["trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.logger", "trainer.logger"]
     assert [key for _, key, _ in said(check_outputs(broken))] == keys
-    assert f"trainer.logger=tensorboard: {file} cannot be written" in said(check_outputs(broken))[-1][2]
+    text = f"trainer.logger=tensorboard ($TENSORBOARD_DIR): {file} cannot be written"
+    assert text in said(check_outputs(broken))[-1][2]
 
 
 def test_an_rl_run_tries_what_its_settings_ask_for(tmp_path, file):

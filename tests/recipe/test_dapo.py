@@ -304,7 +304,7 @@ def test_the_buffer_takes_points_in_a_straight_line():
 
 
 def test_a_buffer_longer_than_the_answers_is_refused():
-    with pytest.raises(ValueError, match="overlong_buffer.len=11 must lie between 1 and"):
+    with pytest.raises(ValueError, match="reward_model.overlong_buffer.len=11 must lie between 1 and"):
         manager(len=11)
 
 

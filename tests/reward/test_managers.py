@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.columns import object_columns
+from tests.helpers.configs import compose_ppo
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.reward.test_judged_text import texts
@@ -22,8 +23,8 @@ from verl.reward.managers import (
     naive,
 )
 from verl.reward.managers.batch import BatchRewardManager
-from verl.reward.pool import ExternFunction
-from verl.reward.rows import RewardError, drop_failed
+from verl.reward.pool import ExternFunction, Failure
+from verl.reward.rows import RewardError, Row, drop_failed, parse_results
 from verl.reward.rules import default_compute_score, gsm8k
 from verl.reward.sandbox import SandboxConfig
 from verl.trainer.ppo.reward import compute_reward
@@ -276,6 +277,23 @@ def test_a_row_that_hangs_is_killed_and_named():
     )
     with pytest.raises(RewardError, match=said):
         manager()(truths("", "hang"))
+
+
+@pytest.mark.parametrize(("fatal", "drops"), [(False, False), (True, False), (True, True)])
+def test_dropping_rows_is_advised_only_where_it_helps(fatal, drops):
+    row = Row(0, "x", [], [], "", {})
+    with pytest.raises(RewardError) as error:
+        parse_results([row], [Failure("error", "raised it", fatal)], drops, manager)
+    assert ("reward_model.error=drop" in str(error.value)) != fatal
+
+
+@pytest.mark.parametrize("given", [("reward_model.reward_manager=naive",), ("reward_manager.name=prime",)])
+def test_the_manager_for_overlong_answers_is_named_by_the_key_that_decides(given):
+    buffer = ("reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=4")
+    with pytest.raises(ValueError, match="Set reward_manager.name=dapo"):
+        load_reward_manager(compose_ppo(*given, *buffer), TOKENIZER, 0)
+    made = load_reward_manager(compose_ppo(*given, *buffer, "reward_manager.name=dapo"), TOKENIZER, 0)
+    assert isinstance(made, DAPORewardManager) and made.buffer["len"] == 4
 
 
 @pytest.mark.process

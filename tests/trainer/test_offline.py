@@ -364,7 +364,7 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     assert code == 0 and "Nothing is wrong" in said and "test_score" not in said
     wrong = (f"data.path={tmp_path}/none.jsonl", "custom_reward_function.path=nowhere.py")
     code, said = planned(capsys, main_eval.main, "evaluation", *wrong)
-    assert code == 1 and "none.jsonl" in said and "nowhere.py" in said
+    assert code == 1 and "data.path: " in said and "custom_reward_function: no Python file at 'nowhere.py'" in said
     code, said = planned(capsys, main_eval.main, "evaluation", "+data.pth=x")
     assert code == 1 and "data.pth" in said and "No plan" in said
     out = tmp_path / "out.parquet"

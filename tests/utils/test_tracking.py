@@ -131,6 +131,10 @@ def test_vemlp_wandb_signs_in_first(monkeypatch):
         Tracking("p", "e", "vemlp_wandb")
     for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION"):
         monkeypatch.setenv(name, name.lower())
+    with monkeypatch.context() as without:  # the service and its package have different names
+        without.setitem(sys.modules, "volcengine_ml_platform", None)
+        with pytest.raises(ImportError, match="or take the service out of trainer.logger"):
+            Tracking("p", "e", "vemlp_wandb")
     with logged() as warnings:
         Tracking("p", "e", "vemlp_wandb")
     keys = {"ak": "volc_access_key_id", "sk": "volc_secret_access_key", "region": "mlp_tracking_region"}

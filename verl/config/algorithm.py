@@ -51,7 +51,8 @@ def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
-        raise ValueError(f"{key}={value} must be a number above 0, or two of them as lower_upper, such as 0.5_5.0.")
+        both = "two with a point in each as lower_upper, such as 0.5_5.0"  # 0.5_5 is the number 0.55 in YAML
+        raise ValueError(f"{key}={value} must be a number above 0, or {both}.")
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
@@ -95,7 +96,7 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
         "sequence", "Importance weights per token or sequence; null for none.", choices=("token", "sequence")
     )
     rollout_is_threshold: float | str = setting(
-        2.0, "Upper bound of the weights; larger ones are truncated. Text lower_upper: weights outside are 0."
+        2.0, "Upper bound of the weights; larger ones are truncated. Text such as 0.5_5.0: weights outside are 0."
     )
     rollout_rs: str | None = setting(
         None,
@@ -104,7 +105,7 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     )
     rollout_rs_threshold: float | str | None = setting(
         None,
-        "Upper bound of the ratio (k1) or divergence, or text lower_upper; one for each option, separated by commas. "
+        "Upper bound of the ratio (k1) or divergence, or text such as 0.5_5.0; one per option, separated by commas. "
         "null: rollout_is_threshold.",
     )
     rollout_rs_threshold_lower: float | None = setting(None, "Lower bound; null: reciprocal of the upper one.", above=0)

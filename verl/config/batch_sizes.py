@@ -123,14 +123,18 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
             issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
-    if reward["enable"] and not serves_reward_model(config):  # servers make batches of their own
+    own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
+    if reward["enable"] and not own:
+        rule = "reward_model.enable_resource_pool=true: reward_model.nnodes x reward_model.n_gpus_per_node is 0 ranks."
+        issues.append(wrong("reward_model.nnodes", f"{rule} Set both to 1 or more."))
+    elif reward["enable"] and not serves_reward_model(config):  # servers make batches of their own
         dynamic = reward["use_dynamic_bsz"]
-        issues += check_exactly_one_batch_size(reward, "reward_model", "micro_batch_size", ranks, dynamic)
-        own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
+        issues += check_exactly_one_batch_size(reward, "reward_model", "micro_batch_size", own, dynamic)
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
         sequences, engine = reward["ulysses_sequence_parallel_size"], reward["model"]["fsdp_config"]
         issues += splits_ranks("reward_model.model.fsdp_config", engine, own, sequences)
-    issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
+    generating = rank_count({"trainer": config["rollout"]} if "rollout" in config else config)  # of asynchronous runs
+    issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, generating)
     issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
         key = "data.gen_batch_size"

@@ -37,11 +37,11 @@ class DynamicGenDataset(RLHFDataset):
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         datagen = self.settings.datagen
-        generator_class = load_extern_object(datagen.path, datagen.name)
+        generator_class = load_extern_object(datagen.path, datagen.name) if datagen.path and datagen.name else None
         if not (isinstance(generator_class, type) and issubclass(generator_class, AbstractDataGenerator)):
             raise TypeError(
-                f"data.datagen.name={datagen.name!r} in {datagen.path} is {generator_class!r}; a subclass of "
-                "verl.data.dynamicgen_dataset.AbstractDataGenerator is needed."
+                f"data.datagen.name={datagen.name!r} in data.datagen.path={datagen.path} is {generator_class!r}; a "
+                "subclass of verl.data.dynamicgen_dataset.AbstractDataGenerator is needed."
             )
         self.generator = generator_class(to_omegaconf(datagen))
         self.generated: list[dict[str, Any]] = []  # in `rows` too

@@ -106,15 +106,20 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
     model = findings.hf_config and findings.hf_config.get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
     scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # RoPE is scaled to more positions
-    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if rollout.name in ("vllm", "sglang") and positions is not None and not scaled and tokens > positions:
-        rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
-        yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
+    most = float("inf") if positions is None or scaled else positions
+    of_data = {"actor_rollout_ref.rollout": "data.max_prompt_length + data.max_response_length"}  # which it follows
+    lengths = of_data.get(key, f"{key}.prompt_length + {key}.response_length")
     wanted = rollout.prompt_length + rollout.response_length
+    tokens = rollout.max_model_len or wanted
+    if rollout.name in ("vllm", "sglang") and tokens > most:
+        what = f"{key}.max_model_len" if rollout.max_model_len else lengths
+        text = f"{what} is {tokens} tokens, but the model has {most} positions. Lower {what} to {most} or less."
+        yield wrong(f"{key}.max_model_len", text)
     if rollout.name in ("vllm", "sglang") and tokens < wanted:
         least = max(0, tokens - rollout.response_length)
-        rule = f"{key}.max_model_len={tokens} is less than prompt_length + response_length = {wanted}"
-        text = f"{rule}: answers to prompts of more than {least} tokens are cut before response_length. Raise it."
+        rule = f"{key}.max_model_len={tokens} is less than {lengths} = {wanted}"
+        how = "Raise it" if wanted <= most else f"Lower {lengths}"
+        text = f"{rule}: answers to prompts of more than {least} tokens are cut before response_length. {how}."
         yield Problem(UNUSED, f"{key}.max_model_len", text)
 
 
@@ -173,12 +178,14 @@ def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
         raise ModelError(absent(key, f"{here} ({one_line(str(e).strip().partition(chr(10))[0])}).")) from e
 
 
-def check_fills_a_batch(findings: Findings, batch: Any, what: str, key: str = "data.train_batch_size") -> None:
-    """Add a problem if the training data does not fill one batch of `what`, of the size that `key` sets."""
-    count = findings.train_prompts
+def check_fills_a_batch(findings: Findings, what: str, sizes: Mapping[str, Any]) -> None:
+    """Add a problem if the training data does not fill one batch of `what`, of the first of these sizes by key."""
+    count, (key, batch) = findings.train_prompts, next(iter(sizes.items()))
     if count is not None and isinstance(batch, int) and count < batch:
         rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
-        findings.problems.append(wrong(key, f"{rule} Set {key}={count} or less."))
+        lower = [f"{key}={count}" for key, size in sizes.items() if isinstance(size, int) and size > count]
+        fix = f"Set {' and '.join(lower)} or less" if count else "Add some, and leave data.train_max_samples out"
+        findings.problems.append(wrong(key, f"{rule} {fix}."))
 
 
 def check_splits(
@@ -280,8 +287,8 @@ def row_problems(
         what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"
         yield Problem(UNUSED, key, f"{key}: rows {what}. Raise data.max_length, or drop these rows.")
     if cut := sorted((set(getattr(dataset, "cut_rows", ())) & checked.keys()) - set(empty)):
-        how = f"longer than the limit and cut by data.truncation={dataset.truncation}"
-        yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise the limit.")
+        how, limit = f"cut by data.truncation={dataset.truncation}", getattr(dataset, "length_key", "data.max_length")
+        yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise {limit}.")
     dropped = getattr(dataset, "dropped_overlong", 0)
     if dropped > SHARE_NAMED * (dropped + len(dataset)):
         what = f"{dropped} of {dropped + len(dataset)} rows are left out (data.filter_overlong_prompts)"
@@ -329,7 +336,8 @@ def check_outputs(trainer: RunConfig) -> Iterator[Problem]:
         if package is not None and importlib.util.find_spec(package) is None:
             yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {package}")
         if written := written_by(backend, trainer.project_name, trainer.experiment_name):
-            yield from check_written(f"trainer.logger={backend}", *written)
+            variable = {"file": "VERL_FILE_LOGGER_PATH", "tensorboard": "TENSORBOARD_DIR"}[backend]
+            yield from check_written(f"trainer.logger={backend} (${variable})", *written)
 
 
 def check_written(key: str, path: str | os.PathLike | None, is_folder: bool = True) -> Iterator[Problem]:

@@ -201,8 +201,9 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
     if not issues:
         try:
             dataclass_type(**{k: v for k, v in node.items() if f"{start}{k}" in known})
-        except ValueError as e:
-            issues.append(wrong(section, f"{section}: {e}"))
+        except ValueError as e:  # names keys by the section of the class, such as rollout.n
+            text = re.sub(rf"(?<![\w.]){re.escape(dataclass_type.section)}\.", start, str(e)) if section else str(e)
+            issues.append(wrong(section, text if start in text else f"{section}: {text}"))
     return issues
 
 
@@ -304,8 +305,8 @@ def cross_problems(settings: PPOConfig) -> Iterator[Problem]:
     split = actor.fsdp_config.tensor_parallel_size
     if split > 1 and rollout.name in ROLLOUTS_OF_THE_ACTOR:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
-        rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it"
-        yield wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm.")
+        rule = f"{key}={split}: rollout.name={rollout.name} generates with the actor's own module, which it cannot do"
+        yield wrong(key, f"{rule} while ranks split its layers. Set it to 1, or actor_rollout_ref.rollout.name=vllm.")
     if settings.algorithm.use_pf_ppo and actor.share_prompt_forward:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         yield wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false.")
@@ -316,7 +317,7 @@ def cross_problems(settings: PPOConfig) -> Iterator[Problem]:
         engines = trainer.device == "cuda" and rollout.name not in ROLLOUTS_OF_THE_ACTOR
         if engines and round(sum(shares), 6) > 0.9:
             rule = f"{key}={shares[0]} and {other}={shares[1]} are shares of the same GPU, which also holds the actor."
-            fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
+            fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true and reward_model.nnodes=1."
             yield wrong(key, f"{rule} {fix}")
     yield from sampling_problems(rollout)
     yield from profiler_problems(settings)
@@ -374,7 +375,7 @@ def sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
             return
         remedy = f"Set {' and '.join(missing)} to record which were kept."
     else:
-        remedy = "Set rollout.top_p=1 and rollout.top_k=-1, or rollout.name=hf."
+        remedy = "Set {0}.top_p=1 and {0}.top_k=-1, or {0}.name=hf.".format("actor_rollout_ref.rollout")
         remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
     key = f"actor_rollout_ref.rollout.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"
@@ -408,15 +409,15 @@ def profiler_problems(settings: PPOConfig) -> Iterator[Problem]:
         yield wrong("global_profiler.tool", rule)
     roles = [f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")] + ["critic", "reward_model"]
     if not any(select(settings, f"{role}.profiler.enable", False) for role in roles):
-        rule = "global_profiler.steps names steps, but no role is profiled. Set actor_rollout_ref.actor.profiler.enable"
-        yield wrong("global_profiler.steps", f"{rule}=true, with .all_ranks=true or .ranks=[0].")
+        rule, part = "global_profiler.steps names steps, but no role is profiled.", "actor_rollout_ref.actor.profiler"
+        yield wrong("global_profiler.steps", f"{rule} Set {part}.enable=true and {part}.all_ranks=true.")
 
 
 def resume_problems(run: RunConfig) -> Iterator[Problem]:
     """Whether trainer.resume_mode=resume_path has a path."""
     key, path = "trainer.resume_from_path", run.resume_from_path
     if run.resume_mode == "resume_path" and not re.fullmatch(r"global_step_\d+", Path(path or "").name):
-        yield wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")
+        yield wrong(key, f"{key}={path} must name a folder global_step_N, since trainer.resume_mode=resume_path.")
 
 
 def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -104,5 +104,5 @@ def _tried(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # files and functions of users raise almost anything; its text is the problem
-        problems.append(wrong(key, one_line(error)))
+        problems.append(wrong(key, f"{key}: {one_line(error)}"))
         return None

@@ -211,9 +211,9 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
                 if row.get("reward_model") and (problem := truth_problem(row.get(data.reward_fn_key), truth)):
                     findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
                     break
-        drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
+        names = ("gen_batch_size", "train_batch_size")[data.gen_batch_size == data.train_batch_size :]  # one follows
         if not config.trainer.val_only:
-            check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
+            check_fills_a_batch(findings, "prompts", {f"data.{name}": data[name] for name in names})
 
 
 def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
@@ -254,7 +254,7 @@ def _longest_prompt(findings: Findings) -> dict[str, str]:
     from verl.data.rl_dataset import DatasetError, RLHFDataset
 
     prompts = findings.datasets.get("data.train_files")
-    if not isinstance(prompts, RLHFDataset):
+    if not (isinstance(prompts, RLHFDataset) and len(prompts)):
         return {}
     first = range(min(len(prompts), PROMPTS_MEASURED))
     bare = {"add_generation_prompt": True, **prompts.template_kwargs, "tools": None}

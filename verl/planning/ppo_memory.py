@@ -64,7 +64,8 @@ def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
     if roles.model.enable_gradient_checkpointing is False:
         key = f"{MODEL}.enable_gradient_checkpointing"
         remedies[key] = f"set {key}=true"
-    batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    batch_key = "ppo_micro_batch_size" if actor.ppo_micro_batch_size else "ppo_micro_batch_size_per_gpu"
+    batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else batch_key
     keys = [f"{ACTOR}.{batch_key}"]
     keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout.name == "vllm" else []
     keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []

@@ -91,7 +91,7 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
 
         find_class = lambda: get_sft_dataset_class(data)  # noqa: E731
         if check_splits(data, findings, ROWS_CHECKED, find_class, make, _missing_columns, _learns):
-            check_fills_a_batch(findings, data.train_batch_size, "samples")
+            check_fills_a_batch(findings, "samples", {"data.train_batch_size": data.train_batch_size})
         _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *check_machine(config.trainer)]
 
@@ -120,7 +120,7 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
         rule = f"model.external_lib={config.model.external_lib} cannot be imported: {e}."
         problems.append(wrong("model.external_lib", rule))
     except ValueError as e:
-        problems.append(wrong("optim", str(e)))
+        problems.append(wrong("optim", str(e).replace("fsdp_config.", "model.fsdp_config.")))
     return problems
 
 
@@ -196,7 +196,8 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
             parts[SAVE_COPIES] = one // ranks
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
-        keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
+        sizes = ("max_token_len_per_gpu",) * data.packing + ("micro_batch_size", "micro_batch_size_per_gpu")
+        keys = [next(f"data.{name}" for name in sizes if data[name])] + ["trainer.n_gpus_per_node"] * (processes > 1)
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)

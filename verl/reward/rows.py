@@ -137,9 +137,10 @@ def parse_results(
             logger.warning("{} is left out: reward function {} {}", row, defined_at(function), failure.text)
         return parsed
     timeouts = sum(failure.kind == "timeout" for _, failure in failed)
+    remedy = "" if first.fatal else "; reward_model.error=drop would leave such rows out"
     raise RewardError(
         f"{culprit}: reward function {defined_at(function)} {first.text.rstrip('.')}. {len(failed)} of {len(rows)} "
-        f"rows have no score ({timeouts} took too long); reward_model.error=drop would leave such rows out."
+        f"rows have no score ({timeouts} took too long){remedy}."
     ) from first.cause
 
 

@@ -269,8 +269,8 @@ def _optional(package: str, module: str | None = None) -> ModuleType:
         return importlib.import_module(module or package)
     except ImportError as error:
         raise ImportError(
-            f"trainer.logger names {package!r}, but that package cannot be imported ({error}). "
-            f"Install it (pip install {package}), or take {package!r} out of trainer.logger."
+            f"trainer.logger names a service whose package {package!r} cannot be imported ({error}). "
+            f"Install it (pip install {package}), or take the service out of trainer.logger."
         ) from error
 
 

@@ -25,6 +25,15 @@ def test_the_defaults_are_sound(tmp_path):
     assert find_problems(config) == []
 
 
+@pytest.mark.parametrize(("size", "problems"), [(2, 0), (3, 1)])
+def test_engines_are_made_of_the_ranks_that_generate(tmp_path, size, problems):
+    more = {"trainer__n_gpus_per_node": 1, "rollout__n_gpus_per_node": 4,
+            "actor_rollout_ref__rollout__tensor_model_parallel_size": size}  # fmt: skip
+    found = find_problems(settings(tmp_path, **more)[0])
+    said = f"tensor_model_parallel_size={size} does not divide the 4 ranks. Use one of 1, 2, 4."
+    assert len(found) == problems and all(said in problem.message for problem in found)
+
+
 def test_an_update_takes_mini_batches_or_one_step_the_batch(tmp_path):
     _, typed = settings(tmp_path, async_training__require_batches=3)
     assert typed.data.train_batch_size == typed.data.gen_batch_size == 24

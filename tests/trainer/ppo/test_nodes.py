@@ -17,6 +17,8 @@ def one_node(monkeypatch):
 def test_gpu_ranks_of_two_nodes_need_two_nodes():
     with pytest.raises(ValueError, match=r"trainer.nnodes=2, but Ray has 1 node\. Start Ray on each node"):
         ResourcePoolManager({"pool": [4, 4]}, {}).create_resource_pool()
+    with pytest.raises(ValueError, match=r"^reward_model.nnodes=2, but .* or set reward_model.nnodes=1\."):
+        ResourcePoolManager({"global_pool": [4], "reward_pool": [1, 1]}, {}).create_resource_pool()
     manager = ResourcePoolManager({"pool": [8]}, {})
     manager.create_resource_pool()
     assert manager.resource_pool_dict["pool"].world_size == 8

@@ -162,8 +162,9 @@ def test_validation_is_named_by_source_and_dumped(tmp_path):
 
 
 def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="gives 24 prompts, fewer than one batch of 32"):
-        fake_trainer(compose_run(tmp_path, "unused", data__train_batch_size=32))
+    for key in ("train_batch_size", "gen_batch_size"):
+        with pytest.raises(ValueError, match=f"gives 24 prompts, fewer than one batch of data.{key}=32"):
+            fake_trainer(compose_run(tmp_path, "unused", **{f"data__{key}": 32}))
 
 
 @pytest.mark.process

@@ -112,11 +112,23 @@ def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, ca
      "there is no column 'question', but conversations in 'messages'. Set data.multiturn.enable=true."),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
     ("model.external_lib=no_such_module", "model.external_lib=no_such_module cannot be imported"),
+    ("model.fsdp_config.fsdp_size=0", "model.fsdp_config.fsdp_size=0 is not a group size; use -1 for all ranks"),
     ("model.fsdp_config.fsdp_size=3", "model.fsdp_config.fsdp_size=3 does not divide the 8 ranks"),
 ])  # fmt: skip
 def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys):
     code, text = planned(published, tiny_llama, f"{GSM8K} {settings}", capsys)
     assert code == 1 and said in text, text[-2000:]
+
+
+@pytest.mark.parametrize(("settings", "key"), [
+    ("", "micro_batch_size_per_gpu"), ("data.micro_batch_size=16", "micro_batch_size"),
+    ("data.packing=true use_remove_padding=true", "micro_batch_size_per_gpu"),
+    ("data.packing=true use_remove_padding=true data.max_token_len_per_gpu=4096", "max_token_len_per_gpu"),
+])  # fmt: skip
+def test_too_little_memory_names_the_size_that_the_run_reads(published, tiny_llama, settings, key, capsys, monkeypatch):
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 1 << 20)
+    _, text = planned(published, tiny_llama, f"{GSM8K} trainer.device=cpu {settings}", capsys)
+    assert f"lower data.{key}, lower trainer.n_gpus_per_node." in text
 
 
 def cut_files(tmp_path, conversations):
@@ -188,7 +200,7 @@ def test_rows_that_keep_a_part_of_their_answer_are_counted_as_cut(tmp_path, tiny
     rows = FSDPSFTTrainer.build_dataset(config.data.train_files, config, FSDPSFTTrainer.build_tokenizer(config))
     (problem,) = row_problems(rows, "data.train_files", 200, lambda row: None, lambda row: True)
     assert problem.kind == "unused" and "cut by data.truncation=right" in problem.message
-    assert "train.parquet: 1 of 4, the first is row 2. Raise the limit." in problem.message
+    assert "train.parquet: 1 of 4, the first is row 2. Raise data.max_length." in problem.message
 
 
 @pytest.mark.parametrize(("more", "said"), [

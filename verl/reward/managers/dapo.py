@@ -15,7 +15,7 @@ def overlong_penalty(length: int, longest: int, buffer: Mapping[str, Any]) -> fl
     """
     if not 0 < buffer["len"] <= longest:
         raise ValueError(
-            f"overlong_buffer.len={buffer['len']} must lie between 1 and the longest answer, "
+            f"reward_model.overlong_buffer.len={buffer['len']} must lie between 1 and the longest answer, "
             f"data.max_response_length={longest}."
         )
     return -max(0, length - (longest - buffer["len"])) / buffer["len"] * buffer["penalty_factor"]

@@ -26,7 +26,8 @@ REASONS = (
     "Likely reasons: the engine did not take all weights (look for its warnings about layers that it did not load); "
     "actor_rollout_ref.model.override_config, rope scaling or a tied output matrix that only one of the two has; "
     "actor_rollout_ref.rollout.quantization or engine_kwargs; an architecture that one of the two computes differently "
-    "(compare with rollout.name=hf, and with model.use_remove_padding=false actor.share_prompt_forward=false)."
+    f"(compare with {NAME}=hf, and with actor_rollout_ref.model.use_remove_padding=false "
+    "actor_rollout_ref.actor.share_prompt_forward=false)."
 )
 
 

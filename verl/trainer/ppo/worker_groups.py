@@ -52,11 +52,13 @@ class ResourcePoolManager:
                 f"trainer.nnodes x trainer.n_gpus_per_node requests {wanted} {kind} ranks, but Ray has {total:g} "
                 f"{kind}s free; {hint}lower them or give Ray more."
             )
-        nodes, needed = sum(node["Alive"] for node in ray.nodes()), max(map(len, self.resource_pool_spec.values()))
+        nodes, spec = sum(node["Alive"] for node in ray.nodes()), self.resource_pool_spec
+        widest = max(spec, key=lambda name: len(spec[name]))
+        needed, key = len(spec[widest]), f"{'reward_model' if widest == 'reward_pool' else 'trainer'}.nnodes"
         if needed > nodes:
             text = (
-                f"trainer.nnodes={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "
-                "(ray start) and set RAY_ADDRESS, or set trainer.nnodes=1"
+                f"{key}={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "
+                f"(ray start) and set RAY_ADDRESS, or set {key}=1"
             )
             if self.use_gpu:
                 raise ValueError(f"{text}.")

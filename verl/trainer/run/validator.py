@@ -61,8 +61,8 @@ class Validator:
         requested = prompts_seen * self.config.actor_rollout_ref.rollout.val_kwargs.n
         if not uids:
             raise ValueError(
-                f"validation scored none of {requested} samples: data.val_files has no prompts, or every generation "
-                "failed."
+                f"validation scored none of {requested} samples: data.val_files has no prompts (data.val_max_samples="
+                f"{self.config.data.val_max_samples}), or every generation failed."
             )
         for column in values.values():
             column += [None] * (len(uids) - len(column))
