@@ -211,7 +211,8 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
                 if row.get("reward_model") and (problem := truth_problem(row.get(data.reward_fn_key), truth)):
                     findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
                     break
-        names = ("gen_batch_size", "train_batch_size")[data.gen_batch_size == data.train_batch_size :]  # one follows
+        follows = data.gen_batch_size == data.train_batch_size
+        names = ["train_batch_size"] if follows else ["gen_batch_size", "train_batch_size"]
         if not config.trainer.val_only:
             check_fills_a_batch(findings, "prompts", {f"data.{name}": data[name] for name in names})
 
