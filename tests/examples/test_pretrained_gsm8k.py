@@ -82,7 +82,7 @@ def test_the_files_have_all_training_questions_and_the_first_test_questions(gsm8
     questions.main(["--gsm8k", str(gsm8k), "--prompt", "boxed", "--out", str(tmp_path / "data")])
     assert "train.parquet and test.parquet, with the prompt boxed" in capsys.readouterr().out
     assert {row["marker"] for row in pd.read_parquet(tmp_path / "data" / "train.parquet")["extra_info"]} == {"\\boxed{"}
-    questions.write(gsm8k, tmp_path / "data", questions.CANDIDATES["hashes"], {"train": None, "test": 3})
+    questions.main(["--gsm8k", str(gsm8k), "--prompt", "hashes", "--test", "3", "--out", str(tmp_path / "data")])
     train, test = (pd.read_parquet(tmp_path / "data" / f"{split}.parquet") for split in ("train", "test"))
     assert (len(train), len(test)) == (8, 3)
     assert [row[-1]["content"] for row in test["prompt"]] == [f"What is {i} + {i} in test?" for i in range(3)]

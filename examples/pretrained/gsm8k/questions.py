@@ -1,8 +1,8 @@
 """Ways to ask GSM8K's questions, and the questions in the RL data format.
 
-    python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME | --tool] [--out DIR]
+    python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME | --tool] [--test N] [--out DIR]
 
-writes train.parquet and test.parquet (the first 256 test questions) into --out. With --tool the rows are for the agent
+writes train.parquet and test.parquet (the first 256 test questions, or N) into --out. With --tool the rows are for the agent
 loop tool_agent, with the tool of tools.yaml, which checks an answer; the worked answers before a question call it,
 since models of this size do not call a tool of which they only read the description.
 """
@@ -126,9 +126,11 @@ def main(argv: list[str] | None = None) -> None:
     fetch.add_gsm8k(parser)
     parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN, help="how questions are asked (docs/gsm8k.md)")
     parser.add_argument("--tool", action="store_true", help="for the agent loop tool_agent; --prompt is not read then")
+    parser.add_argument("--test", type=int, default=VALIDATION_SIZE, metavar="N", help="questions of test.parquet")
     parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"))
     args = parser.parse_args(argv)
-    write(fetch.gsm8k_folder(args.gsm8k), args.out, None if args.tool else CANDIDATES[args.prompt])
+    prompt = None if args.tool else CANDIDATES[args.prompt]
+    write(fetch.gsm8k_folder(args.gsm8k), args.out, prompt, {**SIZES, "test": args.test})
     how = f"the tool {TOOL}" if args.tool else f"the prompt {args.prompt}"
     print(f"{os.path.relpath(args.out)}: train.parquet and test.parquet, with {how}")
 
