@@ -245,6 +245,8 @@ def test_the_advice_of_a_message_mends_what_it_names(settings):
         ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"),
         ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"),
         ("algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1]", "algorithm.gdpo_reward_weights=[1,2]"),
+        (f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.05"),
+        ("algorithm.pf_ppo.reweight_method=best", "algorithm.pf_ppo.reweight_method=pow"),
         ("algorithm.adv_estimator=gae critic.enable=false", "-critic.enable"),
         (f"{ROLLOUT}.calculate_log_probs=true algorithm.rollout_correction.rollout_rs=seq",
          "algorithm.rollout_correction.rollout_rs=sequence"),

@@ -328,9 +328,6 @@ def dro_loss(inputs: LossInputs, config: ActorConfig) -> LossAndMetrics:
     L = -(A log pi - beta / 2 (log pi - log pi_old)^2) with beta = policy_loss.dro_beta.
     """
     beta = config.policy_loss.dro_beta
-    if beta is None:
-        key = "actor_rollout_ref.actor.policy_loss"
-        raise ValueError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of its penalty, such as 0.05.")
     log_ratio = inputs.log_prob - inputs.old_log_prob
     losses = -(inputs.advantages * inputs.log_prob - beta / 2 * log_ratio.square())
     loss = inputs.aggregate(losses, config.loss_agg_mode)

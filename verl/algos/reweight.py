@@ -19,7 +19,7 @@ def _weights(scores: torch.Tensor, reweight_method: str, weight_pow: float) -> t
         return (best | (scores == scores.min())).to(scores.dtype)
     if reweight_method == "max_random":
         return torch.where(best, 1.0, 0.4).to(scores.dtype)
-    raise ValueError(f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; max_min, max_random, pow are.")
+    raise ValueError(f"reweight_method={reweight_method!r} is unknown; max_min, max_random, pow are.")
 
 
 def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0) -> DataProto:

@@ -34,6 +34,12 @@ class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
     dro_beta: float | None = setting(None, "Weight of dro's penalty, which that loss needs.", above=0)
     rollout_correction: Any = setting(None, "algorithm.rollout_correction, set by the trainer in bypass mode.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            key = "actor_rollout_ref.actor.policy_loss"
+            raise ValueError(f"{key}.loss_mode=dro needs {key}.dro_beta, the weight of its penalty, such as 0.05.")
+
 
 @dataclass
 class AuxiliaryLossConfig(BaseConfig, section="actor.auxiliary_losses"):

@@ -316,3 +316,6 @@ class AlgoConfig(BaseConfig, section="algorithm"):
         if weights is not None and len(weights) != len(keys):
             count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
             raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")
+        if (method := self.pf_ppo.get("reweight_method", "pow")) not in ("pow", "max_min", "max_random"):
+            key = f"algorithm.pf_ppo.reweight_method={method!r}"
+            raise ValueError(f"{key} is unknown; max_min, max_random, pow are.")
