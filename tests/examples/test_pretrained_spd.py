@@ -302,10 +302,12 @@ def test_a_pair_is_served_with_drafts_of_the_model_and_by_lookup(tmp_path, capsy
     assert begun == [file.stat().st_mtime_ns for file in sorted((tmp_path / "served").glob("*.log"))]
 
 
-def test_a_scorer_that_no_threshold_serves_is_helped_by_more_steps(tmp_path, monkeypatch):
+def test_a_scorer_that_no_threshold_serves_is_helped_by_more_steps(tmp_path, monkeypatch, capsys):
     (tmp_path / "by_question.json").write_text('{"validation": []}')
     monkeypatch.setattr(serve, "best", lambda validation, trained: "scorer")
     monkeypatch.setattr(serve, "curves", lambda validation: {"scorer": {0.0: SimpleNamespace(drop=1.0)}})
-    with pytest.raises(SystemExit, match="raise --scorer-steps"):
+    with pytest.raises(SystemExit, match="--scorer-steps of examples.pretrained.spd.demo"):
         serve.chosen_scorer(tmp_path)
-    assert demo.Sizes(scorer_steps=1)
+    with pytest.raises(SystemExit):
+        demo.main(["--help"])
+    assert "--scorer-steps" in capsys.readouterr().out

@@ -85,6 +85,14 @@ def test_a_save_of_weights_for_transformers_that_fails_raises(tiny_llama, tmp_pa
         engine.save_checkpoint(str(tmp_path))
 
 
+def test_weights_that_cannot_be_gathered_end_the_save_before_any_rank_writes(tiny_llama, tmp_path):
+    """All ranks fail alike: a rank that went on to write would wait for the others."""
+    engine = make_engine(tiny_llama, contents=("model", "hf_model"), lora_rank=2, target_modules=["embed_tokens"])
+    with pytest.raises(TypeError, match="embed_tokens.*cannot be merged"):
+        engine.save_checkpoint(str(tmp_path))
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize(("offloads", "fused", "moments", "counters"), [
     (False, False, "meta", "cpu"), (False, True, "meta", "meta"), (True, True, "cpu", "cpu"),
 ])  # fmt: skip

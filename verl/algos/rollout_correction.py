@@ -252,8 +252,8 @@ def apply_bypass_mode(batch: DataProto) -> None:
     """old_log_probs become the rollout's: no forward for them, and the ratio of the update is pi / pi_rollout."""
     if "rollout_log_probs" not in batch.batch:
         raise ValueError(
-            "the rollout returned no log-probs, which algorithm.rollout_correction.bypass_mode=true and actor_rollout_"
-            "ref.actor.use_rollout_log_probs=true need. Set actor_rollout_ref.rollout.calculate_log_probs=true, or set "
-            "these two to false with a rollout of your own that returns no rollout_log_probs even then."
+            "the batch has no rollout_log_probs, which algorithm.rollout_correction.bypass_mode=true and "
+            "actor_rollout_ref.actor.use_rollout_log_probs=true need. Set "
+            "actor_rollout_ref.rollout.calculate_log_probs=true, or set these two to false."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]

@@ -51,7 +51,7 @@ def _bounds(value: float | str, key: str) -> tuple[float | None, float]:
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
-        both = "two with a point in each as lower_upper, such as 0.5_5.0"  # 0.5_5 is the number 0.55 in YAML
+        both = "two (lower_upper) with a decimal point in each, such as 0.5_5.0"  # 0.5_5 is 0.55 in YAML
         raise ValueError(f"{key}={value} must be a number above 0, or {both}.")
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 

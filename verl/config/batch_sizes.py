@@ -133,7 +133,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
         sequences, engine = reward["ulysses_sequence_parallel_size"], reward["model"]["fsdp_config"]
         issues += splits_ranks("reward_model.model.fsdp_config", engine, own, sequences)
-    generating = rank_count({"trainer": config["rollout"]} if "rollout" in config else config)  # of asynchronous runs
+    pool = config["rollout"] if "rollout" in config else config["trainer"]  # in asynchronous runs, ranks of their own
+    generating = pool["nnodes"] * pool["n_gpus_per_node"]
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, generating)
     issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):

@@ -325,7 +325,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
             (f"logprobs_mode={kind}", kind not in (None, RolloutConfig.logprobs_mode),
              "SGLang returns log-probs after temperature, before top-k and top-p. Leave the key out"),
             (f"speculative.method={method}", method is not None,
-             "leave it out, and set speculative_algorithm and the like in rollout.engine_kwargs.sglang"),
+             "leave it out, and set SGLang's own options (speculative_algorithm) in rollout.engine_kwargs.sglang"),
             ("lora_as_adapter=true", self.lora_as_adapter, "SGLang receives merged weights. Set the key to false"),
         ):  # fmt: skip
             if self.name == "sglang" and is_set:

@@ -37,7 +37,9 @@ class DynamicGenDataset(RLHFDataset):
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         datagen = self.settings.datagen
-        generator_class = load_extern_object(datagen.path, datagen.name) if datagen.path and datagen.name else None
+        if not (datagen.path and datagen.name):
+            raise TypeError("data.datagen.path and data.datagen.name must name the file and the class of a generator.")
+        generator_class = load_extern_object(datagen.path, datagen.name)
         if not (isinstance(generator_class, type) and issubclass(generator_class, AbstractDataGenerator)):
             raise TypeError(
                 f"data.datagen.name={datagen.name!r} in data.datagen.path={datagen.path} is {generator_class!r}; a "

@@ -82,7 +82,7 @@ class MergedWeights(TensorSource):
         """Config, and name, shape and dtype of every weight of the model that it describes; tied ones once."""
         options = self.options
         own = options.local_dir / "huggingface" / "config.json"  # counts before --hf_model_path
-        self.remedy = f"replace {own}" if own.is_file() else "name that model in --hf_model_path"
+        self.remedy = f"replace {own} with that model's" if own.is_file() else "name that model in --hf_model_path"
         folder = own.parent if own.is_file() else options.hf_model_path
         if folder is None:
             raise MergeError(f"{own} is missing; name the model in --hf_model_path.")
@@ -106,9 +106,9 @@ class MergedWeights(TensorSource):
         if lost := sorted(set(self.plain) - set(model.state_dict())):
             flag = "leave --is-value-model out" if options.is_value_model else "a critic needs --is-value-model"
             raise MergeError(
-                f"{options.local_dir} holds {len(lost)} weights that {type(model).__name__} has not (such as "
-                f"{lost[0]}): {flag}; if another model was trained, {self.remedy}. What a loader of your own made is"
-                " not merged: hf_model in checkpoint.save_contents exports it in training."
+                f"{options.local_dir} holds {len(lost)} weights that {type(model).__name__} does not have (such as "
+                f"{lost[0]}): {flag}; if another model was trained, {self.remedy}. Models of your own loader cannot be "
+                "merged; put hf_model into checkpoint.save_contents to export them in training."
             )
         config.architectures = [type(model).__name__]
         dtype = self._dtype(config)

@@ -214,10 +214,10 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
     """The rank `r` in a peft adapter's adapter_config.json."""
     file = Path(adapter_path).expanduser() / "adapter_config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must be a folder of an adapter: no {file}")
+        raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must name an adapter's folder; no {file}")
     described = json.loads(file.read_text())
     if "r" not in described:
-        raise ValueError(f"{file} names no rank 'r', so that it is no LoRA adapter. Name another folder.")
+        raise ValueError(f"{file} has no rank 'r', so it is not a LoRA adapter. Name another folder.")
     return int(described["r"])
 
 

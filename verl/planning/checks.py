@@ -107,8 +107,9 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
     positions = getattr(model, "max_position_embeddings", None)
     scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # RoPE is scaled to more positions
     most = float("inf") if positions is None or scaled else positions
-    of_data = {"actor_rollout_ref.rollout": "data.max_prompt_length + data.max_response_length"}  # which it follows
-    lengths = of_data.get(key, f"{key}.prompt_length + {key}.response_length")
+    lengths = f"{key}.prompt_length + {key}.response_length"
+    if key == "actor_rollout_ref.rollout":  # these follow data
+        lengths = "data.max_prompt_length + data.max_response_length"
     wanted = rollout.prompt_length + rollout.response_length
     tokens = rollout.max_model_len or wanted
     if rollout.name in ("vllm", "sglang") and tokens > most:
@@ -179,12 +180,13 @@ def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
 
 
 def check_fills_a_batch(findings: Findings, what: str, sizes: Mapping[str, Any]) -> None:
-    """Add a problem if the training data does not fill one batch of `what`, of the first of these sizes by key."""
-    count, (key, batch) = findings.train_prompts, next(iter(sizes.items()))
+    """Add a problem if the training data does not fill a batch of `what`; `sizes` by key, that of the batch first."""
+    key, count = next(iter(sizes)), findings.train_prompts
+    batch = sizes[key]
     if count is not None and isinstance(batch, int) and count < batch:
         rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
-        lower = [f"{key}={count}" for key, size in sizes.items() if isinstance(size, int) and size > count]
-        fix = f"Set {' and '.join(lower)} or less" if count else "Add some, and leave data.train_max_samples out"
+        lower = [f"{name}={count}" for name, size in sizes.items() if isinstance(size, int) and size > count]
+        fix = f"Set {' and '.join(lower)} or less" if count else "Add some, or set data.train_max_samples=-1 if it is 0"
         findings.problems.append(wrong(key, f"{rule} {fix}."))
 
 

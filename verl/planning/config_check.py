@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.algos.names import READS_SQUARES
 from verl.config.aliases import MODE, text, with_current_names
 from verl.config.asynchronous import tree_type
-from verl.config.batch_sizes import batch_problems, rank_count
+from verl.config.batch_sizes import ROLLOUT, batch_problems, rank_count
 from verl.config.common import RunConfig
 from verl.config.compose import select, to_settings
 from verl.config.defaults import resolved
@@ -375,7 +375,7 @@ def sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
             return
         remedy = f"Set {' and '.join(missing)} to record which were kept."
     else:
-        remedy = "Set {0}.top_p=1 and {0}.top_k=-1, or {0}.name=hf.".format("actor_rollout_ref.rollout")
+        remedy = f"Set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1, or {ROLLOUT}.name=hf."
         remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
     key = f"actor_rollout_ref.rollout.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"

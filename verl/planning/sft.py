@@ -119,7 +119,7 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
     except ImportError as e:
         rule = f"model.external_lib={config.model.external_lib} cannot be imported: {e}."
         problems.append(wrong("model.external_lib", rule))
-    except ValueError as e:
+    except ValueError as e:  # names the engine's keys without `model`
         problems.append(wrong("optim", str(e).replace("fsdp_config.", "model.fsdp_config.")))
     return problems
 
@@ -196,8 +196,9 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
             parts[SAVE_COPIES] = one // ranks
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
-        sizes = ("max_token_len_per_gpu",) * data.packing + ("micro_batch_size", "micro_batch_size_per_gpu")
-        keys = [next(f"data.{name}" for name in sizes if data[name])] + ["trainer.n_gpus_per_node"] * (processes > 1)
+        name = "micro_batch_size" if data.micro_batch_size else "micro_batch_size_per_gpu"
+        name = "max_token_len_per_gpu" if data.packing and data.max_token_len_per_gpu else name
+        keys = [f"data.{name}"] + (["trainer.n_gpus_per_node"] if processes > 1 else [])
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
         findings.problems += check_memory(processes * sum(parts.values()), what, remedies)

@@ -146,8 +146,8 @@ def build_manager(
         kwargs = {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": buffer, **kwargs}
     elif buffer is not None and buffer["enable"]:
         raise ValueError(
-            f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} does not support it. "
-            "Set reward_manager.name=dapo (with reward_manager.source=register), or the former to false."
+            f"reward_model.overlong_buffer.enable=true does not work with reward manager {manager_cls.__name__}. Set "
+            "reward_manager.name=dapo and reward_manager.source=register, or reward_model.overlong_buffer.enable=false."
         )
     if issubclass(manager_cls, RewardManagerBase):
         return manager_cls(config=config, tokenizer=tokenizer, compute_score=compute_score, **served)

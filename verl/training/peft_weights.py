@@ -124,12 +124,12 @@ def stored_names(
         stored, pattern = rename_source_key(name, renamings, converters, reverse=True)
         if pattern is None:
             yield stored, tensor
-            del tensor  # before the next one is gathered
-            continue
-        converter = deepcopy(by_pattern[pattern])
-        converter.add_tensor(stored, name, pattern, tensor)
-        for part, value in converter.convert(stored, model=model, config=model.config).items():
-            yield part, value[0] if isinstance(value, list) else value
+        else:
+            converter = deepcopy(by_pattern[pattern])
+            converter.add_tensor(stored, name, pattern, tensor)
+            for part, value in converter.convert(stored, model=model, config=model.config).items():
+                yield part, value[0] if isinstance(value, list) else value
+        tensor = converter = value = None  # before the next one is gathered
 
 
 def _merged(
@@ -140,8 +140,8 @@ def _merged(
 
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
         raise TypeError(
-            f"{name} has a {type(layer).__name__} adapter, which is not merged: leave it out of actor_rollout_ref."
-            "model.target_modules (SFT: model.target_modules), or name a lora_adapter_path of linear layers, not DoRA."
+            f"{name} has an adapter that cannot be merged: only LoRA (not DoRA) of linear layers can. Leave it out "
+            "of actor_rollout_ref.model.target_modules (SFT: model.target_modules), or set another lora_adapter_path."
         )
     by_rows = is_row_sharded(weight) and not layer.fan_in_fan_out  # then B has the same rows on this rank
     base = weight if by_rows else full_tensor(weight)

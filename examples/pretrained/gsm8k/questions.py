@@ -2,9 +2,9 @@
 
     python -m examples.pretrained.gsm8k.questions --gsm8k DIR [--prompt NAME | --tool] [--test N] [--out DIR]
 
-writes train.parquet and test.parquet (the first 256 test questions, or N) into --out. With --tool the rows are for the agent
-loop tool_agent, with the tool of tools.yaml, which checks an answer; the worked answers before a question call it,
-since models of this size do not call a tool of which they only read the description.
+writes train.parquet and test.parquet (the first N test questions, 256 by default) into --out. With --tool the rows are
+for the agent loop tool_agent, with the tool of tools.yaml, which checks an answer; the worked answers before a question
+call it, since models of this size do not call a tool of which they only read the description.
 """
 
 import argparse

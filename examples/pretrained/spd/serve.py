@@ -52,7 +52,7 @@ def chosen_scorer(evaluation: Path) -> tuple[str, float]:
     kept = [threshold for threshold, point in points.items() if point.drop <= DROP]
     if not kept:
         lost = f"every threshold of {legend} drops by more than {100 * DROP:g} points"
-        raise SystemExit(f"{evaluation}: {lost}; raise --scorer-steps")
+        raise SystemExit(f"{evaluation}: {lost}; train longer (--scorer-steps of examples.pretrained.spd.demo)")
     rule = next(rules[0] for rules, name, *_ in CURVES if name == legend)
     return rule, max(kept, key=lambda threshold: points[threshold].speed)
 

@@ -69,7 +69,7 @@ class TargetHeadScorer(ScoringActor):
         if config.state_layer and config.state_layer >= target.num_hidden_layers:
             raise ValueError(
                 f"spd.state_layer={config.state_layer} must be an inner layer of {config.base_model_path}, which has "
-                f"{target.num_hidden_layers}: a number below that, or null."
+                f"{target.num_hidden_layers}. Use a number below that, or null."
             )
 
     def train(self, mode: bool = True) -> TargetHeadScorer:

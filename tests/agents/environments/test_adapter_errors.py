@@ -24,7 +24,7 @@ def count(split, own=0, **sizes):
     [
         ("train", {"size": 6}, r"data.environment.size: .* Lower it\.$", [{"size": 5}]),
         ("val", {"val_size": 9, "own": 3}, r"data.environment.val_size: .* Lower it\.$", [{"val_size": 3, "own": 3}]),
-        ("val", {"size": 5, "val_size": 2}, "val_size: .* Lower it, data.environment.size, or set .*params.sort.val",
+        ("val", {"size": 5, "val_size": 2}, "val_size: .* Lower it or data.environment.size, or set .*params.sort.val",
          [{"size": 3, "val_size": 2}, {"size": 5, "val_size": 2, "own": 2}]),
     ],
 )  # fmt: skip

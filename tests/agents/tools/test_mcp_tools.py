@@ -95,5 +95,5 @@ def test_a_server_that_cannot_start_and_an_absent_function_are_named(tmp_path):
         tools_of(tmp_path, {"command": str(tmp_path / "absent")})
     folder = tmp_path / "other"
     folder.mkdir()
-    with pytest.raises(ValueError, match="tool_selected_list has 'divide', which no server offers: add, note"):
+    with pytest.raises(ValueError, match="tool_selected_list has 'divide', which no server offers. Known: add, note"):
         tools_of(folder, {"command": sys.executable, "args": [SERVER]}, ["add", "divide"])

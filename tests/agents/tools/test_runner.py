@@ -291,7 +291,7 @@ def test_wrong_schemas_and_kwargs_of_unknown_names_are_refused():
         runner.conversation({"abacus": {"create_kwargs": {}}})
     with pytest.raises(ValueError, match="tools_kwargs.counter has 'creat_kwargs'; known are: create_kwargs"):
         runner.conversation({"counter": {"creat_kwargs": {}}})
-    with pytest.raises(ValueError, match="tools_kwargs.counter has 3; known are: create_kwargs"):
+    with pytest.raises(ValueError, match="tools_kwargs.counter is 3, not a dict of create_kwargs"):
         runner.conversation({"counter": 3})
     rows = {"abacus": None, "counter": {"create_kwargs": None, "execute_kwargs": {"b": 2}}}  # as parquet fills
     assert asyncio.run(one_call(runner, "counter", '{"by": 5}', rows))[1] == {"counter": 5.0}

@@ -84,7 +84,7 @@ def test_a_broken_file_ends_in_one_message_with_file_and_entry(tmp_path, text, m
     [
         ("code_tool.CodeTool", "seconds: -1", "config.seconds=-1.0 is too small; use a value above 0", "seconds: 1"),
         ("code_tool.CodeTool", "second: 1", "config.second is unknown; did you mean 'seconds'", "seconds: 1"),
-        ("sandbox_fusion_tools.SandboxFusionTool", "num_workers: 0", "num_workers=0 must be at", "num_workers: 1"),
+        ("sandbox_fusion_tools.SandboxFusionTool", "num_workers: 0", "num_workers=0 is too small", "num_workers: 1"),
     ],
 )
 def test_the_advice_about_a_tools_settings_helps(tmp_path, tool, wrong, advice, right):

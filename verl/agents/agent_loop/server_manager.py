@@ -79,7 +79,8 @@ class AsyncLLMServerManager:
             known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])
             raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {known}")
         rollout = self.rollout_config
-        room = (most := most_tokens(rollout)) - len(prompt_ids)
+        most = most_tokens(rollout)
+        room = most - len(prompt_ids)
         if room < 1:
             limit = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
             raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")

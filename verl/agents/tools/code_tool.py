@@ -16,7 +16,7 @@ CODE_PARAMETERS = {
 
 
 class _Limits(SandboxConfig, section="config"):
-    """Those of a tool's file, whose keys its errors name."""
+    """Limits in the `config` of a tool: errors name its keys, not those of reward_model.sandbox."""
 
 
 class CodeTool(BaseTool):

@@ -72,7 +72,7 @@ class ExecutionWorker:
         name: str = _NAME,
     ):  # fmt: skip
         if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers} must be at least 1")
+            raise ValueError(f"num_workers={num_workers} is too small; use 1 or more")
         self._slots = asyncio.Semaphore(num_workers)
         self._acquire = self._release = None
         if enable_global_rate_limit:

@@ -98,7 +98,9 @@ class ToolRunner:
         for name, given in kwargs.items():
             if name not in self.tools:
                 raise ValueError(f"extra_info.tools_kwargs names the tool {name!r}; loaded are: {self._names()}")
-            if unknown := [key for key in given if key not in KWARGS] if isinstance(given, Mapping) else [given]:
+            if not isinstance(given, Mapping):
+                raise ValueError(f"extra_info.tools_kwargs.{name} is {given!r:.80}, not a dict of {', '.join(KWARGS)}")
+            if unknown := [key for key in given if key not in KWARGS]:
                 raise ValueError(f"extra_info.tools_kwargs.{name} has {unknown[0]!r}; known are: {', '.join(KWARGS)}")
         return ToolConversation(self, kwargs, journal)
 

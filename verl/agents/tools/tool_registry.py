@@ -27,15 +27,17 @@ async def initialize_mcp_tool(tool_cls: type, tool_config: dict[str, Any]) -> li
     mcp = tool_config.get("mcp") or {}
     if not mcp.get("mcp_servers_config_path"):
         raise ValueError("an entry of type mcp needs mcp.mcp_servers_config_path, a JSON file with mcpServers")
-    offered = [(by, tool) for by in read_servers(mcp["mcp_servers_config_path"]) for tool in await by.list_tools()]
+    servers = read_servers(mcp["mcp_servers_config_path"])
+    offered = [(server, schema) for server in servers for schema in await server.list_tools()]
     known, tools = [schema.function.name for _, schema in offered], []
     selected = known if mcp.get("tool_selected_list") is None else mcp["tool_selected_list"]
     if absent := [name for name in selected if name not in known]:
-        raise ValueError(f"mcp.tool_selected_list has {absent[0]!r}, which no server offers: {', '.join(known)}")
+        raise ValueError(f"mcp.tool_selected_list has {absent[0]!r}, which no server offers. Known: {', '.join(known)}")
     for server, schema in offered:
         if schema.function.name in selected:
-            tools.append(tool_cls(tool_config.get("config") or {}, schema))
-            tools[-1].server = server
+            tool = tool_cls(tool_config.get("config") or {}, schema)
+            tool.server = server
+            tools.append(tool)
     return tools
 
 
@@ -61,7 +63,7 @@ def initialize_tools_from_config(
     names = [tool.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
         where = " and ".join(filter(None, (tools_config_file, function_tool_path)))
-        raise ValueError(f"{where}: two tools have the name {twice.pop()!r}; rename one (tool_schema, function)")
+        raise ValueError(f"{where}: two tools have the name {twice.pop()!r}; rename one (its tool_schema or function)")
     return tools
 
 
@@ -74,7 +76,7 @@ def _tools_of(entry: dict[str, Any]) -> list[BaseTool]:
     if kind not in [known.value for known in ToolType]:
         raise ValueError(f"config.type={kind!r} is unknown. Known: {', '.join(t.value for t in ToolType)}.")
     if entry.get("mcp") and kind != ToolType.MCP.value:
-        raise ValueError("an entry with the settings mcp needs config.type=mcp")
+        raise ValueError("an entry with mcp needs config.type=mcp")
     if kind == ToolType.MCP.value:
         with ThreadPoolExecutor(1) as thread:  # this one may be running an event loop
             return thread.submit(asyncio.run, initialize_mcp_tool(cls, entry)).result()

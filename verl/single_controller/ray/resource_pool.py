@@ -88,8 +88,8 @@ class RayResourcePool(ResourcePool):
                 owned = {key: total.get(key, 0) for key in need}
                 raise RuntimeError(
                     f"resource pool {self.store} needs {need} in bundles of one node each; the Ray cluster has {owned} "
-                    f"in all and {free} free. Lower n_gpus_per_node or nnodes (of trainer, or of "
-                    "reward_model or rollout for their own pools), or add nodes"
+                    f"in all and {free} free. Lower n_gpus_per_node or nnodes of trainer "
+                    "(of reward_model or rollout if the pool is theirs), or add nodes"
                 )
 
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:

@@ -44,8 +44,8 @@ class RLData:
         self.train_sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
         batch_size = data.gen_batch_size if data.gen_batch_size else data.train_batch_size
         if len(train_dataset) < batch_size and not config.trainer.val_only:
-            key = f"data.{'train' if batch_size == data.train_batch_size else 'gen'}_batch_size={batch_size}"
-            count = f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {key}"
+            key = "data.train_batch_size" if batch_size == data.train_batch_size else "data.gen_batch_size"
+            count = f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {key}={batch_size}"
             raise ValueError(f"{count}. Lower the batch size or add prompts.")
         options = {"num_workers": data.dataloader_num_workers, "collate_fn": collate_fn or rl_dataset.collate_fn}
         self.train_loader = PromptLoader(

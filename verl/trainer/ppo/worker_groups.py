@@ -52,9 +52,9 @@ class ResourcePoolManager:
                 f"trainer.nnodes x trainer.n_gpus_per_node requests {wanted} {kind} ranks, but Ray has {total:g} "
                 f"{kind}s free; {hint}lower them or give Ray more."
             )
-        nodes, spec = sum(node["Alive"] for node in ray.nodes()), self.resource_pool_spec
-        widest = max(spec, key=lambda name: len(spec[name]))
-        needed, key = len(spec[widest]), f"{'reward_model' if widest == 'reward_pool' else 'trainer'}.nnodes"
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        widest, its_nodes = max(self.resource_pool_spec.items(), key=lambda pool: len(pool[1]))
+        needed, key = len(its_nodes), "reward_model.nnodes" if widest == "reward_pool" else "trainer.nnodes"
         if needed > nodes:
             text = (
                 f"{key}={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "

@@ -5,6 +5,7 @@ parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggi
 hashes its own files; their digests lie in `.digests.json` until a CheckpointWriter takes them into its manifest.
 """
 
+import inspect
 import json
 import re
 import shutil
@@ -251,17 +252,19 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return tensor.cpu()
 
         def raise_failure() -> None:
-            for error in failed:
-                raise error
+            if failed:
+                raise failed[0]
 
         if dist.get_rank() == 0:
-            described = described_weights(self.model)
-            largest = max(like.nbytes for like in described.values())
             try:
+                described = described_weights(self.model)
+                largest = max(like.nbytes for like in described.values())
                 write_weights(folder, described, read, max(SHARD_BYTES, largest))
             except Exception as e:
+                if inspect.getgeneratorstate(weights) == inspect.GEN_CLOSED:  # the gathering failed, on all ranks
+                    raise
                 failed.append(e)
-        for _ in weights:
+        while next(weights, None) is not None:  # what is not written is gathered, and not kept
             pass
         return [raise_failure]
 

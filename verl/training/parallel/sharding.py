@@ -64,7 +64,8 @@ def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
         names = {name for m in models for name in (m._no_split_modules or ())}
         return [m for m in _inner_first(module) if type(m).__name__ in names]
     units = [m for m in _inner_first(module) if type(m).__name__ in set(names)]
-    if missing := set(names) - (classes := {type(m).__name__ for m in _inner_first(module)}):
+    classes = {type(m).__name__ for m in _inner_first(module)}
+    if missing := set(names) - classes:
         raise ValueError(
             f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap names {sorted(missing)}, "
             f"which {type(module).__name__} does not contain. It has: {', '.join(sorted(classes))}."

@@ -61,10 +61,10 @@ class Verifiers(Environment):
             tasks = list(itertools.islice(self.environments[name, split if own else "train"].taskset, start, stop))
             if len(tasks) < stop - start:
                 key = {"train": "size", "val": "val_size"}[split]
-                more = f", data.environment.size, or set data.environment.params.{name}.val to tasks of its own"
+                more = f" or data.environment.size, or set other tasks in data.environment.params.{name}.val"
+                remedy = f"Lower it{more if split == 'val' and not own else ''}"
                 raise ValueError(
-                    f"data.environment.{key}: {name} has {start + len(tasks)} tasks, and {stop} are needed. Lower it"
-                    f"{'' if split == 'train' or own else more}."
+                    f"data.environment.{key}: {name} has {start + len(tasks)} tasks, and {stop} are needed. {remedy}."
                 )
             system = self.settings.system_prompt
             self.tasks[name, split] = [task if system is None else task.with_system_prompt(system) for task in tasks]
