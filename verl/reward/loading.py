@@ -141,9 +141,10 @@ def build_manager(
 ) -> AbstractRewardManager:  # fmt: skip
     """A manager of the class; `kwargs` go to its constructor, unless that takes the full config, `served` always."""
     settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
-    buffer = settings.overlong_buffer
-    if buffer is not None and "overlong_buffer_cfg" in inspect.signature(manager_cls).parameters:
-        kwargs = {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": buffer, **kwargs}
+    buffer, taken = settings.overlong_buffer, inspect.signature(manager_cls).parameters
+    if buffer is not None and "overlong_buffer_cfg" in taken:
+        length = {"max_resp_len": config.data.max_response_length} if "max_resp_len" in taken else {}
+        kwargs = {**length, "overlong_buffer_cfg": buffer, **kwargs}
     elif buffer is not None and buffer["enable"]:
         raise ValueError(
             f"reward_model.overlong_buffer.enable=true does not work with reward manager {manager_cls.__name__}. Set "
