@@ -198,7 +198,7 @@ def test_a_head_is_refused_with_another_target(tiny_llama, tmp_path):
 def test_bad_settings_are_named(tiny_llama, tmp_path):
     with pytest.raises(ValueError, match="spd.backbone='targe'.*did you mean 'target'"):
         ScoringModelConfig(backbone="targe")
-    with pytest.raises(ValueError, match="spd.attention=causal and lora_rank=0"):
+    with pytest.raises(ValueError, match="spd.attention=causal and actor_rollout_ref.model.lora_rank=0"):
         ScoringModelConfig(backbone="target", attention="hybrid")
     (tmp_path / "spd_config.json").write_text(json.dumps({"backbon": "own"}))
     with pytest.raises(ValueError, match="unknown keys .*backbon"):
