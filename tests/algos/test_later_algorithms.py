@@ -137,6 +137,8 @@ def test_dro_is_a_policy_gradient_with_a_quadratic_penalty():
     far = math.log(0.5)
     assert loss == pytest.approx(-(2 * math.log(0.25) - 0.05 * far**2) + math.log(0.5))
     assert gradient == pytest.approx([-2 + 0.1 * far, 1.0])
+    with pytest.raises(ValueError, match="dro_beta"):
+        PolicyLossConfig(loss_mode="dro")
 
 
 def test_gdpo_normalises_each_reward_by_itself():

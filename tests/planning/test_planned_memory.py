@@ -53,10 +53,7 @@ def largest_rank(driver: int) -> int:
 
 
 def test_a_rank_takes_the_planned_memory_over_generation_updates_and_saves(tmp_path):
-    """99 million parameters in float32, most of them a tied embedding of 151,936 words; two micro-batches a step.
-
-    Peaks of this run differ by 6 % (4.74 to 5.02 GB), so the bound above is wider than the 10 % below.
-    """
+    """99 million parameters in float32, most of them a tied embedding of 151,936 words; two micro-batches a step."""
     model = save_tiny_llama(tmp_path / "model", hidden=512, layers=8, vocab_size=151_936, tied=True)
     planned = planned_bytes(tmp_path, model)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, model, **RUN)]
@@ -68,4 +65,4 @@ def test_a_rank_takes_the_planned_memory_over_generation_updates_and_saves(tmp_p
             time.sleep(0.2)
     assert run.returncode == 0, log.read_text()[-3000:]
     assert (tmp_path / "out" / "global_step_2").is_dir()
-    assert 0.9 < planned / peak < 1.15, f"planned {planned / 2**20:.0f} MiB, measured {peak / 2**20:.0f} MiB"
+    assert 0.9 < planned / peak < 1.1, f"planned {planned / 2**20:.0f} MiB, measured {peak / 2**20:.0f} MiB"

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.config.algorithm import check_reweight_method
+
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
 
 def _weights(scores: torch.Tensor, reweight_method: str, weight_pow: float) -> torch.Tensor:
-    """Sampling weight of each sample. [N] -> [N], none below 0."""
+    """Sampling weight of each sample. [N] -> [N], none below 0. ValueError for an unknown method."""
+    check_reweight_method(reweight_method)
     if reweight_method == "pow":
         return scores.abs().pow(weight_pow)
     best = scores == scores.max()
     if reweight_method == "max_min":
         return (best | (scores == scores.min())).to(scores.dtype)
-    if reweight_method == "max_random":
-        return torch.where(best, 1.0, 0.4).to(scores.dtype)
-    raise ValueError(f"reweight_method={reweight_method!r} is unknown; max_min, max_random, pow are.")
+    return torch.where(best, 1.0, 0.4).to(scores.dtype)  # max_random
 
 
 def compute_pf_ppo_reweight_data(data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0) -> DataProto:

@@ -278,6 +278,12 @@ def _rejects(option: str, threshold: float | str) -> dict[str, Any]:
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
+def check_reweight_method(method: str) -> None:
+    """Raise ValueError for a way of weighting samples that PF-PPO does not have."""
+    if method not in ("max_min", "max_random", "pow"):
+        raise ValueError(f"algorithm.pf_ppo.reweight_method={method!r} is unknown. Known: max_min, max_random, pow.")
+
+
 @dataclass
 class AlgoConfig(BaseConfig, section="algorithm"):
     """How scores become advantages."""
@@ -316,6 +322,4 @@ class AlgoConfig(BaseConfig, section="algorithm"):
         if weights is not None and len(weights) != len(keys):
             count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
             raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")
-        if (method := self.pf_ppo.get("reweight_method", "pow")) not in ("pow", "max_min", "max_random"):
-            key = f"algorithm.pf_ppo.reweight_method={method!r}"
-            raise ValueError(f"{key} is unknown; max_min, max_random, pow are.")
+        check_reweight_method(self.pf_ppo.get("reweight_method", "pow"))

@@ -46,7 +46,12 @@ class BatchPlan:
 
 def rank_count(config: Mapping[str, Any]) -> int:
     """Ranks of the run."""
-    return config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
+    return _pool_ranks(config["trainer"])
+
+
+def _pool_ranks(section: Mapping[str, Any]) -> int:
+    """Ranks of the pool that a section such as trainer describes."""
+    return section["nnodes"] * section["n_gpus_per_node"]
 
 
 def fills_from_several(config: Mapping[str, Any]) -> bool:
@@ -123,7 +128,7 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
             issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
-    own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
+    own = _pool_ranks(reward) if reward["enable_resource_pool"] else ranks
     if reward["enable"] and not own:
         rule = "reward_model.enable_resource_pool=true: reward_model.nnodes x reward_model.n_gpus_per_node is 0 ranks."
         issues.append(wrong("reward_model.nnodes", f"{rule} Set both to 1 or more."))
@@ -133,8 +138,7 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
         sequences, engine = reward["ulysses_sequence_parallel_size"], reward["model"]["fsdp_config"]
         issues += splits_ranks("reward_model.model.fsdp_config", engine, own, sequences)
-    pool = config["rollout"] if "rollout" in config else config["trainer"]  # in asynchronous runs, ranks of their own
-    generating = pool["nnodes"] * pool["n_gpus_per_node"]
+    generating = _pool_ranks(config["rollout"]) if "rollout" in config else ranks  # asynchronous runs: their own pool
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, generating)
     issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
