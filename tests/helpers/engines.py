@@ -1,5 +1,6 @@
 """Small engines, batches and actors for tests of one rank or several."""
 
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -9,6 +10,7 @@ from verl.protocol import DataProto
 from verl.rollout import get_rollout_class
 from verl.training.actor import DataParallelPPOActor
 from verl.training.engine import FSDPEngine
+from verl.training.parallel import sharding
 from verl.training.policy import get_policy
 from verl.workers.config import (
     CheckpointConfig,
@@ -37,6 +39,22 @@ def make_engine(
     )
     built.initialize()
     return built
+
+
+def count_gathered_copies(monkeypatch) -> list[int]:
+    """How many of the tensors gathered before are still in memory, an entry for each tensor that is gathered."""
+    copies, kept, gather = [], [], sharding._gather_bucket
+
+    def with_copies(bucket, check_finite):
+        """What several ranks would gather: tensors that share no memory with the model's."""
+        kept.append(sum(copy() is not None for copy in copies))
+        for name, tensor in gather(bucket, check_finite):
+            copy = tensor.clone()
+            copies.append(weakref.ref(copy))
+            yield name, copy
+
+    monkeypatch.setattr(sharding, "_gather_bucket", with_copies)
+    return kept
 
 
 def make_actor(engine, *, mini=8, micro=8, **config):

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from recipe.spd.checks import check_scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
-from tests.helpers.engines import make_engine
+from tests.helpers.engines import count_gathered_copies, make_engine
 from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
 from verl.models.loading import create_huggingface_actor
@@ -262,6 +262,19 @@ def test_adapters_and_head_of_a_checkpoint_can_be_loaded(tiny_llama, checkpoint)
     trained = [name for name, p in again.named_parameters() if p.requires_grad]
     assert all(".lora_" in name or name.startswith("head.") for name in trained) and len(trained) > 28
     torch.testing.assert_close(scores(AutoModelForSPDScoring.from_pretrained(adapters)), z, rtol=0, atol=1e-6)
+
+
+def test_a_scorer_of_its_own_is_written_from_weights_that_are_gathered_one_at_a_time(tiny_llama, tmp_path, monkeypatch):
+    kept = count_gathered_copies(monkeypatch)
+    loader = PluginConfig(name="spd_scorer", kwargs=arguments(WHOLE))
+    engine = make_engine(tiny_llama, loader=loader, contents=("model", "hf_model"))
+    randomise(engine.module)
+    engine.save_checkpoint(str(tmp_path))
+    assert len(kept) > 10 and max(kept) == 0
+    written = {file.relative_to(tmp_path / "huggingface").parts[0] for file in tmp_path.glob("huggingface/*")}
+    assert written == {"backbone", "score_head.safetensors", "spd_config.json"}
+    again = AutoModelForSPDScoring.from_pretrained(tmp_path / "huggingface")
+    torch.testing.assert_close(scores(again), scores(engine.module), rtol=0, atol=0)
 
 
 def test_the_merged_export_refers_a_run_with_adapters_to_their_folder(tiny_llama, checkpoint):

@@ -4,7 +4,6 @@ import json
 import pickle
 import shutil
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.disks import leave_free, small_disk
-from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.engines import count_gathered_copies, make_actor, make_engine, rl_batch, weights_of
 from verl.training.checkpoint import fsdp_checkpoint_manager
 from verl.training.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 from verl.training.checkpoint.publish import DIGESTS
-from verl.training.parallel import sharding
 
 
 def train(engine, steps, seed=0):
@@ -55,23 +53,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(llama, tmp_path, 
     assert resumed.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
 
 
-@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
-def test_weights_for_transformers_are_written_one_at_a_time(llama, tmp_path, monkeypatch, model):
-    copies, kept, gather = [], [], sharding._gather_bucket
-
-    def with_copies(bucket, check_finite):
-        """What several ranks would gather: tensors that share no memory with the model's."""
-        kept.append(sum(copy() is not None for copy in copies))
-        for name, tensor in gather(bucket, check_finite):
-            copy = tensor.clone()
-            copies.append(weakref.ref(copy))
-            yield name, copy
-
-    monkeypatch.setattr(sharding, "_gather_bucket", with_copies)
+@pytest.mark.parametrize(
+    ("model", "background"), [({}, False), ({"lora_rank": 4}, False), ({}, True)], ids=["full", "lora", "background"]
+)
+def test_weights_for_transformers_are_written_one_at_a_time(llama, tmp_path, monkeypatch, model, background):
+    kept = count_gathered_copies(monkeypatch)
     monkeypatch.setattr(fsdp_checkpoint_manager, "SHARD_BYTES", 1)  # a file has at most the largest tensor's size
-    engine = make_engine(llama, contents=("model", "optimizer", "extra", "hf_model"), **model)
+    engine = make_engine(llama, async_save=background, contents=("model", "optimizer", "extra", "hf_model"), **model)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
+    while not engine.save_is_finished():
+        time.sleep(0.01)
     assert len(kept) > 10 and max(kept) == 0
     assert len(list((tmp_path / "huggingface").glob("model-*.safetensors"))) > 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface").state_dict()

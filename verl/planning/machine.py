@@ -1,11 +1,11 @@
 """Whether this machine has the memory and the disk space that a run needs."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.common import RunConfig
+from verl.config.common import CheckpointConfig, RunConfig
 from verl.config.engine import FSDPEngineConfig
 from verl.planning.memory_estimate import BYTES, ModelSize
 from verl.training.checkpoint.publish import CheckpointCorruptError, continued_steps, steps_of_run
@@ -43,11 +43,17 @@ def check_memory(needed: int, what: str, remedies: Mapping[str, str]) -> Iterato
         yield Problem(UNUSED, key, f"{text}, {more}. To need less: {advice}.")
 
 
-def checkpoint_bytes(size: ModelSize, engine: FSDPEngineConfig, contents: Sequence[str]) -> int:
+def checkpoint_bytes(size: ModelSize, engine: FSDPEngineConfig, contents: Collection[str]) -> int:
     """Bytes of a model's part of one checkpoint: trained weights, two moments, the full model for transformers."""
     master = BYTES[engine.model_dtype]
     parts = {"model": size.trainable, "optimizer": 2 * size.trainable, "hf_model": size.parameters}
     return master * sum(count for name, count in parts.items() if name in contents)
+
+
+def copied_bytes(checkpoint: CheckpointConfig, size: ModelSize, engine: FSDPEngineConfig) -> int:
+    """Bytes that one save copies. Weights for transformers are written as they are gathered."""
+    contents = {*checkpoint.save_contents} - {"hf_model"}
+    return checkpoint_bytes(size, engine, contents) if checkpoint.async_save else 0
 
 
 def check_disk(trainer: RunConfig, one: int, steps: int | None, keep: str, contents: str) -> Iterator[Problem]:

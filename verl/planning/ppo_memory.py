@@ -10,11 +10,20 @@ from rich.console import Console
 from verl.config.batch_sizes import BatchPlan, batch_problems, plan_batches
 from verl.config.common import CheckpointConfig, TrainerConfig
 from verl.config.compose import select
+from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import GIB, SAVE_COPIES, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.machine import (
+    GIB,
+    SAVE_COPIES,
+    check_disk,
+    check_memory,
+    checkpoint_bytes,
+    checkpoints_layers,
+    copied_bytes,
+)
 from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
 from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
@@ -76,18 +85,17 @@ def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
 
 def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
     """Whether the disk has the space of the run's checkpoints."""
-    one = sum(saved for _, saved in _checkpoints(config, size))
+    one = sum(checkpoint_bytes(*parts, checkpoint.save_contents) for checkpoint, *parts in _checkpoints(config, size))
     contents = f"{ACTOR}.checkpoint.save_contents"
     yield from check_disk(config.trainer, one, steps, "max_actor_ckpt_to_keep", contents)
 
 
-def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, int]]:
-    """(settings, bytes) of the actor's part of a checkpoint, and of the critic's, taken for the actor's size."""
+def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, ModelSize, FSDPEngineConfig]]:
+    """Of the actor, and of the critic, taken for the actor's size."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
-    yield actor.checkpoint, checkpoint_bytes(size, actor.fsdp_config, actor.checkpoint.save_contents)
+    yield actor.checkpoint, size, actor.fsdp_config
     if need_critic(config):
-        full = dataclasses.replace(size, trainable=size.parameters)
-        yield critic.checkpoint, checkpoint_bytes(full, critic.model.fsdp_config, critic.checkpoint.save_contents)
+        yield critic.checkpoint, dataclasses.replace(size, trainable=size.parameters), critic.model.fsdp_config
 
 
 def _gpu_bytes(trainer: TrainerConfig) -> float | None:
@@ -116,7 +124,7 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
         update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     phases = estimate_memory(size, config, *sizes, update, limit)
-    copied = sum(saved for checkpoint, saved in _checkpoints(config, size) if checkpoint.async_save)
+    copied = sum(copied_bytes(checkpoint, *parts) for checkpoint, *parts in _checkpoints(config, size))
     if copied and not on_gpu:
         for parts in phases.values():
             parts[SAVE_COPIES] = copied // plan.ranks

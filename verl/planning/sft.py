@@ -35,7 +35,14 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.machine import SAVE_COPIES, check_disk, check_memory, checkpoint_bytes, checkpoints_layers
+from verl.planning.machine import (
+    SAVE_COPIES,
+    check_disk,
+    check_memory,
+    checkpoint_bytes,
+    checkpoints_layers,
+    copied_bytes,
+)
 from verl.planning.memory_estimate import PROCESS, PROCESS_BYTES, measure_model, training_memory
 from verl.utils.import_utils import import_external_libs
 from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
@@ -192,8 +199,8 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
     one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
     if not on_gpu:
         parts = parts | {PROCESS: PROCESS_BYTES}
-        if checkpoint.async_save:
-            parts[SAVE_COPIES] = one // ranks
+        if copied := copied_bytes(checkpoint, measured, engine):
+            parts[SAVE_COPIES] = copied // ranks
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
         name = "micro_batch_size" if data.micro_batch_size else "micro_batch_size_per_gpu"

@@ -60,16 +60,14 @@ def full_weights(
     Shards are merged in float32 and rounded once, to `dtype`, before they are gathered; None keeps their dtype.
     `buckets`: options of `full_tensors`. Every rank must walk through all of it: gathering is a collective call.
     """
-    weights = full_tensors(_merged_shards(module, device, dtype), **buckets)
-    model = without_adapters(module)
-    return stored_names(model, weights) if isinstance(model, PreTrainedModel) else weights
+    return _names_of_files(module, full_tensors(_merged_shards(module, device, dtype), **buckets))
 
 
 def described_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors of the meta device with the names, shapes and dtypes of `full_weights`, in its order; gathers nothing."""
     weights = _weights(module)
     described = ((hf_name(n), torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in weights)
-    return dict(stored_names(without_adapters(module), described))
+    return dict(_names_of_files(module, described))
 
 
 def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any) -> dict[str, torch.Tensor]:
@@ -79,6 +77,13 @@ def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any
 
     shards = ((name, p.detach().to(device)) for name, p in model.named_parameters() if p.requires_grad)
     return get_peft_model_state_dict(model, dict(full_tensors(shards, **buckets)), save_embedding_layers=False)
+
+
+def _names_of_files(
+    module: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    model = without_adapters(module)
+    return stored_names(model, weights) if isinstance(model, PreTrainedModel) else weights
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
 from loguru import logger
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -39,6 +38,7 @@ from verl.training.peft_weights import (
 )
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.problems import one_line
+from verl.utils.weight_files import safetensors_of
 
 EXTRA_FILE = "extra_state.json"
 #: files of the layout below a folder, and those that name the rank which writes them; rank 0 writes all others
@@ -72,7 +72,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees all folders of a step.
 
-        With checkpoint.async_save it returns when the contents are copied to the CPU; see `save_is_finished`.
+        Full weights for transformers are written at once, each when it is gathered. With checkpoint.async_save it
+        returns when this rank's other tensors are copied to the CPU; see `save_is_finished`.
         """
         folder = _local(local_path, hdfs_path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -226,17 +227,19 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 self.processing_class.save_pretrained(folder)
         if not self.should_save_hf_model:
             return []
-        if plain and self.background is None:
-            return self._write_weights(folder)
-        weights = {}
-        for name, tensor in full_weights(self.model, self.device):
-            if first:
-                weights[name] = self._on_cpu(tensor)
-        if not first:
-            return []
         if plain:
-            return [partial(save_torch_state_dict, weights, folder)]
-        return [partial(inner.save_pretrained, str(folder), state_dict=weights)]
+            return self._write_weights(folder)
+        gathered = folder / "gathered"  # a file of its own, from which the module takes the weights that it writes
+        if first:
+            gathered.mkdir()
+        writes = self._write_weights(gathered)
+
+        def write_itself() -> None:
+            weights = {name: tensor for file in safetensors_of(gathered) for name, tensor in load_file(file).items()}
+            inner.save_pretrained(str(folder), state_dict=weights)
+            remove(gathered)
+
+        return [*writes, write_itself] if first else writes
 
     def _write_weights(self, folder: Path) -> list[Callable[[], Any]]:
         """Gathers the full weights and writes them on rank 0, one tensor at a time.
