@@ -144,7 +144,7 @@ def test_answers_of_main_generation_become_data_of_a_refinement(tiny_llama, tmp_
 
 
 def test_generation_in_blocks(tiny_llama):
-    names = names_after("docs/dllm.md", 1, replaced=[("DIR", tiny_llama)])
+    names = names_after("docs/dllm.md", 1, replaced=[('"refined"', f'"{tiny_llama}"')])
     given = names["input_ids"].shape[1]
     assert names["answer"].tolist() == names["output_ids"][0, given:].tolist() == names["details"].tokens[0]
 
