@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from tests.helpers.models import save_tiny_llama
-from tests.helpers.rl_run import compose_run, overrides
+from tests.helpers.rl_run import compose_run, metrics_rows, overrides
 from tests.helpers.watched_runs import family
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
@@ -56,7 +56,11 @@ def test_a_rank_takes_the_planned_memory_over_generation_updates_and_saves(tmp_p
     """99 million parameters in float32, most of them a tied embedding of 151,936 words; two micro-batches a step."""
     model = save_tiny_llama(tmp_path / "model", hidden=512, layers=8, vocab_size=151_936, tied=True)
     planned = planned_bytes(tmp_path, model)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, model, **RUN)]
+    # Groups of equal rewards are left out of an update, which then holds less. Most answers have no text to judge.
+    spread = "import random\n\ndef compute_score(**answer):\n    return random.random()\n"
+    (tmp_path / "spread.py").write_text(spread)
+    settings = {**RUN, "custom_reward_function__path": tmp_path / "spread.py"}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, model, **settings)]
     peak, log = 0, tmp_path / "log"
     with log.open("w") as file:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -65,4 +69,5 @@ def test_a_rank_takes_the_planned_memory_over_generation_updates_and_saves(tmp_p
             time.sleep(0.2)
     assert run.returncode == 0, log.read_text()[-3000:]
     assert (tmp_path / "out" / "global_step_2").is_dir()
+    assert all(row["health/groups_without_variance"] == 0 for row in metrics_rows(tmp_path))
     assert 0.9 < planned / peak < 1.1, f"planned {planned / 2**20:.0f} MiB, measured {peak / 2**20:.0f} MiB"
