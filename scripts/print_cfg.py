@@ -24,14 +24,14 @@ from verl.utils.redact import redact  # noqa: E402
 @hydra_main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer")
 def main(config: DictConfig) -> None:
     try:
-        config = current_names_or_exit(config)
-        raw, known = (OmegaConf.to_container(tree, resolve=False) for tree in (config, known_tree()))
-        if problems := unknown_keys(raw, known):
-            sys.exit(str(ConfigError(problems)))
-        plain = resolved(config)
+        resolved(config)  # names the key of an interpolation that fails
     except OmegaConfBaseException as error:
         sys.exit(f"{error.full_key} cannot be resolved: {str(error.msg).splitlines()[0]}")
-    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(redact(plain))))
+    config = current_names_or_exit(config)
+    raw, known = (OmegaConf.to_container(tree, resolve=False) for tree in (config, known_tree()))
+    if problems := unknown_keys(raw, known):
+        sys.exit(str(ConfigError(problems)))
+    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(redact(resolved(config)))))
 
 
 if __name__ == "__main__":
