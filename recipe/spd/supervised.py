@@ -99,14 +99,15 @@ def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[l
         rollout = None
         for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
-            labels, used = given_labels(infos, limit), 0
-            if not any(info.get("labels") for info in infos):
-                if rollout is None:
+            if any(info.get("labels") for info in infos):
+                labels, used = given_labels(infos, limit), 0
+            else:
+                if rollout is None:  # one for all files: it may start a server
                     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
                     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
                     stack.callback(rollout.close)
-                limits = rollout.eos, rollout.settings.rollout.max_tokens, limit
-                labels, used = label_blocks(infos, rollout.completer, tokenizer, *limits)
+                max_tokens = rollout.settings.rollout.max_tokens
+                labels, used = label_blocks(infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
             if not labels:
                 within = "" if limit is None else f" within --label-budget {limit}"
                 remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
-from verl.config.aliases import text
+from verl.config import aliases
 from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import OnHost, pack_rows
@@ -158,7 +158,7 @@ class ScoringActor(nn.Module):
         with torch.device("meta"):
             needed = shapes_of(cls.make_head(config).state_dict())
         stored = tensor_shapes([directory / HEAD_FILE])
-        if odd := different(stored, needed):
+        if odd := differing_names(stored, needed):
             raise ValueError(
                 f"{directory / HEAD_FILE} has {odd[0]} of shape {stored.get(odd[0])}; with "
                 f"hidden_size={config.hidden_size} and spd.head_size={config.head_size} it is {needed.get(odd[0])}. "
@@ -199,7 +199,7 @@ def _check_kind(directory: Path, saved: ScoringModelConfig, config: ScoringModel
     if not odd:
         return
     held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
-    fix = "Set " + ", ".join(f"{KIND[name]}={text(getattr(saved, name))}" for name in odd)
+    fix = "Set " + ", ".join(f"{KIND[name]}={aliases.text(getattr(saved, name))}" for name in odd)
     adapters = directory.parent / CHECKPOINT_ADAPTERS
     if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
         fix = f"Name {adapters}, which holds the adapters that are merged in here"
@@ -211,7 +211,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def different(stored: Shapes, needed: Shapes) -> list[str]:
+def differing_names(stored: Shapes, needed: Shapes) -> list[str]:
     """Names that only one side has, or with another shape."""
     return sorted(name for name in {*stored, *needed} if stored.get(name) != needed.get(name))
 

@@ -155,6 +155,7 @@ class TargetHeadScorer(ScoringActor):
         """
         if self.features is None:
             return self._forward_target(input_ids, layout, gamma, pack)
+        # The number below 0 separates context and draft.
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
@@ -164,24 +165,26 @@ class TargetHeadScorer(ScoringActor):
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
-            fresh = self._forward_tree([blocks[i] for i in rows], input_ids.device)
+            drafts = layout[rows, 3].tolist()
+            fresh = self._forward_tree([blocks[i] for i in rows], drafts, input_ids.device)
             if fresh is None:
                 read = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
-                fresh = [read[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
+                fresh = [row[: draft + 1] for row, draft in zip(read, drafts, strict=True)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks)
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, S]
         return F.pad(padded, (0, 0, 0, gamma + 1 - padded.shape[1])).to(input_ids.device)
 
     @torch.no_grad()
-    def _forward_tree(self, blocks: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor] | None:
-        """States [g + 1, S] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
-        None where the target's attention excludes that, or where blocks have little in common.
+    def _forward_tree(
+        self, blocks: Sequence[tuple[int, ...]], drafts: Sequence[int], device: torch.device
+    ) -> list[torch.Tensor] | None:
+        """States [g + 1, S] of each block (context, less than 0, draft of g tokens, as in `drafts`) by a forward that
+        reads common beginnings once; None where the target's attention excludes that, or blocks have little in common.
         """
         longest = max(map(len, blocks)) - 1
         if not sees_everything(self.backbone, longest):
             return None
-        drafts = [len(block) - next(i for i, token in enumerate(block) if token < 0) - 1 for block in blocks]
         tree = TokenTree([[token for token in block if token >= 0] for block in blocks])
         if len(tree.ids) > min(TREE_TOKENS, len(blocks) * longest // WORTH_A_TREE):
             return None
