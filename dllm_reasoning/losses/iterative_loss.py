@@ -309,10 +309,7 @@ def prefix_problem(model: nn.Module) -> str | None:
 
 
 def _cut_layout(whole: Tokens, width: int) -> Layout:
-    """Rows [B, N], cut after `width` tokens into a prefix and a tail.
-
-    The prefix ends in a token that nothing attends to: what mixes tokens in other ways than attention sees it.
-    """
+    """Rows [B, N] cut after `width` tokens. The prefix ends in a token that only other mixing than attention sees."""
     parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
     parts[-1][:, -1] = IGNORED
     tail = Tokens(*(column[:, width:] for column in whole.columns))

@@ -43,12 +43,28 @@ class TableRows(Sequence):
         return TableRows(self.table.take(pa.array(numbers, pa.int64())))
 
 
-def read_table_rows(path: str | Path, whole: bool = True) -> TableRows | list[dict[str, Any]]:
-    """The rows of a data file, those of parquet in columns; `whole` is that of `open_parquet`. Raises DatasetError as
-    `read_rows` does.
-    """
+def read_table_rows(path: str | Path) -> TableRows | list[dict[str, Any]]:
+    """The rows of a data file, those of parquet in columns. Raises DatasetError as `read_rows` does."""
     try:
-        with open_parquet(path, whole) as file:
-            return TableRows(pa.Table.from_batches(file.iter_batches(ROWS_AT_A_TIME)))
+        return TableRows(pa.Table.from_batches(_batches(path, whole=True)))
     except Exception:  # no parquet, or damaged: read_rows says what is wrong
         return read_rows(path)
+
+
+def row_batches(path: str | Path) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a data file as plain Python, some at a time. Raises DatasetError as `read_rows` does."""
+    try:
+        batches: Iterator[Any] = _batches(path, whole=False)
+        first = next(batches, None)
+    except Exception:
+        rows = read_rows(path)
+        yield from (rows[i : i + ROWS_AT_A_TIME] for i in range(0, len(rows), ROWS_AT_A_TIME))
+        return
+    while first is not None:
+        yield first.to_pylist()
+        first = next(batches, None)
+
+
+def _batches(path: str | Path, whole: bool) -> Iterator[pa.RecordBatch]:
+    with open_parquet(path, whole) as file:
+        yield from file.iter_batches(ROWS_AT_A_TIME)

@@ -19,7 +19,7 @@ from recipe.spd.data.blocks import (
     validate_ground_truth,
     validate_optional,
 )
-from recipe.spd.data.columns import ROWS_AT_A_TIME, read_table_rows
+from recipe.spd.data.columns import ROWS_AT_A_TIME, row_batches
 from recipe.spd.scorer.auto import SCORERS
 from verl.data.rl_dataset import read_rows
 from verl.utils.tokenizer import stop_ids
@@ -91,7 +91,7 @@ def _rows(
     sep = resolve_sep_token_id(tokenizer, read=SCORERS[backbone].reads_separator)
     ends = frozenset(stop_ids(tokenizer))
     kept = 0
-    for number, block in enumerate(read_table_rows(blocks_path, whole=False)):
+    for number, block in enumerate(itertools.chain.from_iterable(row_batches(blocks_path))):
         where = f"{blocks_path}, row {number}"
         _refuse_missing(where, block, ("question_id", *IDS))
         if block["question_id"] not in questions:
@@ -113,18 +113,15 @@ def _rows(
             "index": kept, "question_id": str(block["question_id"]),
             "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
-            "baseline_length": _int_or_none(block.get("baseline_length")),
-            "question_len": _int_or_none(block.get("question_len")), "labels": block.get("labels"),
+            **{name: None if block.get(name) is None else int(block[name])
+               for name in ("baseline_length", "question_len")},
+            "labels": block.get("labels"),
         }  # fmt: skip
         kept += 1
         yield {
             "data_source": "spd_scorer", "prompt": meta["question"], "sep_token_id": sep, "extra_info": extra,
             "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
         }  # fmt: skip
-
-
-def _int_or_none(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:

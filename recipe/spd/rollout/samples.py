@@ -142,10 +142,8 @@ def grade_blocks(
         if block.unfinished is None:
             room = block.request((*context, *added), max_tokens).max_tokens
             done = Completion((), hit_limit=room < 1)  # its end token needs a place
-        else:
-            done = completed(block.request(block.unfinished, max_tokens))
-            if done is None:
-                continue
+        elif (done := completed(block.request(block.unfinished, max_tokens))) is None:
+            continue
         added = (*added, *done.token_ids)
         block.completion, block.length = done, len(added)
         block.correct = not done.hit_limit and answers((*given, *added), truth)
