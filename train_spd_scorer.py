@@ -175,20 +175,17 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
     except (ValueError, OSError) as error:
         errors.append(error)
-    prepared: list[PreparedData | None] = []
-    folder = Path(args.output_dir) / "data"
-    for split, blocks, metadata in (
-        ("train", args.blocks, args.metadata), ("val", args.val_blocks, args.val_metadata or args.metadata),
-    ):  # fmt: skip
-        prepared.append(None)
+    files = {"train": (args.blocks, args.metadata), "val": (args.val_blocks, args.val_metadata or args.metadata)}
+    prepared: dict[str, PreparedData | None] = dict.fromkeys(files)
+    for split, (blocks, metadata) in files.items():
         if tokenizer is None or not blocks or not (Path(blocks).is_file() and Path(metadata).is_file()):
             continue
+        output = Path(args.output_dir) / "data" / f"{split}.parquet"
         try:
-            output = folder / f"{split}.parquet"
-            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, _backbone(args))
+            prepared[split] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, _backbone(args))
         except (ValueError, OSError) as error:
             errors.append(error)
-    return prepared, errors
+    return list(prepared.values()), errors
 
 
 def _config_errors(args: argparse.Namespace) -> tuple[list[str], bool]:
@@ -252,8 +249,8 @@ def _backbone(args: argparse.Namespace) -> str:
 
 def _given(overrides: Sequence[str], key: str) -> str:
     """The value of a key among key=value settings; empty without one."""
-    pairs = (text.lstrip("+").partition("=") for text in overrides)
-    return ([""] + [value for name, _, value in pairs if name == key])[-1]
+    values = dict(text.lstrip("+").split("=", 1) for text in overrides)  # of a repeated key the last one counts
+    return values.get(key, "")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.base import register_rollout
 from verl.rollout.hf_rollout import HFRollout, choose, invert
-from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
+from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.utils.problems import Problem, register_check, wrong
 
 LOGITS_AT_ONCE = 2**28  # numbers; a forward of more is never chosen for the sake of drafts
@@ -58,43 +58,26 @@ class RefineRollout(HFRollout):
 
     def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
         request = GenerationRequest.from_batch(prompts, self.config)
-        module, n, limit, pad = self.engine.module, request.n, self.config.response_length, request.pad_id
+        n, limit, pad = request.n, self.config.response_length, request.pad_id
         seeds = [seed for of_prompt in request.seeds for seed in of_prompt]
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(self.engine.device)  # [B*n, R]
-
-        def choose_tokens(logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]]]:
-            """logits [B, w, V] -> tokens and log-probs [B][w]."""
-            width, device = logits.shape[1], logits.device
-            index = torch.tensor([[row.number, len(row.tokens) - row.prompt_length] for row in rows], device=device)
-            position = (index[:, 1:] + torch.arange(width, device=device)).clamp(max=limit - 1)  # [B, w]
-            uniform = uniforms[index[:, :1], position]
-            logits, sampling = logits.flatten(0, 1).float(), request.sampling
-            tokens, log_probs, _ = choose(logits, uniform.flatten(), sampling, filtered=True)
-            return tokens.view(-1, width).tolist(), log_probs.view(-1, width).tolist()
-
-        rows = [Row(i, list(ids), len(ids), limit) for i, ids in
-                enumerate(ids for ids in request.prompt_ids for _ in range(n))]  # fmt: skip
+        rows: list[Row] = []
+        for ids in request.prompt_ids:
+            rows += [Row(len(rows) + i, list(ids), len(ids), limit) for i in range(n)]
         longest = max(map(len, request.prompt_ids))
+        choose_tokens = SeededDraws(request.sampling, seeds, limit, self.engine.device)
         costs = None if self.rule is None else self.rule.costs
         if self.rule is None or (costs is not None and len(rows) > costs.rows[-1]):  # validation may come first
             self.rule = self._make_rule(request, len(rows), longest, choose_tokens)
         if self.rule_version != self.weights_version:
             self.rule.forget()
             self.rule_version = self.weights_version
+        if self.settings.lenience is not None and not request.sampling.greedy:
+            self._check_lenient(request.sampling, validate=bool(prompts.meta_info.get("validate")))
+            choose_tokens = LenientDraws(self.rule, self.settings.lenience, request.sampling.temperature, seeds)
         slots = longest + limit + 2 * self.rule.width - 1
-        runner = ModelRunner(module, len(request.prompt_ids), slots, pad, use_cache=True)
+        runner = ModelRunner(self.engine.module, len(request.prompt_ids), slots, pad, use_cache=True)
         runner.prefill(rows, n)
         ends = frozenset(() if self.config.ignore_eos else request.eos_ids)
-        lenience, sampling = self.settings.lenience, request.sampling
-        if lenience is not None and not sampling.greedy:
-            if sampling.top_k > 0 or sampling.top_p < 1:
-                key = "actor_rollout_ref.rollout" + (".val_kwargs" if prompts.meta_info.get("validate") else "")
-                raise ValueError(
-                    f"actor_rollout_ref.rollout.custom.lenience={lenience} needs {key}.top_k=-1 and {key}.top_p=1, not "
-                    f"{sampling.top_k} and {sampling.top_p}: set those, or leave lenience out."
-                )
-            choose_tokens = LenientDraws(self.rule, lenience, sampling.temperature, seeds)
         self.forwards += 1 + decode(runner, rows, self.rule, ends, choose_tokens)
         self.row_forwards += sum(row.forwards for row in rows)
         answers = [row.tokens[row.prompt_length :] for row in rows]
@@ -103,6 +86,15 @@ class RefineRollout(HFRollout):
         mask = right_padded([[1] * len(answer) for answer in answers], limit, 0, torch.int64)
         log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
         return build_rollout_batch(prompts, n, responses, mask, log_probs if self.config.calculate_log_probs else None)
+
+    def _check_lenient(self, sampling: Sampling, validate: bool) -> None:
+        """Raise ValueError for filters of tokens, which lenient acceptance does not know."""
+        if sampling.top_k > 0 or sampling.top_p < 1:
+            key = "actor_rollout_ref.rollout" + (".val_kwargs" if validate else "")
+            raise ValueError(
+                f"actor_rollout_ref.rollout.custom.lenience={self.settings.lenience} needs {key}.top_k=-1 and "
+                f"{key}.top_p=1, not {sampling.top_k} and {sampling.top_p}: set those, or leave lenience out."
+            )
 
     def _make_rule(self, request: GenerationRequest, rows: int, longest: int, choose_tokens: Any) -> AdaptiveWindows:
         """The windows of `rollout.custom.mode`, with measured costs if there is a choice."""
@@ -117,9 +109,8 @@ class RefineRollout(HFRollout):
             )
         noise = settings.noise_token_id
         if noise is None:
-            noise = module.config.to_dict().get(NOISE_KEY)
-        if noise is None:
-            noise = request.eos_ids[0] if request.eos_ids else request.pad_id
+            end = request.eos_ids[0] if request.eos_ids else request.pad_id
+            noise = module.config.to_dict().get(NOISE_KEY, end)
         windows = windows_of(settings.mode, window)
         if len(windows) == 1:
             return AdaptiveWindows(windows, noise)
@@ -130,6 +121,28 @@ class RefineRollout(HFRollout):
             lambda batch: choose_tokens(runner.logits(batch), batch), widths, rows, longest, most
         )
         return AdaptiveWindows(windows, noise, costs)
+
+
+class SeededDraws:
+    """Tokens of each forward for `decode`, with their log-probs.
+
+    A position of an answer has one uniform number, so that a token whose context is final is the same in every forward.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], limit: int, device: torch.device) -> None:
+        self.sampling = sampling
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(device)  # [rows, R]
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]]:
+        """logits [B, w, V] -> tokens and log-probs [B][w]."""
+        width, device = logits.shape[1], logits.device
+        number = torch.tensor([[row.number] for row in rows], device=device)
+        place = torch.tensor([[len(row.tokens) - row.prompt_length] for row in rows], device=device)
+        place = (place + torch.arange(width, device=device)).clamp(max=self.uniforms.shape[1] - 1)  # [B, w]
+        uniform = self.uniforms[number, place].flatten()
+        tokens, log_probs, _ = choose(logits.flatten(0, 1).float(), uniform, self.sampling, filtered=True)
+        return tokens.view(-1, width).tolist(), log_probs.view(-1, width).tolist()
 
 
 class LenientDraws:

@@ -160,9 +160,10 @@ def windows_of(mode: str, trained: int) -> list[Window]:
     plain, slide and verify have one each; auto has those of the trained and of half the trained width.
     """
     full, half = trained - 1, (trained - 1) // 2
-    known = {"plain": [Window(0)], "slide": [Window(full)], "verify": [Window(full, full)]}
-    known["auto"] = list(dict.fromkeys([Window(0), Window(half), Window(half, half), Window(full), Window(full, full)]))
-    return known[mode]
+    if mode == "auto":  # in narrow windows, some of these are equal
+        windows = [Window(0), Window(half), Window(half, half), Window(full), Window(full, full)]
+        return list(dict.fromkeys(windows))
+    return [{"plain": Window(0), "slide": Window(full), "verify": Window(full, full)}[mode]]
 
 
 @dataclass
@@ -183,10 +184,9 @@ class ForwardCosts:
 
     @classmethod
     def measure(
-        cls, forward: Callable[[list[Row]], object], widths: Sequence[int], rows: int, length: int, most: int,
-        repetitions: int = 3,
-    ) -> ForwardCosts:  # fmt: skip
-        """The least of `repetitions`, since other work on the machine only adds to it, for 1, 4, 16, ... and `rows`
+        cls, forward: Callable[[list[Row]], object], widths: Sequence[int], rows: int, length: int, most: int
+    ) -> ForwardCosts:
+        """The least of three repetitions, since other work on the machine only adds to it, for 1, 4, 16, ... and `rows`
         rows of `length` tokens that are all cached but the last.
 
         `forward` computes the rows' next tokens and waits for them; it is given at most `most` tokens.
@@ -201,7 +201,7 @@ class ForwardCosts:
                 guesses = [0] * (width - 1)
                 batch = [Row(i, [0] * length, length, width, guesses, cached=length - 1) for i in range(count)]
                 times = []
-                for _ in range(repetitions + 1):  # the first one warms up
+                for _ in range(4):  # the first one warms up
                     started = time.perf_counter()
                     forward(batch)
                     times.append(time.perf_counter() - started)

@@ -94,10 +94,11 @@ def iterative_generate(
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
             if prefills is not None:
                 started -= runner.prefill(rows, prefills=prefills)
-            # One number per position of an answer: a token whose context is final is drawn the same in every round.
-            uniforms = {} if settings.sampling.greedy else {
-                row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(
-                    settings.seed * 1_000_003 + row.number)) for row in rows}  # fmt: skip
+            uniforms = {}
+            for row in rows if not settings.sampling.greedy else ():
+                # One number per position of an answer: a token whose context is final is drawn the same in every round.
+                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + row.number)
+                uniforms[row.number] = torch.rand(row.limit, generator=generator)
 
             def choose_tokens(logits: torch.Tensor, active: list[Row]) -> tuple[list[list[int]], Any]:
                 return _choose(logits, active, uniforms, settings, rule.branch)

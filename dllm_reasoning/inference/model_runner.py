@@ -81,16 +81,20 @@ class ModelRunner:
             inputs = {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=kept, **inputs).logits
         main, branches = logits.split([len(kept) - wide * len(branch), wide * len(branch)], dim=1)
-        if all(column == first for column in last):
-            main = main[:, :wide]
-        else:
-            columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
-            # Nothing reads beyond a row's own guesses. The module may be offloaded: its logits are then elsewhere.
-            columns = columns.clamp(max=main.shape[1] - 1).to(logits.device)
-            main = main.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        main = _columns_from(main, [column - first for column in last], wide)
         if not branch:
             return main
         return torch.cat([main[:, :, None], branches.unflatten(1, (wide, -1))], dim=2).flatten(1, 2)
+
+
+def _columns_from(logits: torch.Tensor, first: list[int], count: int) -> torch.Tensor:
+    """[B, w, V] -> [B, count, V]: of row b the columns from first[b] on, beyond the end the last one again."""
+    if not any(first):
+        return logits[:, :count]
+    device = logits.device  # that of the ids, unless the module is offloaded
+    columns = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
+    columns = columns.clamp(max=logits.shape[1] - 1)
+    return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
 
 def _with_branches(

@@ -292,18 +292,12 @@ def prefix_problem(model: nn.Module) -> str | None:
         width = ids.shape[1] - rows["responses"].shape[1]
         whole = Tokens(ids, positions, valid.bool(), F.pad(ids[:, 1:], (0, 1), value=IGNORED))
         predict = partial(call_as_forward, model, predict_tokens, wide=wide)
-        if not cut:
-            return -predict(whole, valid, None, None)[0][:, width - 1 : -1]
-        # A token that nothing attends to between the two is seen by what mixes tokens otherwise.
-        parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
-        parts[-1][:, -1] = IGNORED
-        prefix, tail = Tokens(*parts), Tokens(*(column[:, width:] for column in whole.columns))
-        attention_mask = torch.ones(len(ids), *ids.shape[1:] * 2, dtype=torch.bool, device=ids.device).tril()[:, width:]
-        attention_mask = torch.cat([F.pad(attention_mask[..., :width], (0, 1)), attention_mask[..., width:]], -1)
-        layout = Layout(prefix, tail, torch.zeros_like(tail.valid), tail.ids, attention_mask, 0)
-        mask = _TailForward(model, layout, False, None).mask
-        losses = predict(prefix.then(tail), mask, None, None)[0]
-        return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)
+        if cut:
+            layout = _cut_layout(whole, width)
+            mask = _TailForward(model, layout, False, None).mask
+            losses = predict(layout.prefix.then(layout.tail), mask, None, None)[0]
+            return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)
+        return -predict(whole, valid, None, None)[0][:, width - 1 : -1]
 
     try:
         difference, limit = layout_difference(causal_model(model), compute, True, next(model.parameters()).device)
@@ -312,6 +306,17 @@ def prefix_problem(model: nn.Module) -> str | None:
     if difference <= limit:
         return None
     return f"gives other log-probs, by {difference:.2g} (limit {limit}), if rows are cut into a prefix and a tail"
+
+
+def _cut_layout(whole: Tokens, width: int) -> Layout:
+    """Rows [B, N] cut after `width` tokens. The prefix ends in a token that only other mixing than attention sees."""
+    parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
+    parts[-1][:, -1] = IGNORED
+    tail = Tokens(*(column[:, width:] for column in whole.columns))
+    rows, length = whole.ids.shape
+    causal = torch.ones(rows, length, length, dtype=torch.bool, device=whole.ids.device).tril()[:, width:]
+    attention_mask = torch.cat([F.pad(causal[..., :width], (0, 1)), causal[..., width:]], -1)
+    return Layout(Tokens(*parts), tail, torch.zeros_like(tail.valid), tail.ids, attention_mask, 0)
 
 
 def sharing(model: nn.Module, mode: str, rounds: int, packed: bool) -> bool:

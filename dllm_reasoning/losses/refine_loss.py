@@ -93,19 +93,19 @@ class RefineLoss(AuxiliaryLoss):
         policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
         attended = on_host(batch)["attention_mask"].bool().cpu()
         kept = self._kept(batch)
-        before = [row[mask] for row, mask in zip(policy.places[kept], attended[kept], strict=True)]
+        # The keys of a row: its clean tokens, in the policy's flat row, then its window tokens, which follow that row.
+        clean_places = [row[mask] for row, mask in zip(policy.places[kept], attended[kept], strict=True)]
         width, count = self.noise.block_length, layout.tail.ids.shape[1]
-        own = policy.length + torch.arange(len(before) * count).view(-1, count)
-        keys = torch.cat([part for pair in zip(before, own, strict=True) for part in pair])
+        every = torch.arange(len(clean_places) * count)
+        window_places = policy.length + every.view(-1, count)
+        keys = torch.cat([part for pair in zip(clean_places, window_places, strict=True) for part in pair])
         lengths = rows["attention_mask"].sum(1)  # [B]
-        clean_mask = layout.attention_mask[:, :, : rows["input_ids"].shape[1]]
-        committed = clean_mask.sum(-1)  # [B, Q]: clean tokens that a query attends to
-        column, query = torch.arange(int(lengths.max()) + count), torch.arange(count)
-        window = column - lengths[:, None, None]  # [B, 1, K]: number of the key among the row's window tokens
-        clean = column < committed[..., None]
-        same = (window // width == (query // width)[:, None]) & (window <= query[:, None]) & (window >= 0)
         sizes = torch.stack([torch.full_like(lengths, count), lengths + count], 1)
-        every, attention_mask = torch.arange(len(before) * count), (clean | same).unsqueeze(1)
+        committed = layout.attention_mask[:, :, : rows["input_ids"].shape[1]].sum(-1)  # [B, Q]: clean tokens in sight
+        key, query = torch.arange(int(lengths.max()) + count), torch.arange(count)[:, None]
+        number = key - lengths[:, None, None]  # [B, 1, K]: of the key among the row's window tokens
+        same_window = (number >= 0) & (number <= query) & (number // width == query // width)
+        attention_mask = ((key < committed[..., None]) | same_window).unsqueeze(1)
         return Packing(every, every, every, sizes, keys, attention_mask, single_part=True, group=policy.group,
                        prefix_len=policy.length, device=self.engine.device)  # fmt: skip
 

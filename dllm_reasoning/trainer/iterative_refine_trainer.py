@@ -18,7 +18,7 @@ from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
 from dllm_reasoning.trainer.self_generate import KEY, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
-from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
+from dllm_reasoning.utils.noise_utils import PATTERNS, noise_token_of
 from verl.config.compose import to_omegaconf, to_settings, with_values
 from verl.data.rl_dataset import custom_dataset_class
 from verl.planning.checks import Findings
@@ -131,7 +131,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     def step_inputs(self, batch: TensorDict) -> StepInputs:
         """Draw the step's noise, the same on every rank; its seeds become a column [b] of `batch`."""
         ranks, rank = self.engine.world_size, self.engine.rank
-        seeds = draw_seeds(self.noise_generator, len(batch) * ranks)[rank::ranks]
+        seeds = torch.randint(2**62, (len(batch) * ranks,), generator=self.noise_generator)[rank::ranks].tolist()
         warm_up = 0
         if self.pattern.warm_up:
             limit = self.iterative.trajectory_max_rounds + 1

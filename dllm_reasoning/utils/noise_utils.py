@@ -68,11 +68,6 @@ def row_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def draw_seeds(generator: torch.Generator, rows: int) -> list[int]:
-    """A noise seed for each row of a global batch."""
-    return torch.randint(2**62, (rows,), generator=generator).tolist()
-
-
 def q_sample(
     input_ids: torch.Tensor, response_mask: torch.Tensor, noised: torch.Tensor, noise_token_id: int
 ) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from recipe.spd.data.blocks import mismatches
 from recipe.spd.settings import SPDRewardConfig, reward_config
 
 SCENARIOS = ("A", "B", "C", "D", "zero")
@@ -10,8 +11,7 @@ SCENARIOS = ("A", "B", "C", "D", "zero")
 
 def leading_matches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:
     """L0: draft tokens that exact match accepts, those before the first mismatch."""
-    pairs = enumerate(zip(draft_ids, target_ids, strict=False))
-    return next((i for i, (drafted, wanted) in pairs if drafted != wanted), len(draft_ids))
+    return min(mismatches(draft_ids, target_ids), default=len(draft_ids))
 
 
 def scenario_of(effective_len: int, hybrid_correct: bool, baseline_correct: bool) -> str:
@@ -44,15 +44,16 @@ def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, 
         "D": config.correct_base + config.alpha * counted,
         "zero": 0.0,
     }[scenario]
-    cost, lengths = 0.0, [extra_info.get(name) for name in ("hybrid_length", "baseline_length")]
+    cost = 0.0
     if config.length_penalty and scenario in ("A", "D"):
-        if None in lengths:
+        length, own = extra_info.get("hybrid_length"), extra_info.get("baseline_length")
+        if length is None or own is None:
             raise ValueError(
                 f"spd.reward.length_penalty={config.length_penalty} needs the lengths of both outputs, but extra_info "
-                f"has hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}. "
+                f"has hybrid_length={length!r} and baseline_length={own!r}. "
                 "The spd rollout writes them: set actor_rollout_ref.rollout.name=spd, or length_penalty=0."
             )
-        cost = config.length_penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
+        cost = config.length_penalty * max(0, length - own) / max(1, own)
     return {
         "score": score - cost, "acc": float(hybrid), "accepted_len": float(accepted), "length_cost": cost,
         **{f"scenario_{name}": float(name == scenario) for name in SCENARIOS},

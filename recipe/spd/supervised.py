@@ -27,11 +27,12 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 
+from recipe.spd.data.blocks import mismatches
 from recipe.spd.data.dataset import SPDRLHFDataset
 from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.samples import grade_blocks, judged_block
 from recipe.spd.rollout.spd_rollout import SPDRollout
-from recipe.spd.scorer.bernoulli_policy import BernoulliPolicy, fit_width
+from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, BernoulliPolicy, fit_width
 from recipe.spd.scorer.token_tree import alike
 from verl.config.batch_sizes import micro_batch_size, rank_count
 from verl.config.common import CheckpointConfig, RunConfig
@@ -98,14 +99,15 @@ def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[l
         rollout = None
         for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
-            labels, used = given_labels(infos, limit), 0
-            if not any(info.get("labels") for info in infos):
-                if rollout is None:
+            if any(info.get("labels") for info in infos):
+                labels, used = given_labels(infos, limit), 0
+            else:
+                if rollout is None:  # one for all files: it may start a server
                     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
                     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
                     stack.callback(rollout.close)
-                limits = rollout.eos, rollout.settings.rollout.max_tokens, limit
-                labels, used = label_blocks(infos, rollout.completer, tokenizer, *limits)
+                max_tokens = rollout.settings.rollout.max_tokens
+                labels, used = label_blocks(infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
             if not labels:
                 within = "" if limit is None else f" within --label-budget {limit}"
                 remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"
@@ -176,13 +178,12 @@ class LabelledBlocks(Dataset):
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         row, number = self.rows[item]
         block = self.blocks[row]
-        pairs = zip(block["extra_info"]["draft_ids"], block["extra_info"]["target_ids"], strict=False)
-        places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen][: len(self.labels[number])]
+        info = block["extra_info"]
+        places = mismatches(info["draft_ids"], info["target_ids"])[: len(self.labels[number])]
         labels, loss_mask = torch.zeros(self.blocks.gamma), torch.zeros(1 + self.blocks.gamma, dtype=torch.long)
         labels[places] = torch.tensor(self.labels[number], dtype=torch.float32)
         loss_mask[[1 + at for at in places]] = 1
-        names = ("input_ids", "attention_mask", "position_ids", "spd_layout")
-        return {**{name: block[name] for name in names}, "labels": labels, "loss_mask": loss_mask}
+        return {**{name: block[name] for name in MODEL_KEYS}, "labels": labels, "loss_mask": loss_mask}
 
 
 class SampledShares(RankShares):
@@ -299,11 +300,11 @@ def label_blocks(
         while open_blocks:
             judged = {}
             for i in open_blocks:
-                pairs = list(zip(infos[i]["draft_ids"], infos[i]["target_ids"], strict=False))
-                places = [at for at, (drafted, chosen) in enumerate(pairs) if drafted != chosen]
+                draft = infos[i]["draft_ids"]
+                places = mismatches(draft, infos[i]["target_ids"])
                 known = len(labels.get(i, ()))
                 if known < len(places):  # accept all that is known to be harmless and one more
-                    actions = tuple(int(at <= places[known]) for at in range(len(pairs)))
+                    actions = tuple(int(at <= places[known]) for at in range(len(draft)))
                     judged[i] = judged_block(infos[i], actions, eos, 1)
             asked = {i: block.requests(max_tokens) for i, block in judged.items()}
             for i, wanted in asked.items():

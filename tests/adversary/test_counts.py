@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipe.spd.vllm_plugin.http import of_response
+from recipe.spd.vllm_plugin.judge import of_response
 
 OWN, OTHER = "cmpl-" + "5f" * 16, "cmpl-" + "5e" * 16
 COUNTS = {f"{OWN}-0-1a2b3c4d": 1, f"{OWN}-1": 2, f"{OTHER}-0-1a2b3c4d": 3, OTHER: 4, "chatcmpl-" + "5f" * 16: 5}

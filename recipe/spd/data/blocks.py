@@ -17,6 +17,7 @@ IDS = ("context_ids", "draft_ids", "target_ids")
 # Of a block; the first then comes from the metadata.
 OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len", "labels")
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
+INT32_MAX = 2**31 - 1
 
 
 @dataclass
@@ -65,6 +66,11 @@ def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tup
     return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
 
 
+def mismatches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> list[int]:
+    """The positions of the draft at which the target chose another token."""
+    return [i for i, (drafted, chosen) in enumerate(zip(draft_ids, target_ids, strict=False)) if drafted != chosen]
+
+
 def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
     """spd_layout: context_start, context_len, draft_start, draft_len, target_start after `padding` columns in front.
 
@@ -105,20 +111,21 @@ class SPDInputData:
 
 def validate_block(block: Mapping[str, Any], vocabulary: int) -> str:
     """The error in the ids and optional columns of a block; empty if there is none."""
-    wrong = (validate_ids(name, block[name], vocabulary) for name in IDS)
-    error = next(filter(None, (*wrong, validate_optional(block), validate_column_names(tuple(block)))), "")
-    error = error or _bonus_error(block["draft_ids"], block["target_ids"])
-    differing = sum(d != t for d, t in zip(block["draft_ids"], block["target_ids"], strict=False))
-    if not error and len(block.get("labels") or ()) > differing:
-        return f"{len(block['labels'])} labels for {differing} mismatches; give one for each of the first mismatches."
-    return error
+    for name in IDS:
+        if error := validate_ids(name, block[name], vocabulary):
+            return error
+    draft, target, labels = block["draft_ids"], block["target_ids"], block.get("labels") or ()
+    if error := validate_optional(block) or validate_column_names(tuple(block)) or _bonus_error(draft, target):
+        return error
+    if len(labels) > (count := len(mismatches(draft, target))):
+        return f"{len(labels)} labels for {count} mismatches; give one for each of the first mismatches."
+    return ""
 
 
 def _bonus_error(draft_ids: Sequence[int], target_ids: Sequence[int]) -> str:
     if len(target_ids) == len(draft_ids) + 1:
         return ""
-    needed = "one more target id (the bonus token) is needed"
-    return f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; {needed}."
+    return f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; one more (the bonus token) is needed."
 
 
 def validate_ids(name: str, ids: Any, vocabulary: int) -> str:
@@ -136,12 +143,11 @@ def validate_ids(name: str, ids: Any, vocabulary: int) -> str:
 
 def validate_optional(block: Mapping[str, Any]) -> str:
     """The error in a column of OPTIONAL (None: unknown); empty if there is none."""
-    for name, low, high, rule in (
-        ("is_correct_baseline", 0, 1, "0 or 1"),
-        *((name, 0, 2**31 - 1, "a number of tokens") for name in ("baseline_length", "question_len")),
-    ):  # fmt: skip
+    limits = {"is_correct_baseline": 1, "baseline_length": INT32_MAX, "question_len": INT32_MAX}
+    for name, high in limits.items():
         value = block.get(name)
-        if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= high and value == int(value)):
+            rule = "0 or 1" if high == 1 else "a number of tokens"
             return f"{name} must be {rule}, not {one_line(value)}."
     labels = block.get("labels")
     if labels is not None and not (

@@ -64,16 +64,12 @@ class SPDRLHFDataset(FileRows):
         extra = row["extra_info"]
         if missing := [name for name in (*IDS, "is_correct_baseline") if extra.get(name) is None]:
             raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
-        if "ground_truth" not in row["reward_model"]:
-            raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
-        if row.get("sep_token_id") is None:
-            raise self.error(item, "column 'sep_token_id' is missing; make the file with train_spd_scorer.py.")
-        error = validate_block(extra, self.vocabulary) or validate_ground_truth(row["reward_model"]["ground_truth"])
-        sep = row["sep_token_id"]
-        if not error and (type(sep) is not int or not 0 <= sep < self.vocabulary):
-            error = f"sep_token_id must be a token id from 0 to {self.vocabulary - 1}, not {one_line(sep)}."
-        if error:
+        truth, sep = row["reward_model"].get("ground_truth"), row.get("sep_token_id")
+        if error := validate_block(extra, self.vocabulary) or validate_ground_truth(truth):
             raise self.error(item, error)
+        if type(sep) is not int or not 0 <= sep < self.vocabulary:
+            rule = f"sep_token_id must be a token id from 0 to {self.vocabulary - 1}, not {one_line(sep)}"
+            raise self.error(item, f"{rule}; make the file with train_spd_scorer.py.")
         context, draft, target = (extra[name] for name in IDS)
         if len(draft) > self.gamma:
             excess = f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}"
@@ -83,9 +79,9 @@ class SPDRLHFDataset(FileRows):
         self.largest_ids[item] = max(sep, max(context), max(draft), max(target))
         needed = length - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
+            what = f"draft and target with their separators and one context token need {needed} tokens"
             limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."
-            parts = "draft and target with their separators and one context token"
-            raise self.error(item, f"{parts} need {needed} tokens, {limit}")
+            raise self.error(item, f"{what}, {limit}")
         return length > self.max_prompt_length
 
     def __getitem__(self, item: int) -> dict[str, Any]:

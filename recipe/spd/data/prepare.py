@@ -88,7 +88,8 @@ def _rows(
     backbone: str,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
     """The training row of each block; None for a block without a mismatch."""
-    sep, ends = resolve_sep_token_id(tokenizer, read=SCORERS[backbone].reads_separator), frozenset(stop_ids(tokenizer))
+    sep = resolve_sep_token_id(tokenizer, read=SCORERS[backbone].reads_separator)
+    ends = frozenset(stop_ids(tokenizer))
     kept = 0
     for number, block in enumerate(itertools.chain.from_iterable(row_batches(blocks_path))):
         where = f"{blocks_path}, row {number}"

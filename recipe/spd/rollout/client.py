@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from loguru import logger
@@ -30,8 +30,12 @@ SAMPLING = {
     "frequency_penalty": 0.0,
 }  # fmt: skip
 
-Request = tuple[tuple[int, ...], int]
-"""Ids that the target completes, and the most tokens that it may add."""
+
+class Request(NamedTuple):
+    """Ids that the target completes, and the most tokens that it may add."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
 
 
 class WrongModelError(RuntimeError):
@@ -73,8 +77,6 @@ class CompletionClient:
         self, urls: Sequence[str], model_path: str, *, eos_token_ids: Sequence[int], settings: SPDRolloutSettings,
         backoff_s: float = 0.5,
     ) -> None:  # fmt: skip
-        if not urls:
-            raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
         self.model_path = model_path
         self.eos = frozenset(eos_token_ids)
@@ -95,7 +97,8 @@ class CompletionClient:
         # Small chunks when there is little to do, so that all servers get work; like limits together, since a chunk is
         # generated up to its largest one.
         size = max(1, min(self.settings.prompts_per_request, -(-len(requests) // self.settings.concurrency)))
-        numbers = sorted(range(len(requests)), key=lambda i: requests[i][1])
+        limits = [limit for _, limit in requests]
+        numbers = sorted(range(len(requests)), key=lambda i: limits[i])
         gate = asyncio.Semaphore(self.settings.concurrency)
         done: list[Completion | None] = [None] * len(requests)
 
@@ -279,8 +282,8 @@ class Completer:
 
         def commit(positions: list[int], completions: list[Completion]) -> None:
             for i, completion in zip(positions, completions, strict=True):
-                # a transaction each
-                (done[missing[i]],) = self.store.put_many([_stored_as(missing[i])], [completion])
+                stored = self.store.put_many([_stored_as(missing[i])], [completion])  # a transaction each
+                done[missing[i]] = stored[0]
 
         if missing:
             if self.before_asking is not None:
@@ -292,4 +295,5 @@ class Completer:
 
 def _stored_as(request: Request) -> tuple[int, ...]:
     """The key of a completion: its context, then its limit as a negative number, which no token id is."""
-    return (*request[0], -request[1])
+    ids, max_tokens = request
+    return (*ids, -max_tokens)

@@ -128,9 +128,11 @@ def speculative_generate(
     max_new_tokens below 1, TypeError for a judge that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
-    limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds, "target_first": target_first}
-    limits |= {"sampling": Sampling.seeded(temperature, seed, target.device), "prefills": prefills}
-    return _generate([target, draft], prompts, judge, gamma, end_ids(eos_token_id), batch_size, on_block, **limits)
+    return _generate(
+        [target, draft], prompts, judge, gamma=gamma, ends=end_ids(eos_token_id), batch_size=batch_size,
+        on_block=on_block, max_new_tokens=max_new_tokens, max_rounds=max_rounds, target_first=target_first,
+        sampling=Sampling.seeded(temperature, seed, target.device), prefills=prefills,
+    )  # fmt: skip
 
 
 def greedy_generate(
@@ -143,16 +145,17 @@ def greedy_generate(
     the model, or a temperature below 0.
     """
     _check_prompts(prompts, 1, max_new_tokens)
-    sampling = Sampling.seeded(temperature, seed, model.device)
-    limits = {"max_new_tokens": max_new_tokens, "sampling": sampling, "prefills": prefills}
-    return _generate([model], prompts, lambda block: block.mismatch, 0, end_ids(eos_token_id), batch_size, **limits)
+    return _generate(
+        [model], prompts, lambda block: block.mismatch, gamma=0, ends=end_ids(eos_token_id), batch_size=batch_size,
+        max_new_tokens=max_new_tokens, sampling=Sampling.seeded(temperature, seed, model.device), prefills=prefills,
+    )  # fmt: skip
 
 
 def _generate(
-    models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, gamma: int, ends: frozenset[int],
-    batch_size: int, on_block: Callable[[Block, torch.Tensor], None] | None = None, *, max_new_tokens: int,
-    max_rounds: int | None = None, sampling: Sampling | None = None, target_first: bool = False,
-    prefills: Prefills | None = None,
+    models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int, ends: frozenset[int],
+    batch_size: int, max_new_tokens: int, sampling: Sampling | None, prefills: Prefills | None,
+    on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
+    target_first: bool = False,
 ) -> SpecResult:  # fmt: skip
     """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
     result = SpecResult.empty(len(prompts))
@@ -217,7 +220,7 @@ def replay_blocks(
 
 def _start(
     models: Sequence[nn.Module], contexts: dict[int, list[int]], new_tokens: int, spare: int,
-    prefills: Prefills | None = None,
+    prefills: Prefills | None,
 ) -> _Rows:  # fmt: skip
     """Prefill every context without its last token into one cache per model.
 
@@ -271,18 +274,14 @@ def _propose(
     return torch.cat(draft_ids, dim=1), draft_logits
 
 
-def _verification_input(rows: _Rows, draft_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last committed token followed by the draft [B, g], and their positions: two of [B, g + 1]."""
-    offsets = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
-    return torch.cat([rows.last[:, None], draft_ids], dim=1), (rows.length - 1)[:, None] + offsets
-
-
 def _verify(
     target: nn.Module, rows: _Rows, contexts: dict[int, list[int]], draft_ids: torch.Tensor, draft_logits: torch.Tensor,
-    sampling: Sampling | None = None,
+    sampling: Sampling | None,
 ) -> Block:  # fmt: skip
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
-    logits, layers = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
+    tokens = torch.cat([rows.last[:, None], draft_ids], dim=1)  # [B, g + 1], the last committed token first
+    positions = (rows.length - 1)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    logits, layers = _forward(target, rows, 0, tokens, positions, with_hidden=True)
     logits = logits.float()
     target_ids = sampling.choices(draft_ids, draft_logits, logits) if sampling else logits.argmax(-1)
     return Block(

@@ -53,12 +53,14 @@ class JudgedBlock:
         """Completion of `ids` = the context and more: question and answer together have one limit, whoever wrote them.
         """
         answer_start = self.info.get("question_len") or len(self.info["context_ids"])
-        return ids, max_tokens - (len(ids) - answer_start)
+        return Request(ids, max_tokens - (len(ids) - answer_start))
 
     def requests(self, max_tokens: int) -> list[Request]:
         """What is to be completed: the context, for the baseline, and the hybrid; nothing that is over the limit."""
-        wanted = [tuple(self.info["context_ids"]), *([self.unfinished] if self.unfinished is not None else [])]
-        return [request for ids in wanted if (request := self.request(ids, max_tokens))[1] > 0]
+        wanted = [self.request(tuple(self.info["context_ids"]), max_tokens)]
+        if self.unfinished is not None:
+            wanted.append(self.request(self.unfinished, max_tokens))
+        return [request for request in wanted if request.max_tokens > 0]
 
     def masks(self, width: int, loss_positions: str) -> tuple[list[int], list[int]]:
         """1 where a position counts in the loss, and where it is drafted; both [width]."""
@@ -122,15 +124,14 @@ def grade_blocks(
     def answers(ids: tuple[int, ...], ground_truth: str) -> bool:
         return is_correct(answer_text(tokenizer, ids), ground_truth)
 
+    def completed(request: Request) -> Completion | None:
+        return completions.get(request) if request.max_tokens > 0 else Completion((), hit_limit=True)
+
     for block in blocks:
         context, truth = tuple(block.info["context_ids"]), str(block.info["ground_truth"])
         given = context[block.info.get("question_len") or 0 :]
 
-        def completed(ids: tuple[int, ...], block: JudgedBlock = block) -> Completion | None:
-            request = block.request(ids, max_tokens)
-            return completions.get(request) if request[1] > 0 else Completion((), hit_limit=True)
-
-        block.baseline = own = completed(context)
+        block.baseline = own = completed(block.request(context, max_tokens))
         if own is None:
             continue
         block.baseline_correct = not own.hit_limit and answers((*given, *own.token_ids), truth)
@@ -139,8 +140,9 @@ def grade_blocks(
             continue
         added = (*block.hybrid.tokens, *block.further)
         if block.unfinished is None:
-            done = Completion((), block.request((*context, *added), max_tokens)[1] < 1)  # its end token needs a place
-        elif (done := completed(block.unfinished)) is None:
+            room = block.request((*context, *added), max_tokens).max_tokens
+            done = Completion((), hit_limit=room < 1)  # its end token needs a place
+        elif (done := completed(block.request(block.unfinished, max_tokens))) is None:
             continue
         added = (*added, *done.token_ids)
         block.completion, block.length = done, len(added)

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -35,7 +34,7 @@ from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, action_log_probs, fit_width
 from recipe.spd.settings import SPDSettings
 from verl.data.fingerprint import model_dir_fingerprint
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.reward.rows import LOST
 from verl.rollout.base import BaseRollout
 from verl.rollout.server_process import RunningServer
@@ -143,27 +142,15 @@ class SPDRollout(BaseRollout):
         """
         if self.engine is None:
             raise RuntimeError("SPDRollout has no scorer to judge with; call bind_actor(engine, policy) first.")
-        meta = prompts.meta_info
-        validate = bool(meta["validate"]) if "validate" in meta else False
-        greedy = validate or ("do_sample" in meta and not meta["do_sample"])
-        n = int(meta["n"]) if "n" in meta else 1
-        step = int(meta["global_steps"]) if "global_steps" in meta else 0
+        validate = bool(prompts.meta_info.get("validate", False))
+        n = int(prompts.meta_info.get("n", 1))
         infos = list(prompts.non_tensor_batch["extra_info"])
 
         z = self._scores(prompts)  # [B, R]
-        lengths = [len(info["draft_ids"]) for info in infos]
-        draws = None
-        if not greedy:
-            places = prompts.batch["sample_index"].tolist()
-            draws = uniform_draws(self.settings.seed, step, places, lengths, n, z.shape[1])
-        matches, inside = np.zeros((2, *z.shape), dtype=bool)
-        for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
-            matches[b, :length] = np.equal(info["draft_ids"], info["target_ids"][:length])
-            inside[b, :length] = True
-        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
-        actions = (actions | torch.from_numpy(matches)[:, None]) * torch.from_numpy(inside)[:, None]  # [B, n, R]
+        actions = self._actions(prompts, z, n)  # [B, n, R]
         log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
 
+        # Equal samples of a prompt are one block, which is completed and graded once.
         keys = [(b, tuple(row)) for b, rows in enumerate(actions.tolist()) for row in rows]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         which = [numbers[key] for key in keys]  # [B * n], the number of each sample's block among the distinct ones
@@ -180,15 +167,11 @@ class SPDRollout(BaseRollout):
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in blocks])[which].unbind(1)
         texts = [block.segments(self.tokenizer) for block in blocks]
-        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "response_text", LOST)}
-        columns["response_text"][:] = [texts[number] for number in which]
-        columns["extra_info"][:] = [sample.extra_info() for sample in samples]
-        columns[LOST][:] = ""
-        if self.settings.reward.zero_length == "mask" and not validate:
-            columns[LOST][[sample.hybrid.effective_len == 0 for sample in samples]] = MASKED
-        if self.settings.truncated == "exclude":
-            columns[LOST][[sample.truncated for sample in samples]] = MASKED
-        columns[LOST][[sample.correct is None for sample in samples]] = "lost"
+        columns = {
+            "extra_info": object_array([sample.extra_info() for sample in samples]),
+            "response_text": object_array([texts[number] for number in which]),
+            LOST: object_array([self._why_dropped(sample, validate) for sample in samples]),
+        }
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in (*MODEL_KEYS, "sample_index")}
         after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
         tensors.update(
@@ -197,6 +180,29 @@ class SPDRollout(BaseRollout):
             response_mask=counted, rollout_log_probs=log_probs.reshape(-1, width) * drafted,
         )  # fmt: skip
         return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"metrics": metrics})
+
+    def _actions(self, prompts: DataProto, z: torch.Tensor, n: int) -> torch.Tensor:
+        """Actions 0/1 int64 [B, n, R] by z [B, R]: 1 at matches, 0 after a draft's end."""
+        meta, infos = prompts.meta_info, prompts.non_tensor_batch["extra_info"]
+        lengths = [len(info["draft_ids"]) for info in infos]
+        draws = None  # greedy
+        if meta.get("do_sample", True) and not meta.get("validate", False):
+            places, step = prompts.batch["sample_index"].tolist(), int(meta.get("global_steps", 0))
+            draws = uniform_draws(self.settings.seed, step, places, lengths, n, z.shape[1])
+        matches, inside = torch.zeros(2, *z.shape, dtype=torch.bool)
+        for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
+            matches[b, :length] = torch.tensor(info["draft_ids"]) == torch.tensor(info["target_ids"][:length])
+            inside[b, :length] = True
+        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
+        return (actions | matches[:, None]) * inside[:, None]
+
+    def _why_dropped(self, sample: JudgedBlock, validate: bool) -> str:
+        """The value of __lost__: "lost", "masked", or empty for a sample that is kept."""
+        if sample.correct is None:
+            return "lost"
+        zero = sample.hybrid.effective_len == 0 and self.settings.reward.zero_length == "mask" and not validate
+        cut = sample.truncated and self.settings.truncated == "exclude"
+        return MASKED if zero or cut else ""
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
         """z [B, R] float32 on the CPU, one forward per prompt; the same number of forwards on every rank."""

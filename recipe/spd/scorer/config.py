@@ -69,15 +69,18 @@ class ScoringModelConfig(ScorerSettings):
         """Read spd_config.json. Raises FileNotFoundError, or ValueError that names the file, for wrong contents."""
         file = directory / CONFIG_FILE
         if not file.is_file():
-            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer. Of a "
-                                    "checkpoint, name global_step_N/actor/huggingface.")
+            raise FileNotFoundError(
+                f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer. Of a checkpoint, name "
+                "global_step_N/actor/huggingface."
+            )
         try:
             values = json.loads(file.read_text())
+            if not isinstance(values, dict):
+                raise ValueError("no JSON object")
         except ValueError as error:
             raise ValueError(f"{file} is damaged ({error}); save the scorer again.") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} is not a JSON object; save the scorer again.")
-        if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(values.keys() - known):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         try:
             return cls(**values)

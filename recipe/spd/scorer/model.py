@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from recipe.spd.data.blocks import Block
 from recipe.spd.scorer.config import CONFIG_FILE, ScoringModelConfig
-from verl.config.aliases import text
+from verl.config import aliases
 from verl.training.peft_weights import without_adapters
 from verl.training.policy.attention import make_packable
 from verl.training.policy.packing import OnHost, pack_rows
@@ -43,8 +43,9 @@ class ScoringActor(nn.Module):
     reads_separator: ClassVar[bool] = False
     #: whether the backbone's weights, or adapters of them, are trained with the head
     trains_backbone: ClassVar[bool] = False
-    #: of an error about another base model: what was trained, on which kind of model, and why it must be that one
-    belongs: ClassVar[tuple[str, str, str]] = ("the scorer in {} belongs", "model", "It was trained on that model")
+    #: in errors about another base model: the name of what was trained, and that of the model it was trained on
+    trained_name: ClassVar[str] = "scorer"
+    base_name: ClassVar[str] = "model"
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()
@@ -151,20 +152,13 @@ class ScoringActor(nn.Module):
         may be on the meta device. With an empty base_fingerprint on either side only shapes are compared.
         """
         saved = ScoringModelConfig.load(directory)
-        names = [n for n in KIND if n != "lora_alpha" or (saved.lora_rank and config.lora_rank)]
-        if odd := [name for name in names if getattr(saved, name) != getattr(config, name)]:
-            held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
-            fix = f"Set {', '.join(f'{KIND[name]}={text(getattr(saved, name))}' for name in odd)}"
-            adapters = directory.parent / CHECKPOINT_ADAPTERS
-            if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
-                fix = f"Name {adapters}, which holds the adapters that are merged in here"
-            raise ValueError(f"{directory} holds a scorer with {held}; this one has {needed}. {fix}.")
+        _check_kind(directory, saved, config)
         if not cls.is_complete(saved):
-            _check_base(directory, saved, config, cls.belongs)
+            cls._check_base(directory, saved, config)
         with torch.device("meta"):
             needed = shapes_of(cls.make_head(config).state_dict())
         stored = tensor_shapes([directory / HEAD_FILE])
-        if odd := different(stored, needed):
+        if odd := differing_names(stored, needed):
             raise ValueError(
                 f"{directory / HEAD_FILE} has {odd[0]} of shape {stored.get(odd[0])}; with "
                 f"hidden_size={config.hidden_size} and spd.head_size={config.head_size} it is {needed.get(odd[0])}. "
@@ -179,24 +173,37 @@ class ScoringActor(nn.Module):
     ) -> None:
         """Raise OSError or ValueError unless the saved backbone or adapters, if there are any, fit `backbone`."""
 
+    @classmethod
+    def _check_base(cls, directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
+        """Raise ValueError where the two configs have fingerprints of different base models."""
+        if not saved.base_fingerprint:
+            logger.warning("{} has no fingerprint of its base model: only shapes are compared.", directory)
+        elif config.base_fingerprint not in ("", saved.base_fingerprint):
+            raise ValueError(
+                f"the {cls.trained_name} in {directory} belongs to the {cls.base_name} {saved.base_model_path!r} "
+                f"(fingerprint {saved.base_fingerprint}); the {cls.base_name} here, {config.base_model_path!r}, has "
+                f"{config.base_fingerprint}: name that one."
+            )
+
     def load_trained(self, directory: str | Path) -> None:
         """Load the trained part saved in `directory`; raises ValueError or OSError if it does not fit."""
         self.check_trained(Path(directory), self.config, self.backbone)
         self.head.load_state_dict(load_file(Path(directory) / HEAD_FILE))
 
 
-def _check_base(
-    directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig, belongs: tuple[str, str, str]
-) -> None:
-    """Raise ValueError where the two configs have fingerprints of different base models."""
-    if not saved.base_fingerprint:
-        logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
-    elif config.base_fingerprint not in ("", saved.base_fingerprint):
-        what, base, why = belongs
-        raise ValueError(
-            f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint {saved.base_fingerprint}); "
-            f"the {base} here, {config.base_model_path!r}, has {config.base_fingerprint}. {why}: name that one."
-        )
+def _check_kind(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
+    """Raise ValueError where the two configs differ in a setting of KIND."""
+    odd = [name for name in KIND if getattr(saved, name) != getattr(config, name)]
+    if "lora_alpha" in odd and not (saved.lora_rank and config.lora_rank):  # one of them has no adapters
+        odd.remove("lora_alpha")
+    if not odd:
+        return
+    held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
+    fix = "Set " + ", ".join(f"{KIND[name]}={aliases.text(getattr(saved, name))}" for name in odd)
+    adapters = directory.parent / CHECKPOINT_ADAPTERS
+    if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
+        fix = f"Name {adapters}, which holds the adapters that are merged in here"
+    raise ValueError(f"{directory} holds a scorer with {held}; this one has {needed}. {fix}.")
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
@@ -204,7 +211,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def different(stored: Shapes, needed: Shapes) -> list[str]:
+def differing_names(stored: Shapes, needed: Shapes) -> list[str]:
     """Names that only one side has, or with another shape."""
     return sorted(name for name in {*stored, *needed} if stored.get(name) != needed.get(name))
 

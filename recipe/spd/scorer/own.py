@@ -20,7 +20,7 @@ from recipe.spd.scorer.masks import MASKS, create_position_ids
 from recipe.spd.scorer.model import (
     ScoringActor,
     Shapes,
-    different,
+    differing_names,
     drafts_and_targets,
     host_columns,
     part_of,
@@ -41,7 +41,7 @@ class OwnBackboneScorer(ScoringActor):
 
     reads_separator = True
     trains_backbone = True
-    belongs = ("the adapters in {} belong", "model", "Adapters fit the weights they were trained on only")
+    trained_name = "adapter"
 
     @classmethod
     def make_head(cls, config: ScoringModelConfig) -> nn.Module:
@@ -141,11 +141,11 @@ class OwnBackboneScorer(ScoringActor):
         needed = shapes_of(get_peft_model_state_dict(backbone, save_embedding_layers=False))
         file = adapter_file(directory)
         stored = tensor_shapes([file])
-        if odd := different(stored, needed):
+        if odd := differing_names(stored, needed):
             raise ValueError(
-                f"{file} does not fit the model here, {config.base_model_path!r}: {difference(odd, stored, needed)}. "
-                f"Name the model that it was trained on, {saved.base_model_path!r}, with "
-                f"actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
+                f"{file} does not fit the model here, {config.base_model_path!r}: "
+                f"{first_difference(odd, stored, needed)}. Name the model that it was trained on, "
+                f"{saved.base_model_path!r}, with actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
             )
 
     def load_trained(self, directory: str | Path) -> None:
@@ -170,7 +170,7 @@ def adapter_file(directory: Path) -> Path:
     return file if file.is_file() else directory / ADAPTER_DIR / ADAPTER_FILE
 
 
-def difference(odd: list[str], stored: Shapes, needed: Shapes) -> str:
+def first_difference(odd: list[str], stored: Shapes, needed: Shapes) -> str:
     """The first of the names that differ, in words."""
     there, here = (shapes.get(odd[0], "missing") for shapes in (stored, needed))
     return f"{len(odd)} weights differ, such as {odd[0]} ({there} there, {here} here)"
@@ -216,9 +216,9 @@ def _check_full(folder: Path, config: ScoringModelConfig, backbone: nn.Module) -
             "that it was trained from, or another of the same config."
         )
     # A model may hold weights fused that its files hold separately, by other names: the elements in all agree then.
-    odd, common = different(stored, needed), stored.keys() & needed.keys()
+    odd, common = differing_names(stored, needed), stored.keys() & needed.keys()
     elements = [sum(torch.Size(shape).numel() for shape in shapes.values()) for shapes in (stored, needed)]
     if odd and (not common.isdisjoint(odd) or elements[0] != elements[1]):
         raise ValueError(
-            f"{folder} is not a complete backbone: {difference(odd, stored, needed)}. Save the scorer again."
+            f"{folder} is not a complete backbone: {first_difference(odd, stored, needed)}. Save the scorer again."
         )

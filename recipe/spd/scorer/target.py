@@ -38,7 +38,7 @@ class TargetHeadScorer(ScoringActor):
     by the ones after that layer.
     """
 
-    belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
+    trained_name, base_name = "head", "target"
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__(config, backbone)
@@ -93,7 +93,12 @@ class TargetHeadScorer(ScoringActor):
     def read(self, **inputs: Any) -> torch.Tensor:
         """The states [B, P, S] on the inputs of the target's forward."""
         output = self.backbone(**inputs, output_hidden_states=self.config.state_layer is not None)
-        return joined(output.last_hidden_state, output.hidden_states, self.config.state_layer)
+        return self._with_layer(output.last_hidden_state, output.hidden_states)
+
+    def _with_layer(self, last: torch.Tensor, layers: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """States [.., S] from the last hidden states [.., H] and all of them."""
+        layer = self.config.state_layer
+        return last if layer is None else torch.cat([last, layers[layer]], dim=-1)
 
     def score_features(
         self, states: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor,
@@ -104,20 +109,24 @@ class TargetHeadScorer(ScoringActor):
 
         A head that reads logits computes them from the states where they are not given.
         """
-        values = None
         hidden, *layer = states.split(self.config.hidden_size, dim=-1)
+        values = None
         if self.config.head_inputs == "logits":
             values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
-        before, *more = (part for x in (hidden, *layer) for part in (x[:, :-1], x[:, 1:]))
-        z = self.head(before, *self.embedded(draft_ids, target_ids), *more, values=values)
+        more = [hidden[:, 1:]]
+        for inner in layer:  # none without spd.state_layer
+            more += [inner[:, :-1], inner[:, 1:]]
+        z = self.head(hidden[:, :-1], *self.embedded(draft_ids, target_ids), *more, values=values)
         return self.mask_matches(z, draft_ids, target_ids)
 
     def block_scores(self, **tokens: Any) -> Callable[[Block], torch.Tensor]:
         """See ScoringActor; reads the hidden states of the verification."""
-        return lambda block: self.score_features(
-            joined(block.target_hidden, block.target_layers, self.config.state_layer), block.draft_ids,
-            block.target_ids[:, :-1], block.target_logits[:, :-1],
-        )  # fmt: skip
+
+        def z_of(block: Block) -> torch.Tensor:
+            states = self._with_layer(block.target_hidden, block.target_layers)
+            return self.score_features(states, block.draft_ids, block.target_ids[:, :-1], block.target_logits[:, :-1])
+
+        return z_of
 
     @torch.no_grad()
     def _logit_values(
@@ -146,6 +155,7 @@ class TargetHeadScorer(ScoringActor):
         """
         if self.features is None:
             return self._forward_target(input_ids, layout, gamma, pack)
+        # The number below 0 separates context and draft.
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
@@ -155,30 +165,31 @@ class TargetHeadScorer(ScoringActor):
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
-            fresh = self._forward_tree([blocks[i] for i in rows], input_ids.device)
+            drafts = layout[rows, 3].tolist()
+            fresh = self._forward_tree([blocks[i] for i in rows], drafts, input_ids.device)
             if fresh is None:
                 read = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
-                fresh = [read[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
+                fresh = [row[: draft + 1] for row, draft in zip(read, drafts, strict=True)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks)
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, S]
         return F.pad(padded, (0, 0, 0, gamma + 1 - padded.shape[1])).to(input_ids.device)
 
     @torch.no_grad()
-    def _forward_tree(self, blocks: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor] | None:
-        """States [g + 1, S] of each block (context, less than 0, draft) by a forward that reads common beginnings once;
-        None where the target's attention excludes that, or where blocks have little in common.
+    def _forward_tree(
+        self, blocks: Sequence[tuple[int, ...]], drafts: Sequence[int], device: torch.device
+    ) -> list[torch.Tensor] | None:
+        """States [g + 1, S] of each block (context, less than 0, draft of g tokens, as in `drafts`) by a forward that
+        reads common beginnings once; None where the target's attention excludes that, or blocks have little in common.
         """
         longest = max(map(len, blocks)) - 1
         if not sees_everything(self.backbone, longest):
             return None
-        drafts = [len(block) - next(i for i, token in enumerate(block) if token < 0) - 1 for block in blocks]
         tree = TokenTree([[token for token in block if token >= 0] for block in blocks])
         if len(tree.ids) > min(TREE_TOKENS, len(blocks) * longest // WORTH_A_TREE):
             return None
-        inputs = {"input_ids": tree.ids, "position_ids": tree.positions}
         states = self.read(
-            **{name: ids[None].to(device) for name, ids in inputs.items()}, use_cache=False,
+            input_ids=tree.ids[None].to(device), position_ids=tree.positions[None].to(device), use_cache=False,
             attention_mask=tree.mask(self.backbone.dtype).to(device),
         )[0]  # fmt: skip
         return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
@@ -207,8 +218,3 @@ class TargetHeadScorer(ScoringActor):
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         save_head(Path(directory), self.state_dict() if state_dict is None else state_dict, self.config)
-
-
-def joined(last: torch.Tensor, layers: Sequence[torch.Tensor] | None, layer: int | None) -> torch.Tensor:
-    """The last hidden states [.., H], followed by layers[layer] where a layer is given: [.., S]."""
-    return last if layer is None else torch.cat([last, layers[layer]], dim=-1)

@@ -41,23 +41,21 @@ class TokenTree:
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         number: dict[tuple[int, int], int] = {}  # (number of the token before, id) -> number
-        parents: list[int] = []
+        self.parents: list[int] = []  # number of the token before, -1 at the start of a text
         self.paths = []
+        positions = []
         for text in texts:
             path, before = [], -1
-            for token in text:
-                known = number.setdefault((before, token), len(parents))
-                if known == len(parents):
-                    parents.append(before)
+            for position, token in enumerate(text):
+                known = number.setdefault((before, token), len(number))
+                if known == len(positions):  # a new one
+                    self.parents.append(before)
+                    positions.append(position)
                 before = known
                 path.append(known)
             self.paths.append(torch.tensor(path))
-        self.parents = parents
         self.ids = torch.tensor([token for _, token in number])
-        depth: list[int] = []
-        for parent in parents:
-            depth.append(0 if parent < 0 else depth[parent] + 1)
-        self.positions = torch.tensor(depth)
+        self.positions = torch.tensor(positions)
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """The additive attention mask [1, 1, N, N]: 0 where the row's token sees the column's, else the least number.

@@ -1,6 +1,5 @@
 """The scorer's counts on vLLM's HTTP server; named by `--middleware`."""
 
-import re
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -40,20 +39,9 @@ class CountsMiddleware:
         if path.rstrip("/") == PATH:
             return await JSONResponse(self.totals)(scope, receive, send)
         if path.startswith(f"{PATH}/"):
-            response_id = path.removeprefix(f"{PATH}/")
-            counts = of_response(await _counts(scope, response_id), response_id)
+            counts = await _counts(scope, path.removeprefix(f"{PATH}/"))
             return await JSONResponse(counts, 200 if counts else 404)(scope, receive, send)
         await self.app(scope, receive, send)
-
-
-def of_response(counts: dict[str, Any], response_id: str) -> dict[str, Any]:
-    """The entries of {request id: counts} whose requests vLLM made for one response.
-
-    The beginning of a response's id, such as "cmpl", must not list the requests of other clients.
-    """
-    # 1_ID-0-5f5f5f5f: of an answer (with n > 1), the response, a prompt (of completions), and 8 random digits.
-    own = re.compile(rf"(\d+_)?{re.escape(response_id)}(-[0-9a-f]{{1,8}}){{0,2}}")
-    return {request: entry for request, entry in counts.items() if own.fullmatch(request)}
 
 
 async def _counts(scope: Any, response_id: str | None) -> dict[str, Any]:

@@ -112,9 +112,11 @@ class ServedJudge:
             ids = draft.clamp(min=0).long()  # z of rows without a draft is not used
             # A draft token is the input of the next row, which has the state over it. The last row has no draft.
             over_draft = (rows + 1).clamp(max=len(step.states[0]) - 1)
-            before, *more = (layer[place] for layer in step.states for place in (rows, over_draft))
+            more = [step.states[0][over_draft]]
+            for inner in step.states[1:]:
+                more += [inner[rows], inner[over_draft]]
             given = {"values": logit_features(logits, ids)} if self.reads_logits else {}
-            z = self.head(before, self.embed(ids), self.embed(target), *more, **given).float()
+            z = self.head(step.states[0][rows], self.embed(ids), self.embed(target), *more, **given).float()
             threshold = step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             draft_logits = logits.gather(1, ids[:, None]).squeeze(1)
@@ -152,13 +154,21 @@ class ServedJudge:
         for request_id in finished[: max(0, len(finished) - KEPT_REQUESTS)]:
             del self.counts[request_id]
 
-    def report(self, prefix: str | None = None) -> dict[str, Any]:
-        """Totals since the start, by name; with `prefix` {request: its counts by name}, of all for an empty one.
-
-        A request counts if its id is `prefix`, `prefix`-..., or one of these after N_ (vLLM's answer N with n > 1).
+    def report(self, response_id: str | None = None) -> dict[str, Any]:
+        """Totals since the start, by name; with `response_id` {request: its counts by name}, of all where it is empty.
         """
         self._flush_counts()
-        if prefix is None:
+        if response_id is None:
             return dict(zip(COUNTS, self.totals, strict=True))
-        own = re.compile(rf"(\d+_)?{re.escape(prefix)}(-.*)?")
-        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items() if not prefix or own.fullmatch(r)}
+        chosen = of_response(self.counts, response_id) if response_id else self.counts
+        return {request: dict(zip(COUNTS, counts, strict=True)) for request, counts in chosen.items()}
+
+
+def of_response(counts: Mapping[str, Any], response_id: str) -> dict[str, Any]:
+    """The entries of {request id: counts} whose requests vLLM made for one response.
+
+    The beginning of a response's id, such as "cmpl", must not list the requests of other clients.
+    """
+    # 1_ID-0-5f5f5f5f: of an answer (with n > 1), the response, a prompt (of completions), and 8 random digits.
+    own = re.compile(rf"(\d+_)?{re.escape(response_id)}(-[0-9a-f]{{1,8}}){{0,2}}")
+    return {request: entry for request, entry in counts.items() if own.fullmatch(request)}

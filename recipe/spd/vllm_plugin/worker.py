@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ class SPDWorker(PlatformWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.served = ServedScorer.from_engine(vllm_config.additional_config)
         if not vllm.__version__.startswith(TESTED_VLLM):
-            logger.warning("the scorer was tested with vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
+            logger.warning("recipe/spd/vllm_plugin was made for vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
         # Before vLLM's own start, which takes long.
-        self.scorer = self.served.check(vllm_config.model_config.model, *engine_options(vllm_config))
+        self.scorer = self.served.check(vllm_config.model_config.model, *options_to_check(vllm_config))
         super().__init__(vllm_config, *args, **kwargs)
         self.judge: ServedJudge | None = None  # until load_model
 
@@ -51,7 +50,6 @@ class SPDWorker(PlatformWorker):
             from recipe.spd.vllm_plugin import v2 as hooks
         else:
             from recipe.spd.vllm_plugin import v1 as hooks
-        check_interface(hooks)
         self._hooks = hooks
         head = SCORERS[self.scorer.backbone].make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
@@ -84,12 +82,12 @@ class SPDWorker(PlatformWorker):
         self._hooks.begin(self.model_runner, self.judge)
         return super().sample_tokens(grammar_output)
 
-    def spd_counts(self, prefix: str | None = None) -> dict[str, Any]:
+    def spd_counts(self, response_id: str | None = None) -> dict[str, Any]:
         """See ServedJudge.report; for collective_rpc."""
-        return self.judge.report(prefix)
+        return self.judge.report(response_id)
 
 
-def engine_options(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def options_to_check(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """(speculative_config, other options) of an engine, as `ServedScorer.check` takes them.
 
     An option that this version of vLLM lacks is None, its default.
@@ -100,22 +98,6 @@ def engine_options(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str, A
                 "logprobs_mode": vllm_config.model_config.logprobs_mode}  # fmt: skip
     names = ("method", "model", "rejection_sample_method")
     return None if speculative is None else {name: getattr(speculative, name) for name in names}, options
-
-
-def check_interface(hooks: Any) -> None:
-    """Raise RuntimeError if vLLM's methods or fields differ from what `hooks` (module v1 or v2) overrides or reads."""
-    wrong = [
-        f"{method.__qualname__}{inspect.signature(method)}, expected {', '.join(names)}"
-        for method, names in hooks.INTERFACE.items()
-        if tuple(inspect.signature(method).parameters) != names
-    ]
-    state, fields = hooks.STATE
-    wrong += [f"{state.__name__} without {name}" for name in fields if name not in state._fields]
-    if wrong:
-        raise RuntimeError(
-            f"vLLM {vllm.__version__} has {'; '.join(wrong)}. The scorer's plugin was made for vLLM {TESTED_VLLM}x: "
-            "install that, or adapt recipe/spd/vllm_plugin."
-        )
 
 
 def target_embedding(model: nn.Module, path: str, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
