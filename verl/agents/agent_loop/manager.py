@@ -250,10 +250,7 @@ class _WorkerCalls:
 
     def _take_finished(self, i: int, items: list[tuple[int, DataProto] | None]) -> None:
         """Take what `next_finished` of worker i returned."""
-        for item in items:
-            if item is None:
-                continue
-            number, row = item
+        for number, row in filter(None, items):
             if self.early_stop.add(int(self.shares[i][number]), row) and not self.is_over:
                 self.is_over = True
                 cancelled = [worker.cancel_rest.remote() for worker in self.workers[: len(self.shares)]]

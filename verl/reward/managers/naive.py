@@ -94,25 +94,21 @@ class NaiveRewardManager(SampleRewardManager):
     def _await_in_processes(pool: GradingPool, items: list[dict[str, Any]]) -> list[Any]:
         """The results of a coroutine function, which each process awaits for a shard of the items at once."""
         results: list[Any] = [None] * len(items)
-
-        def run(shards: list[list[int]]) -> list[list[int]]:
-            """Set the results of items by their positions; returns the shards that failed as a whole."""
-            failed = []
-            for shard, result in zip(shards, pool.map([{"items": [items[i] for i in s]} for s in shards]), strict=True):
-                if isinstance(result, Failure):
-                    failed.append(shard)
-                    result = [result] * len(shard)
-                for i, of_item in zip(shard, result, strict=True):
+        waiting = [list(range(i, len(items), pool.workers)) for i in range(pool.workers)]  # shards: numbers of items
+        failures, is_retry = 0, False
+        while waiting and failures < _MAX_FAILURES:
+            shards, waiting = waiting[: pool.workers], waiting[pool.workers :]
+            calls = [{"items": [items[i] for i in shard]} for shard in shards]
+            for shard, result in zip(shards, pool.map(calls), strict=True):
+                failed = isinstance(result, Failure)
+                for i, of_item in zip(shard, [result] * len(shard) if failed else result, strict=True):
                     results[i] = of_item
-            return failed
-
-        failed = run([list(range(i, len(items), pool.workers)) for i in range(pool.workers)])
-        retried = sorted(i for shard in failed if len(shard) > 1 for i in shard)
-        failures = 0
-        while retried and failures < _MAX_FAILURES:  # each by itself, to find those that fail
-            alone, retried = retried[: pool.workers], retried[pool.workers :]
-            run([[i] for i in alone])
-            failures += sum(isinstance(results[i], Failure) for i in alone)
+                if is_retry:
+                    failures += isinstance(results[shard[0]], Failure)
+                elif failed and len(shard) > 1:
+                    waiting += [[i] for i in shard]  # each by itself, to find those that fail
+            is_retry = True
+            waiting.sort()
         return results
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -153,12 +149,9 @@ class NaiveRewardManager(SampleRewardManager):
         is_own = (getattr(function, "__module__", None) or "").startswith("verl.")
         is_written = len(turns) == 1 or (is_own and self.settings.judged_text == "model")
         text = written if is_written else answer_text(self.tokenizer, row.response_ids)
-        return {
-            "data_source": row.data_source,
-            "solution_str": text,
-            "ground_truth": row.ground_truth,
-            "extra_info": {**(row.extra_info or {}), "response_turns": turns, "model_text": written},
-        }
+        of_row = {"data_source": row.data_source, "solution_str": text, "ground_truth": row.ground_truth}
+        extra_info = {**(row.extra_info or {}), "response_turns": turns, "model_text": written}
+        return {**of_row, "extra_info": extra_info}
 
     def adjusted(self, result: Any, row: Row) -> Any:
         """The result to report for what the reward function returned: a number, or a dict with 'score'."""

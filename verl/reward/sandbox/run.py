@@ -47,8 +47,7 @@ class Outcome:
 @functools.cache
 def _package_folders() -> list[str]:
     """The folders in _VISIBLE with packages beyond the standard library. A library that is a link has none."""
-    libraries = [Path(path) for path in _VISIBLE if not os.path.islink(path)]
-    folders = [folder for path in libraries for folder in path.glob("python*/*-packages")]
+    folders = [f for path in _VISIBLE if not os.path.islink(path) for f in Path(path).glob("python*/*-packages")]
     return [str(folder) for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
 
@@ -65,8 +64,8 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         return Outcome(b"", f"the program has {size} bytes, sandbox.disk_mb allows {room}".encode(), 1, None, 0.0)
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
-    request |= {"program": program, "python": _PYTHON, "visible": _VISIBLE, "masked": _package_folders()}
-    request["folder"] = folder
+    request |= {"program": program, "python": _PYTHON, "folder": folder}
+    request |= {"visible": _VISIBLE, "masked": _package_folders()}
     outputs, overflow = {_STDOUT: bytearray(), _STDERR: bytearray()}, False
 
     def take(descriptor: int, part: bytes) -> bool:
