@@ -121,8 +121,8 @@ class ConversationTree:
         excess = sum(len(n.ids) for n in path) - matched
         if excess:
             _split(node, len(node.ids) - excess)
-        if rest := list(prompt_ids[matched:]):
-            node.children.append(Node(rest))
+        if matched < len(prompt_ids):
+            node.children.append(Node(list(prompt_ids[matched:])))
             node = node.children[-1]
         node.children.append(Node(list(ids), True, log_probs and list(log_probs), version, kept=kept and list(kept)))
         self.has_kept |= kept is not None
@@ -130,7 +130,7 @@ class ConversationTree:
 
     def _match(self, ids: Sequence[int]) -> tuple[list[Node], int]:
         """(path from the root, its tokens that `ids` starts with) of the longest match, whose last node may be cut."""
-        whole = part = ([self.root], 0)
+        whole = part = ([self.root], 0)  # the longest match that ends with a node, and that ends within one
         open_paths = [whole]
         while open_paths:
             path, matched = open_paths.pop()

@@ -48,8 +48,8 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
         return ExternFunction(ENVIRONMENTS, "compute_score", {"environment": json.dumps(environment)})
     function = ExternFunction(settings.path, settings.name, to_dict(settings.get("reward_kwargs")))
     if not callable(function.function):
-        problem = f"custom_reward_function.name={settings.name} in {settings.path} is {function.function!r}"
-        raise TypeError(f"{problem}; name a function.")
+        name, value = settings.name, function.function
+        raise TypeError(f"custom_reward_function.name={name} in {settings.path} is {value!r}; name a function.")
     return function
 
 
@@ -91,9 +91,10 @@ def check_reward_arguments(config: DictConfig) -> None:
     except ValueError:  # a function without a signature
         return
     except TypeError as error:
-        what = f"custom_reward_function.name={config.custom_reward_function.name}: reward function "
-        what += f"{defined_at(function)} {error}; reward manager {config.reward_manager.name} calls it with "
-        raise TypeError(f"{what}{', '.join(ARGUMENTS)} as keywords.") from None
+        raise TypeError(
+            f"custom_reward_function.name={config.custom_reward_function.name}: reward function {defined_at(function)} "
+            f"{error}; reward manager {config.reward_manager.name} calls it with {', '.join(ARGUMENTS)} as keywords."
+        ) from None
 
 
 def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:

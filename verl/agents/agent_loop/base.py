@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
-from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong
+from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong, most_tokens
 from verl.agents.conversation import Conversation
 from verl.agents.message_encoder import MessageEncoder
 from verl.utils.tokenizer import stop_ids
@@ -94,13 +94,13 @@ class AgentLoopBase(ABC):
     ) -> None:  # fmt: skip
         self.trainer_config, self.config = trainer_config, trainer_config.config
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
-        wrapped = data_config.config if isinstance(data_config, DictConfigWrap) else data_config
-        self.dataset_cls, self.dataset_config = dataset_cls, dataset_config if wrapped is None else wrapped
-        self.data_config, self.tools, self.hf_model_type = self.dataset_config, tools, hf_model_type
+        self.dataset_cls, self.tools, self.hf_model_type = dataset_cls, tools, hf_model_type
+        if isinstance(data_config, DictConfigWrap):
+            data_config = data_config.config
+        self.data_config = self.dataset_config = dataset_config if data_config is None else data_config
         self.rollout_config = server_manager.rollout_config
         self.apply_chat_template_kwargs = dict(self.config.data.get("apply_chat_template_kwargs") or {})
-        model, rollout = self.config.actor_rollout_ref.model.path, self.rollout_config
-        ends = stop_ids(tokenizer, model, rollout.stop_token_ids)
+        ends = stop_ids(tokenizer, self.config.actor_rollout_ref.model.path, self.rollout_config.stop_token_ids)
         self.encoder = MessageEncoder(tokenizer, ends, **self.apply_chat_template_kwargs)
 
     @property
@@ -127,6 +127,12 @@ class AgentLoopBase(ABC):
         if len(ids) > limit:
             raise ConversationTooLong(f"its {len(ids)} tokens exceed actor_rollout_ref.rollout.prompt_length={limit}")
         return ids
+
+    def has_room(self, conversation: Conversation, ids: list[int]) -> bool:
+        """Whether ids of a tool or user fit into the response and the context, with at least one more token."""
+        length = len(conversation.response_ids) + len(ids)
+        fits_context = len(conversation.prompt_ids) + length < most_tokens(self.rollout_config)
+        return fits_context and length < self.rollout_config.response_length
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -8,7 +8,6 @@ from loguru import logger
 
 from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, DictConfigWrap, output_of
 from verl.agents.agent_loop.registry import register
-from verl.agents.agent_loop.server_manager import most_tokens
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.conversation import Conversation
 from verl.agents.environments.hosting import EnvironmentFailed
@@ -18,6 +17,7 @@ from verl.agents.rollout_trace import rollout_trace_op
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
 from verl.data.chat_template import answer_text
+from verl.rollout.replica import TokenOutput
 
 _COMPARED = ("role", "content", "tool_calls")  # of earlier messages, which an environment must not change
 
@@ -76,49 +76,64 @@ class EnvironmentAgentLoop(AgentLoopBase):
         tools: list[dict[str, Any]] | None,
     ) -> None:  # fmt: skip
         """Generate the next turn, unless a limit is reached: then the environment is informed that there is none."""
-        settings, limit = self.pool.settings, self.rollout_config.response_length
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer, tools or [])
-        self.encoder.stop_ids |= set(parser.stop_token_ids if tools else ())
-        if state.turns == settings.max_turns:
+        tool_stops = parser.stop_token_ids if tools else []
+        self.encoder.stop_ids |= set(tool_stops)
+        if state.turns == self.pool.settings.max_turns:
             state.end_reason = "turns"
             return environment.end(f"the conversation has had data.environment.max_turns={state.turns} answers")
-        if state.conversation is None:
-            state.conversation = Conversation(self.check_prompt(self.encoder.prompt(messages, tools)))
-        else:
-            known = len(state.messages)
-            if any(map(_differ, state.messages, messages)) or len(messages) <= known:
-                raise EnvironmentFailed(
-                    f"environment {settings.name} changed earlier messages of the conversation, whose tokens are fixed"
-                )
-            given = self.encoder.encode_appended(messages[known:], tools, after=state.conversation.ids[-1])
-            length = len(state.conversation.response_ids) + len(given)
-            if length >= limit or len(state.conversation.prompt_ids) + length >= most_tokens(self.rollout_config):
-                state.end_reason = "length"
-                return environment.end("the tokens of a conversation are used up")
-            state.conversation.add_given(given)
-        room, started = limit - len(state.conversation.response_ids), time.perf_counter()
-        stops = {*state.sampling_params.get("stop_token_ids", ()), *(parser.stop_token_ids if tools else ())}
-        output = await self.server_manager.generate(
-            state.request_id, prompt_ids=state.conversation.ids,
-            sampling_params={**state.sampling_params, "max_tokens": room, "stop_token_ids": sorted(stops)},
-        )  # fmt: skip
-        state.generation_s += time.perf_counter() - started
-        ids, version = output.token_ids[:room], output.weights_version
-        state.conversation.add_generated(ids, output.log_probs, version, output.kept_tokens)
-        state.turns += 1
-        if output.stop_reason == "aborted":
-            raise EnvironmentFailed("the generation was aborted")
+        if not self._add_messages(state, messages, tools):
+            state.end_reason = "length"
+            return environment.end("the tokens of a conversation are used up")
+        output = await self._generate(state, tool_stops)
+        is_full = len(state.conversation.response_ids) >= self.rollout_config.response_length
+        state.end_reason = "length" if output.is_cut(is_full) else "stop"
         message = {"role": "assistant", "content": answer_text(self.tokenizer, output.token_ids)}
-        cut = output.is_cut(len(state.conversation.response_ids) >= limit)
-        if tools and not cut:
+        if tools and state.end_reason == "stop":
             content, calls = await parser.extract_tool_calls(output.token_ids)
             for i, call in enumerate(calls):
                 call.id = call.id or CALL_ID % (100 * state.turns + i)
-            if readable := [plain for call in calls if (plain := call.as_message()) is not None]:
+            readable = [call.as_message() for call in calls if call.as_message() is not None]
+            if readable:
                 message |= {"content": content, "tool_calls": readable}
-        state.end_reason = "length" if cut else "stop"
         state.messages = [*messages, message]
-        environment.reply({**message, "finish_reason": "length" if cut else "stop"})
+        environment.reply({**message, "finish_reason": state.end_reason})
+
+    def _add_messages(
+        self, state: EnvironmentState, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> bool:
+        """Add the tokens of messages that are new; returns False if they leave no room for an answer."""
+        if state.conversation is None:
+            state.conversation = Conversation(self.check_prompt(self.encoder.prompt(messages, tools)))
+            return True
+        known = len(state.messages)
+        if any(map(_differ, state.messages, messages)) or len(messages) <= known:
+            name = self.pool.settings.name
+            raise EnvironmentFailed(
+                f"environment {name} changed earlier messages of the conversation, whose tokens are fixed"
+            )
+        given = self.encoder.encode_appended(messages[known:], tools, after=state.conversation.ids[-1])
+        if not self.has_room(state.conversation, given):
+            return False
+        state.conversation.add_given(given)
+        return True
+
+    async def _generate(self, state: EnvironmentState, tool_stops: list[int]) -> TokenOutput:
+        """Generate a turn and add its tokens."""
+        room = self.rollout_config.response_length - len(state.conversation.response_ids)
+        stops = {*state.sampling_params.get("stop_token_ids", ()), *tool_stops}
+        sampling = {**state.sampling_params, "max_tokens": room, "stop_token_ids": sorted(stops)}
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            state.request_id, prompt_ids=state.conversation.ids, sampling_params=sampling
+        )
+        state.generation_s += time.perf_counter() - started
+        ids = output.token_ids[:room]
+        state.conversation.add_generated(ids, output.log_probs, output.weights_version, output.kept_tokens)
+        state.turns += 1
+        if output.stop_reason == "aborted":
+            raise EnvironmentFailed("the generation was aborted")
+        return output
 
 
 def _differ(known: dict[str, Any], given: dict[str, Any]) -> bool:

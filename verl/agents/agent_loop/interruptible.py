@@ -32,9 +32,8 @@ class InterruptibleServerManager(AsyncLLMServerManager):
     ) -> TokenOutput:
         whole: TokenOutput | None = None
         while True:
-            done = 0 if whole is None else len(whole.token_ids)
             before = [] if whole is None else whole.token_ids
-            part = await super().send_turn(request_id, prompt_ids + before, rest_of(sampling, done), log_probs)
+            part = await super().send_turn(request_id, prompt_ids + before, rest_of(sampling, len(before)), log_probs)
             if part.token_ids and request_id in self.spans:
                 self.spans[request_id].append((part.weights_version or 0, len(part.token_ids)))
             whole = part if whole is None else _joined(whole, part)
@@ -44,9 +43,7 @@ class InterruptibleServerManager(AsyncLLMServerManager):
                 return whole.model_copy(update={"stop_reason": "length"})
             self.on_interrupted(request_id, len(whole.token_ids))
 
-    async def _ask(
-        self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool
-    ) -> TokenOutput:
+    async def _ask(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
         self.on_server(server, 1)
         try:
             return await super()._ask(server, prompt_ids, sampling, log_probs)

@@ -93,14 +93,18 @@ class AgentLoopManager:
         request = GenerationRequest.from_batch(prompts, rollout)
         batch = conversations_of(prompts, request, rollout)
         # Greedy answers are ReMax's baselines, of which every prompt needs one.
-        cut = not (prompts.meta_info.get("validate") or request.sampling.greedy) and rollout.over_sample_rate
-        early_stop = _EarlyStop(math.ceil(len(batch) * (1 - rollout.over_sample_rate)) if cut else None, on_finished)
-        batch.meta_info["report_finished"] = bool(cut or on_finished)
+        wanted = None
+        if rollout.over_sample_rate and not prompts.meta_info.get("validate") and not request.sampling.greedy:
+            wanted = math.ceil(len(batch) * (1 - rollout.over_sample_rate))
+        early_stop = _EarlyStop(wanted, on_finished)
+        batch.meta_info["report_finished"] = wanted is not None or on_finished is not None
         self._reset_router()
+        restarts = 0
         if self._runner is not None:
-            parts, restarts = [self._runner.run(self._generate_here(batch, early_stop))], 0
+            parts = [self._runner.run(self._generate_here(batch, early_stop))]
         else:
-            parts, restarts = self._generate_by_workers(batch, early_stop)
+            calls = _WorkerCalls(self, batch, early_stop)
+            parts, restarts = calls.run(), calls.deaths
         rest = [i for i in range(len(batch)) if i not in early_stop.rows]  # in the parts, whose rows are in order
         order = np.argsort([*early_stop.rows, *rest])
         prompt_tokens, cached_tokens = np.sum([part.meta_info["prefix"] for part in parts], axis=0)
@@ -136,67 +140,6 @@ class AgentLoopManager:
                 elif early_stop.add(*item):
                     await worker.cancel_rest()
         return await call
-
-    def _generate_by_workers(self, batch: DataProto, early_stop: "_EarlyStop") -> tuple[list[DataProto], int]:
-        """The workers' parts in order, without the rows that were reported to `early_stop`; how many workers died.
-
-        The rows of a worker that dies are generated again by a new one.
-        """
-        workers = self.agent_loop_workers
-        shares = [rows for rows in np.array_split(np.arange(len(batch)), len(workers)) if len(rows)]
-        calls: dict[Any, int] = {}
-        reports: dict[Any, int] = {}
-
-        def start(i: int) -> None:
-            columns = {name: column[shares[i]] for name, column in batch.non_tensor_batch.items()}
-            meta = {**batch.meta_info, "cancelled": over}
-            calls[workers[i].generate_sequences.remote(DataProto(None, columns, meta))] = i
-            if batch.meta_info["report_finished"]:
-                reports[workers[i].next_finished.remote()] = i
-
-        parts: dict[int, DataProto] = {}
-        deaths, over = 0, False  # over: enough conversations have ended
-        limit = self.config.trainer.watchdog.generate
-        deadline = time.monotonic() + (limit or 0.0)
-        for i in range(len(shares)):
-            start(i)
-        while calls or reports:
-            left = None if limit is None else max(0.0, deadline - time.monotonic())
-            if not (done := ray.wait([*reports, *calls], timeout=left)[0]):
-                ranks = self.worker_group.actors_by_label() if isinstance(self.worker_group, RayWorkerGroup) else {}
-                late, labels = {**reports, **calls}, self._labels()
-                names, actors = zip(*((labels[i], workers[i]) for i in late.values()), strict=True)
-                raise timeout_error(list(late), list(names), "generate_sequences", limit, list(actors), ranks)
-            ref = done[0]
-            is_report = ref in reports
-            i = reports.pop(ref) if is_report else calls.pop(ref)
-            try:
-                result = ray.get(ref)
-            except ray.exceptions.RayActorError:
-                if is_report and i in calls.values():
-                    continue  # the worker's other call fails too
-                deaths += 1
-                if deaths > self.rollout_config.server.max_attempts:
-                    raise
-                logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
-                parts.pop(i, None)
-                reports = {report: worker for report, worker in reports.items() if worker != i}
-                early_stop.forget(shares[i])
-                workers[i] = self._start_worker(i)
-                self._reset_router(lost=False)
-                start(i)
-                continue
-            if not is_report:
-                parts[i] = result
-                continue
-            for item in result:
-                if item is not None and early_stop.add(int(shares[i][item[0]]), item[1]) and not over:
-                    over = True
-                    cancelled = [worker.cancel_rest.remote() for worker in workers[: len(shares)]]
-                    ray.wait(cancelled, num_returns=len(cancelled), timeout=CLOSE_TIMEOUT_S)  # the calls say who hangs
-            if None not in result:
-                reports[workers[i].next_finished.remote()] = i
-        return [parts[i] for i in range(len(shares))], deaths
 
     def _with_versions(self, output: DataProto) -> DataProto:
         """With column weights_version: that of a conversation's turns, which must be one."""
@@ -235,6 +178,93 @@ class AgentLoopManager:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
             for worker in self.agent_loop_workers:
                 ray.kill(worker)
+
+
+class _WorkerCalls:
+    """The generation of a batch by all workers, each of which gets a share of the rows.
+
+    Rows that a worker reports when they have ended go to `early_stop`. The rows of a worker that dies are generated
+    again by a new one.
+    """
+
+    def __init__(self, manager: AgentLoopManager, batch: DataProto, early_stop: "_EarlyStop") -> None:
+        self.manager, self.batch, self.early_stop = manager, batch, early_stop
+        self.workers = manager.agent_loop_workers
+        shares = np.array_split(np.arange(len(batch)), len(self.workers))
+        self.shares = [rows for rows in shares if len(rows)]  # numbers of each worker's rows
+        self.calls: dict[Any, int] = {}  # calls of generate_sequences that have not ended, and their workers' numbers
+        self.reports: dict[Any, int] = {}  # those of next_finished
+        self.parts: dict[int, DataProto] = {}  # of the workers that have ended
+        self.deaths = 0
+        self.is_over = False  # enough conversations have ended
+
+    def run(self) -> list[DataProto]:
+        """The workers' parts in order, without the rows that were reported."""
+        limit = self.manager.config.trainer.watchdog.generate
+        deadline = time.monotonic() + (limit or 0.0)
+        for i in range(len(self.shares)):
+            self._start(i)
+        while self.calls or self.reports:
+            left = None if limit is None else max(0.0, deadline - time.monotonic())
+            ended, _ = ray.wait([*self.reports, *self.calls], timeout=left)
+            if not ended:
+                raise self._timeout_error(limit)
+            self._take(ended[0])
+        return [self.parts[i] for i in range(len(self.shares))]
+
+    def _start(self, i: int) -> None:
+        columns = {name: column[self.shares[i]] for name, column in self.batch.non_tensor_batch.items()}
+        share = DataProto(None, columns, {**self.batch.meta_info, "cancelled": self.is_over})
+        self.calls[self.workers[i].generate_sequences.remote(share)] = i
+        if self.batch.meta_info["report_finished"]:
+            self.reports[self.workers[i].next_finished.remote()] = i
+
+    def _take(self, call: Any) -> None:
+        """Take the result of a call that has ended."""
+        is_report = call in self.reports
+        i = self.reports.pop(call) if is_report else self.calls.pop(call)
+        try:
+            result = ray.get(call)
+        except ray.exceptions.RayActorError:
+            if is_report and i in self.calls.values():
+                return  # the worker's other call fails too
+            self.deaths += 1
+            if self.deaths > self.manager.rollout_config.server.max_attempts:
+                raise
+            self._restart(i)
+            return
+        if is_report:
+            self._take_finished(i, result)
+        else:
+            self.parts[i] = result
+
+    def _restart(self, i: int) -> None:
+        count = len(self.shares[i])
+        logger.warning(f"agent loop worker {i} died; a new one starts its {count} conversations again")
+        self.parts.pop(i, None)
+        self.reports = {report: worker for report, worker in self.reports.items() if worker != i}
+        self.early_stop.forget(self.shares[i])
+        self.workers[i] = self.manager._start_worker(i)
+        self.manager._reset_router(lost=False)
+        self._start(i)
+
+    def _take_finished(self, i: int, items: list[tuple[int, DataProto] | None]) -> None:
+        """Take what `next_finished` of worker i returned."""
+        for number, row in filter(None, items):
+            if self.early_stop.add(int(self.shares[i][number]), row) and not self.is_over:
+                self.is_over = True
+                cancelled = [worker.cancel_rest.remote() for worker in self.workers[: len(self.shares)]]
+                ray.wait(cancelled, num_returns=len(cancelled), timeout=CLOSE_TIMEOUT_S)  # the calls say who hangs
+        if None not in items:
+            self.reports[self.workers[i].next_finished.remote()] = i
+
+    def _timeout_error(self, limit: float) -> Exception:
+        late = {**self.reports, **self.calls}
+        labels = self.manager._labels()
+        names, actors = [labels[i] for i in late.values()], [self.workers[i] for i in late.values()]
+        group = self.manager.worker_group
+        ranks = group.actors_by_label() if isinstance(group, RayWorkerGroup) else {}
+        return timeout_error(list(late), names, "generate_sequences", limit, actors, ranks)
 
 
 class _EarlyStop:

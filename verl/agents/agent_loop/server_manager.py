@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 from collections import OrderedDict
 from typing import Any
 from uuid import uuid4
@@ -62,13 +63,13 @@ class AsyncLLMServerManager:
         """The next turn of the conversation `request_id`, after all its tokens so far.
 
         `sampling_params`: temperature, top_p, top_k, repetition_penalty, ignore_eos, stop_token_ids, max_tokens (by
-        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs and
-        kept_tokens (bool: with the ids that top_k and top_p left), and seed, from which the seed of each turn is
-        derived with the number of earlier turns, or `turn`. A server that fails is left
-        out and the turn starts again on another, up to rollout.server.max_attempts times. Raises ValueError for unknown
-        parameters, ConversationTooLong for a prompt of rollout.max_model_len or prompt_length + response_length tokens,
-        ServerUnreachable at the end. Arguments of loops written for verl, such as `priority` and `mm_processor_kwargs`,
-        have no effect: requests are served in the order of their arrival, and consist of token ids.
+        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs and kept_tokens (bool:
+        with the ids that top_k and top_p left), and seed, from which the seed of each turn is derived with the number
+        of earlier turns, or `turn`. A server that fails is left out and the turn starts again on another, up to
+        rollout.server.max_attempts times. Raises ValueError for unknown parameters, ConversationTooLong for a prompt of
+        rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end. Arguments of
+        loops written for verl, such as `priority` and `mm_processor_kwargs`, have no effect: requests are served in the
+        order of their arrival, and consist of token ids.
         """
         if image_data or video_data or audio_data:
             raise ValueError("image_data, video_data and audio_data: rollout servers take token ids only")
@@ -78,8 +79,7 @@ class AsyncLLMServerManager:
         if unknown := sorted(set(sampling) - {*SAMPLING, "kept_tokens"}):
             known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])
             raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {known}")
-        rollout = self.rollout_config
-        most = most_tokens(rollout)
+        most = most_tokens(self.rollout_config)
         room = most - len(prompt_ids)
         if room < 1:
             limit = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
@@ -97,8 +97,8 @@ class AsyncLLMServerManager:
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool
     ) -> TokenOutput:
         """The answer of a server to one turn; `sampling` are the parameters of ServerClient.generate."""
-        rollout = self.rollout_config
-        for attempt in range(1, rollout.server.max_attempts + 1):
+        settings = self.rollout_config.server
+        for attempt in itertools.count(1):
             server = await self._routed("acquire", request_id)
             lost = False
             try:
@@ -108,16 +108,13 @@ class AsyncLLMServerManager:
                 return output
             except ServerUnreachable:
                 lost = len(self.clients) > 1
-                if attempt == rollout.server.max_attempts:
+                if attempt == settings.max_attempts:
                     raise
-                await asyncio.sleep(0 if lost else rollout.server.retry_delay)
+                await asyncio.sleep(0 if lost else settings.retry_delay)
             finally:
                 await self._routed("release", server, lost)
-        raise AssertionError
 
-    async def _ask(
-        self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool
-    ) -> TokenOutput:
+    async def _ask(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
         """One request to the server of that number."""
         return await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
 

@@ -82,26 +82,6 @@ class AgentData:
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
 
-    @property
-    def prompt_ids(self) -> list[int]:
-        """All ids so far."""
-        return self.conversation.ids
-
-    @property
-    def response_ids(self) -> list[int]:
-        """The ids after the first prompt."""
-        return self.conversation.response_ids
-
-    @property
-    def response_mask(self) -> list[int]:
-        """1 for a generated id."""
-        return self.conversation.response_mask
-
-    @property
-    def response_logprobs(self) -> list[float] | None:
-        """The log-probs of generated ids, 0 elsewhere."""
-        return self.conversation.response_logprobs
-
     def end(self, reason: str) -> AgentState:
         """TERMINATED, for a reason of END_REASONS, which is noted."""
         self.end_reason = reason
@@ -155,10 +135,12 @@ class ToolAgentLoop(AgentLoopBase):
             try:
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    after = self._check_transition(state, await getattr(self, HANDLERS[state])(data, sampling_params))
+                    handle = getattr(self, HANDLERS[state])
+                    following = self._check_transition(state, await handle(data, sampling_params))
                     # Not in the handler of PENDING, which a subclass may replace.
-                    starts = state is AgentState.PENDING and after is AgentState.GENERATING and self.interactions
-                    state = await self._start_interaction(data) if starts else after
+                    if self.interactions and (state, following) == (AgentState.PENDING, AgentState.GENERATING):
+                        following = await self._start_interaction(data)
+                    state = following
                 rewards = await data.tools.calc_rewards()
             finally:
                 if data.interaction_id is not None:
@@ -166,20 +148,18 @@ class ToolAgentLoop(AgentLoopBase):
                         await self.runner.run_with_timeout(data.interaction.finalize_interaction(data.interaction_id))
                     except Exception as error:
                         self._failed("release_failed", data.interaction, error)
-        conversation = data.conversation
-        turns = {}
-        if self.settings.row_per_turn:
-            prompts = zip(conversation.versions, data.turn_prompts, strict=True)
-            turns = {"turn_prompts": [(start, end, ids) for (_, start, end), ids in prompts]}
-        elif data.user_turns and data.end_reason in ("stop", "turns"):  # else the last turn may be cut, or no message
-            self._check_tokenization(data)
         fields = {
-            **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
+            **data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
             "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
             "failed_tool_calls": data.failed_tool_calls,
         }  # fmt: skip
+        if self.settings.row_per_turn:
+            prompts = zip(data.conversation.versions, data.turn_prompts, strict=True)
+            fields["turn_prompts"] = [(start, end, ids) for (_, start, end), ids in prompts]
+        elif data.user_turns and data.end_reason in ("stop", "turns"):  # else the last turn may be cut, or no message
+            self._check_tokenization(data)
         num_turns = 1 + data.user_turns + data.assistant_turns  # the prompt is one
-        return output_of(conversation, num_turns, AgentLoopMetrics(**data.metrics), fields)
+        return output_of(data.conversation, num_turns, AgentLoopMetrics(**data.metrics), fields)
 
     @staticmethod
     def _check_transition(state: AgentState, following: AgentState) -> AgentState:
@@ -191,10 +171,11 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _check_tokenization(self, data: AgentData) -> None:
         """Warn once in a worker if the ids differ from those of the finished messages."""
+        if self.session.warned_of_tokenization:
+            return
         mode = self.settings.tokenization_sanity_check_mode
-        if not self.session.warned_of_tokenization and (
-            deviation := self.encoder.deviation(data.conversation.ids, data.messages, self.tool_schemas, mode=mode)
-        ):
+        deviation = self.encoder.deviation(data.conversation.ids, data.messages, self.tool_schemas, mode=mode)
+        if deviation is not None:
             self.session.warned_of_tokenization = True
             key = f"rollout.multi_turn.tokenization_sanity_check_mode={mode}"
             logger.warning(f"conversation {data.request_id}: {deviation} Further ones are not compared ({key}).")
@@ -286,8 +267,9 @@ class ToolAgentLoop(AgentLoopBase):
         for call in data.tool_calls[limit:]:
             texts.append(f"Error: {call.name!r} was not called: one turn may call {limit} tools.")
         data.tool_rewards += [reward for _, reward, _ in results if reward is not None]
-        pairs = zip(texts, data.tool_calls, strict=True)
-        messages = [{"role": "tool", "content": text, "name": c.name, "tool_call_id": c.id} for text, c in pairs]
+        messages = []
+        for call, text in zip(data.tool_calls, texts, strict=True):
+            messages.append({"role": "tool", "content": text, "name": call.name, "tool_call_id": call.id})
         return self._append(data, messages)
 
     @rollout_trace_op
@@ -333,9 +315,8 @@ class ToolAgentLoop(AgentLoopBase):
             text = "\n".join(["", *(message["content"] for message in messages), ""])
             ids = self.tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
         else:
-            ids = self.encoder.encode_appended(messages, self.tool_schemas, after=data.prompt_ids[-1])
-        fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
-        if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
+            ids = self.encoder.encode_appended(messages, self.tool_schemas, after=data.conversation.ids[-1])
+        if not self.has_room(data.conversation, ids):
             return data.end("length")
         data.messages += messages
         data.conversation.add_given(ids)

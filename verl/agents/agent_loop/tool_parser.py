@@ -34,10 +34,10 @@ class FunctionCall(BaseModel):
 
 
 @functools.cache
-def _tagged(*tags: tuple[str, str]) -> re.Pattern[str]:
+def _tagged(think_tags: tuple[str, str], call_tags: tuple[str, str]) -> re.Pattern[str]:
     """Matches reasoning, a call (which may contain reasoning tags), or a closing reasoning tag without opening tag."""
-    reasoning, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
-    return re.compile(rf"{reasoning}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
+    reasoning, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in (think_tags, call_tags))
+    return re.compile(rf"{reasoning}|{call}|{re.escape(think_tags[1])}", re.DOTALL)
 
 
 class ToolParser(ABC):
@@ -68,11 +68,11 @@ class ToolParser(ABC):
 
         `starts_reasoning`: the prompt ends with the opening tag of reasoning, so the generated text starts inside it.
         """
-        content: str = ""
-        calls: list[FunctionCall] = []
+        content, calls = "", []
         for text, is_reasoning in self._parts(self.tokenizer.decode(responses_ids), starts_reasoning):
             rest, parsed = (text, []) if is_reasoning else self.parse(text)
-            content, calls = content + rest, calls + parsed
+            content += rest
+            calls += parsed
         return content, calls
 
     def _parts(self, text: str, starts_reasoning: bool) -> list[tuple[str, bool]]:
@@ -113,8 +113,11 @@ class ToolParser(ABC):
             else:
                 content += self.parse(text)[0]
         message: dict[str, Any] = {"role": "assistant", "content": content.strip()}
-        message |= {"reasoning_content": reasoning.strip()} if reasoning.strip() else {}
-        return message | ({"tool_calls": made} if made else {})
+        if reasoning.strip():
+            message["reasoning_content"] = reasoning.strip()
+        if made:
+            message["tool_calls"] = made
+        return message
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -128,12 +131,12 @@ class ToolParser(ABC):
         Text that is valid JSON, except for JSON strings, is parsed; other text is a string. If the tool's schema allows
         a string, JSON of a type that the schema does not allow is a string as well.
         """
-        functions = (schema["function"] for schema in self.tool_schemas)
-        schema = next((function for function in functions if function["name"] == name), {})
-        properties = schema.get("parameters", {}).get("properties", {})
-        types = {key: parameter.get("type", ()) for key, parameter in properties.items()}
-        types = {key: [kind] if isinstance(kind, str) else kind for key, kind in types.items()}
-        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
+        functions = {schema["function"]["name"]: schema["function"] for schema in self.tool_schemas}
+        properties = functions.get(name, {}).get("parameters", {}).get("properties", {})
+        arguments = {}
+        for key, text in parameters:
+            types = properties.get(key.strip(), {}).get("type", ())
+            arguments[key.strip()] = _value(text, [types] if isinstance(types, str) else types)
         return FunctionCall(name=name, arguments=json.dumps(arguments))
 
     @abstractmethod
@@ -233,7 +236,6 @@ class Llama3JsonToolParser(ToolParser):
     """
 
     STOPS = ("<|eom_id|>", "<|eot_id|>")
-
     SPECIAL = re.compile(r"<\|(?:python_tag|eot_id|eom_id|end_of_text)\|>")
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
@@ -378,7 +380,8 @@ class MistralToolParser(ToolParser):
             return [FunctionCall(name="", arguments=text, error=f"the calls are not a JSON list: {error}")]
         parsed = [json_call(json.dumps(call)) for call in calls]
         for result, call in zip(parsed, calls, strict=True):
-            result.id = call["id"] if isinstance(call, dict) and isinstance(call.get("id"), str) else None
+            if isinstance(call, dict) and isinstance(call.get("id"), str):
+                result.id = call["id"]
         return parsed
 
 
@@ -459,7 +462,6 @@ class GptOssToolParser(ToolParser):
 
     STOPS = ("<|call|>", "<|return|>")
     THINK_TAGS = None
-
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"
         r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)|.+",
@@ -477,16 +479,13 @@ class GptOssToolParser(ToolParser):
         return message | ({"thinking": thinking} if thinking and not message["content"] else {})
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        content, calls = [], []
+        content, calls = "", []
         for message in self.MESSAGE.finditer(text):
-            head, body = message.group("head"), message.group("body")
-            if head is None:  # text without a message
+            if message["head"] is None:  # text without a message
                 continue
-            recipient = self.RECIPIENT.search(head)
-            if "analysis" in head and recipient is None:
-                continue
-            if recipient is None:
-                content.append(body)
-                continue
-            calls.append(named_call(recipient.group(1), body))
-        return "".join(content), calls
+            recipient = self.RECIPIENT.search(message["head"])
+            if recipient is not None:
+                calls.append(named_call(recipient[1], message["body"]))
+            elif "analysis" not in message["head"]:
+                content += message["body"]
+        return content, calls

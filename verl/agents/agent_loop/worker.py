@@ -153,28 +153,25 @@ class AgentLoopWorker:
             sampling_params["seed"] = int(seed)
         needs_kept = sampling_params.get("kept_tokens")  # loops may take entries out
         loop = make_agent_loop(name, server_manager=self.server_manager, **self.loop_arguments)
-        with rollout_trace_attr(
-            sample_index=trajectory["sample_index"], step=trajectory["step"], rollout_n=trajectory["rollout_n"],
-            name="agent_loop", validate=trajectory["validate"],
-        ):  # fmt: skip
-            try:
-                arguments = {"request_id": uuid4().hex, "trajectory": trajectory, **row}
+        arguments = {"request_id": uuid4().hex, "trajectory": trajectory, **row}
+        try:
+            with rollout_trace_attr(name="agent_loop", **trajectory):
                 output = await loop.run(sampling_params, **arguments)
-                if not isinstance(output, AgentLoopOutput):
-                    what = f"{type(loop).__name__}.run returned {type(output).__name__}"
-                    raise TypeError(f"{what}; expected an AgentLoopOutput")
-                loop.check_prompt(output.prompt_ids)
-                biased = needs_kept and any(output.response_mask) and output.kept_tokens is None
-                if biased and not self._warned_of_bias:
-                    self._warned_of_bias = True
-                    logger.warning(
-                        f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "
-                        "rollout.top_k and rollout.top_p bias the ratios of its samples. Set rollout.top_p=1 and "
-                        "rollout.top_k=-1, or let the loop return them."
-                    )
-            except (ServerUnreachable, ConversationTooLong) as error:
-                logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
-                return None
+            if not isinstance(output, AgentLoopOutput):
+                what = f"{type(loop).__name__}.run returned {type(output).__name__}"
+                raise TypeError(f"{what}; expected an AgentLoopOutput")
+            loop.check_prompt(output.prompt_ids)
+        except (ServerUnreachable, ConversationTooLong) as error:
+            logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
+            return None
+        is_biased = needs_kept and any(output.response_mask) and output.kept_tokens is None
+        if is_biased and not self._warned_of_bias:
+            self._warned_of_bias = True
+            logger.warning(
+                f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "
+                "rollout.top_k and rollout.top_p bias the ratios of its samples. Set rollout.top_p=1 and "
+                "rollout.top_k=-1, or let the loop return them."
+            )
         return output
 
 

@@ -21,9 +21,10 @@ class EnvironmentDataset(RLHFDataset):
         max_samples: int = -1, is_train: bool = True,
     ) -> None:  # fmt: skip
         settings = to_settings(config, DataConfig, checked=False)
-        split, name = "train" if is_train else "val", settings.environment.name
-        self._environment, self._split, self._files = settings.environment, split, _files(settings)
-        super().__init__([f"environment {name}, {split}"], tokenizer, config, processor, max_samples)
+        self._environment, self._split = settings.environment, "train" if is_train else "val"
+        self._files = {"train": _as_list(settings.train_files), "val": _as_list(settings.val_files)}
+        name = f"environment {settings.environment.name}, {self._split}"
+        super().__init__([name], tokenizer, config, processor, max_samples)
 
     def load(self, file: str, use_shm: bool) -> Sequence[dict[str, Any]]:
         try:
@@ -32,7 +33,5 @@ class EnvironmentDataset(RLHFDataset):
             raise DatasetError(str(error)) from error
 
 
-def _files(settings: DataConfig) -> dict[str, list[str]]:
-    """data.train_files and data.val_files by split."""
-    files = {"train": settings.train_files, "val": settings.val_files}
-    return {split: [of] if isinstance(of, str) else list(of or ()) for split, of in files.items()}
+def _as_list(files: str | Sequence[str] | None) -> list[str]:
+    return [files] if isinstance(files, str) else list(files or ())

@@ -96,12 +96,14 @@ def completion(answer: Answer, shared: dict[str, Any], body: dict[str, Any], tok
     for index, choice in enumerate(answer.choices):
         calls = calls_of(choice)
         content = choice.message["content"] or (None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
         if reasoning := choice.message.get("reasoning_content"):
             message["reasoning_content"] = reasoning
         log_probs = log_probs_of(choice, tokenizer) if body.get("logprobs") else None
-        choices.append({"index": index, "message": message, "finish_reason": choice.finish_reason,
-                        "logprobs": log_probs})  # fmt: skip
+        reason = choice.finish_reason
+        choices.append({"index": index, "message": message, "finish_reason": reason, "logprobs": log_probs})
     return {**shared, "object": "chat.completion", "choices": choices, "usage": usage(answer)}
 
 

@@ -43,7 +43,8 @@ def template_messages(messages: Any) -> list[dict[str, Any]]:
         if role == "tool":
             made["tool_call_id"] = str(message.get("tool_call_id") or "")
             name = message.get("name") or names.get(made["tool_call_id"])
-            made |= {"name": name} if name else {}
+            if name:
+                made["name"] = name
         converted.append(made)
     return converted
 
@@ -82,11 +83,9 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"tools[{i}] must have type=function and function.name")
         known = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
-        made.append({"type": "function", "function": {"description": "", "parameters": _NO_PARAMETERS} | known})
+        defaults = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        made.append({"type": "function", "function": defaults | known})
     return made
-
-
-_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def tools_key(tools: Any) -> bytes:

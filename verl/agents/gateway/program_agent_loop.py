@@ -74,14 +74,16 @@ class ProgramAgentLoop(AgentLoopBase):
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        row, journal = row_of(kwargs), self.programs.journal
+        row, name = row_of(kwargs), kwargs.get("request_id") or uuid4().hex
+        journal = self.programs.journal
         if journal is None:
-            return await self._run_program(sampling_params, row, kwargs.get("request_id") or uuid4().hex)
+            return await self._run_program(sampling_params, row, name)
         trajectory = kwargs.get("trajectory", {})
         key = journal.key_of(trajectory.get("step", -1), trajectory.get("validate", False), sampling_params, row)
-        if (entry := journal.find(key)) is not None:
+        entry = journal.find(key)
+        if entry is not None:
             return AgentLoopOutput(**entry["output"])
-        output = await self._run_program(sampling_params, row, kwargs.get("request_id") or uuid4().hex)
+        output = await self._run_program(sampling_params, row, name)
         if not is_lost(output):
             journal.write(key, {"output": output.model_dump()})
         return output
@@ -130,7 +132,6 @@ class ProgramAgentLoop(AgentLoopBase):
         if self.agent.command_reward == "program":
             reward = _reward_of(ending, session) or 0.0  # none from a program that had no room left
         columns = columns_of(session.tree.rows())
-        self.check_prompt(columns["prompt_ids"])
         columns["extra_fields"]["end_reason"] = "length" if session.is_full or session.is_cut else "stop"
         outside = max(0.0, ending.seconds - session.seconds)
         metrics = AgentLoopMetrics(generate_sequences=session.seconds, tool_calls=outside)
@@ -153,10 +154,11 @@ def columns_of(rows: list[Conversation]) -> dict[str, Any]:
         log_probs += row.response_logprobs or ()
         kept += row.kept_tokens or ()
     fields: dict[str, Any] = {"weights_versions": [version for row in rows for version, _, _ in row.versions]}
+    if len(rows) > 1:
+        fields["turn_prompts"] = prompts
     return {
         "prompt_ids": rows[0].prompt_ids, "response_ids": ids, "response_mask": mask,
-        "response_logprobs": log_probs or None, "kept_tokens": kept or None,
-        "extra_fields": fields | ({"turn_prompts": prompts} if len(rows) > 1 else {}),
+        "response_logprobs": log_probs or None, "kept_tokens": kept or None, "extra_fields": fields,
     }  # fmt: skip
 
 

@@ -20,32 +20,40 @@ def _chat_messages(items: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "message":
-            message = {"role": item.get("role"), "content": item.get("content")}
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        elif kind == "function_call_output":
-            message = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-        elif kind == "reasoning":
-            texts = [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
-            message = {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
-        else:
-            raise RequestError(f"input[{i}].type={kind!r} is not supported: message, function_call, "
-                               "function_call_output and reasoning are")  # fmt: skip
-        # A reply consists of several items: its reasoning, its text, its calls. A text after a text or after calls
-        # begins the next reply. Reasoning after the first item is left out.
-        last = messages[-1] if messages else {}
-        both = message["role"] == last.get("role") == "assistant"
-        if both and not (message["content"] and (last["content"] or last.get("tool_calls"))):
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            last["content"] = last["content"] or message["content"]
-            last |= {"tool_calls": calls} if calls else {}
+        message = _message_of(item, i)
+        if messages and _are_one_reply(messages[-1], message):  # reasoning after the first item is left out
+            reply = messages[-1]
+            reply["content"] = reply["content"] or message["content"]
+            if "tool_calls" in message:
+                reply["tool_calls"] = [*reply.get("tool_calls", ()), *message["tool_calls"]]
         else:
             messages.append(message)
     return messages
+
+
+def _message_of(item: Any, i: int) -> dict[str, Any]:
+    """Input item number i as a message of its own."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+    if kind == "reasoning":
+        texts = [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
+        return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
+    known = "message, function_call, function_call_output and reasoning are"
+    raise RequestError(f"input[{i}].type={kind!r} is not supported: {known}")
+
+
+def _are_one_reply(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Whether two messages are items of one reply, which has reasoning, a text and calls in this order."""
+    if not message["role"] == last["role"] == "assistant":
+        return False
+    return not message["content"] or not (last["content"] or last.get("tool_calls"))
 
 
 async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +82,9 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     status = "incomplete" if choice.finish_reason == "length" else "completed"
     response_id = f"resp_{number}"
     # Without reasoning, which does not count when conversations are compared.
-    message = {"role": "assistant", "content": choice.message["content"]} | ({"tool_calls": calls} if calls else {})
-    session.responses[response_id] = [*history, message]
+    session.responses[response_id] = [
+        *history, {"role": "assistant", "content": choice.message["content"], "tool_calls": calls}
+    ]
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
         "id": response_id, "object": "response", "created_at": time.time(), "model": str(body.get("model") or "policy"),

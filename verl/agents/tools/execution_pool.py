@@ -118,7 +118,6 @@ def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
     actor = ray.remote(TokenBucketWorker).options(
         name=name, namespace="verl", get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
     ).remote(rate_limit)  # fmt: skip
-
     return actor.acquire.remote, actor.release.remote
 
 

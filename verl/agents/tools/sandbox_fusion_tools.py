@@ -37,8 +37,10 @@ class SandboxFusionTool(BaseTool):
         settings = DEFAULTS | config
         self.default_timeout, self.default_language = settings["default_timeout"], settings["default_language"]
         self.memory_limit_mb = settings["memory_limit_mb"]
-        limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
-        self.execution_pool = init_execution_pool(*limits, name="sandbox-fusion-rate-limiter")
+        self.execution_pool = init_execution_pool(
+            settings["num_workers"], settings["enable_global_rate_limit"], settings["rate_limit"],
+            name="sandbox-fusion-rate-limiter",
+        )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -14,9 +14,7 @@ __all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker
 
 DEFAULTS = {"topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120, "enable_global_rate_limit": True}
 SEARCH_PARAMETERS = {
-    "properties": {
-        "query_list": {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}
-    },
+    "properties": {"query_list": {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}},
     "required": ["query_list"],
 }
 
@@ -42,8 +40,10 @@ class SearchTool(BaseTool):
             raise ValueError("config.retrieval_service_url is empty; set the URL of the retrieval service")
         settings = DEFAULTS | config
         self.topk, self.timeout = settings["topk"], settings["timeout"]
-        limits = (settings[name] for name in ("num_workers", "enable_global_rate_limit", "rate_limit"))
-        self.execution_pool = init_search_execution_pool(*limits, name="search-rate-limiter")
+        self.execution_pool = init_search_execution_pool(
+            settings["num_workers"], settings["enable_global_rate_limit"], settings["rate_limit"],
+            name="search-rate-limiter",
+        )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

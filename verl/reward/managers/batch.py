@@ -37,30 +37,10 @@ class BatchRewardManager(NaiveRewardManager):
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         if self.can_stream:
             return super().results(data, rows)
-        parameters = inspect.signature(self.compute_score).parameters
-        offered = {
-            "prompt_ids": [row.prompt_ids for row in rows],
-            "response_ids": [row.response_ids for row in rows],
-            "attention_mask": data.batch["attention_mask"],
-            "batch_tensors": dict(data.batch.items()),
-        }
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        of_rows = [self.arguments(row) for row in rows]
-        arguments = {f"{name}s": [of_row[name] for of_row in of_rows] for name in ARGUMENTS}
-        arguments |= {name: value for name, value in offered.items() if takes_all or name in parameters}
-        arguments |= self.reward_kwargs
-        if self.in_processes:
-            if self._pool is None:
-                self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.settings.batch_timeout)
-            (results,) = self._pool.map([arguments])
-        else:
-            try:
-                results = call_for_batch(self.compute_score, **arguments)
-            except Exception as error:
-                results = Failure.of(error)
+        results = self._call_once(self._batch_arguments(data, rows))
+        name = f"reward function {defined_at(self.compute_score)}"
         if isinstance(results, Failure):
             sources = ", ".join(sorted({str(row.data_source) for row in rows}))
-            name = f"reward function {defined_at(self.compute_score)}"
             problem = f"batch of {len(rows)} rows (data_source: {sources}): {name} {results.text}"
             if results.kind == "timeout":
                 problem += f" (reward_model.batch_timeout={self.settings.batch_timeout:g})"
@@ -69,6 +49,30 @@ class BatchRewardManager(NaiveRewardManager):
             logger.warning("{}: all of them are left out", problem)
             return [results] * len(rows)
         if len(results) != len(rows):
-            count = f"{len(results)} scores for {len(rows)} rows"
-            raise RewardError(f"reward function {defined_at(self.compute_score)} returned {count}; return one per row.")
+            raise RewardError(f"{name} returned {len(results)} scores for {len(rows)} rows; return one per row.")
         return results
+
+    def _batch_arguments(self, data: DataProto, rows: list[Row]) -> dict[str, Any]:
+        of_rows = [self.arguments(row) for row in rows]
+        arguments = {f"{name}s": [of_row[name] for of_row in of_rows] for name in ARGUMENTS}
+        offered = {
+            "prompt_ids": [row.prompt_ids for row in rows],
+            "response_ids": [row.response_ids for row in rows],
+            "attention_mask": data.batch["attention_mask"],
+            "batch_tensors": dict(data.batch.items()),
+        }
+        parameters = inspect.signature(self.compute_score).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        arguments |= {name: value for name, value in offered.items() if takes_all or name in parameters}
+        return arguments | self.reward_kwargs
+
+    def _call_once(self, arguments: dict[str, Any]) -> list[Any] | Failure:
+        """The scores that the function returns for the batch, in a process or here."""
+        if self.in_processes:
+            if self._pool is None:
+                self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.settings.batch_timeout)
+            return self._pool.map([arguments])[0]
+        try:
+            return call_for_batch(self.compute_score, **arguments)
+        except Exception as error:
+            return Failure.of(error)

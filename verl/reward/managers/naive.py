@@ -82,25 +82,33 @@ class NaiveRewardManager(SampleRewardManager):
 
     def _call_in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
         workers, seconds = self.workers(self.settings), self.settings.item_timeout
-        is_async = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
+        if isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async:
+            if self._pool is None:
+                self._pool = GradingPool(BatchedCalls(self.compute_score, seconds), workers, seconds + _GRACE_S)
+            return self._await_in_processes(self._pool, items)
         if self._pool is None:
-            function = BatchedCalls(self.compute_score, seconds) if is_async else self.compute_score
-            self._pool = GradingPool(function, workers, seconds + _GRACE_S if is_async else seconds)
-        if not is_async:
-            return self._pool.map(items)
-        shards = [items[i::workers] for i in range(workers)]
+            self._pool = GradingPool(self.compute_score, workers, seconds)
+        return self._pool.map(items)
+
+    @staticmethod
+    def _await_in_processes(pool: GradingPool, items: list[dict[str, Any]]) -> list[Any]:
+        """The results of a coroutine function, which each process awaits for a shard of the items at once."""
         results: list[Any] = [None] * len(items)
-        retried: list[int] = []
-        for i, result in enumerate(self._pool.map([{"items": shard} for shard in shards])):
-            failed = isinstance(result, Failure)
-            results[i::workers] = [result] * len(shards[i]) if failed else result
-            retried += range(i, len(items), workers) if failed and len(shards[i]) > 1 else []
-        retried, failures = sorted(retried), 0
-        while retried and failures < _MAX_FAILURES:  # each row by itself, to find those that fail
-            rows, retried = retried[:workers], retried[workers:]
-            for row, result in zip(rows, self._pool.map([{"items": [items[row]]} for row in rows]), strict=True):
-                results[row] = result if isinstance(result, Failure) else result[0]
-                failures += isinstance(results[row], Failure)
+        waiting = [list(range(i, len(items), pool.workers)) for i in range(pool.workers)]  # shards: numbers of items
+        failures, is_retry = 0, False
+        while waiting and failures < _MAX_FAILURES:
+            shards, waiting = waiting[: pool.workers], waiting[pool.workers :]
+            calls = [{"items": [items[i] for i in shard]} for shard in shards]
+            for shard, result in zip(shards, pool.map(calls), strict=True):
+                failed = isinstance(result, Failure)
+                for i, of_item in zip(shard, [result] * len(shard) if failed else result, strict=True):
+                    results[i] = of_item
+                if is_retry:
+                    failures += isinstance(results[shard[0]], Failure)
+                elif failed and len(shard) > 1:
+                    waiting += [[i] for i in shard]  # each by itself, to find those that fail
+            is_retry = True
+            waiting.sort()
         return results
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -124,9 +132,10 @@ class NaiveRewardManager(SampleRewardManager):
 
     async def call(self, arguments: dict[str, Any]) -> Any:
         """The reward function's result for one row, in this process."""
-        call = partial(self.compute_score, **arguments)
         function = self.compute_score.function if isinstance(self.compute_score, ExternFunction) else self.compute_score
-        return await call() if inspect.iscoroutinefunction(function) else await self.in_other_thread(call)
+        if inspect.iscoroutinefunction(function):
+            return await self.compute_score(**arguments)
+        return await self.in_other_thread(partial(self.compute_score, **arguments))
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """The keyword arguments of the reward function, without `reward_kwargs`.
@@ -140,8 +149,9 @@ class NaiveRewardManager(SampleRewardManager):
         is_own = (getattr(function, "__module__", None) or "").startswith("verl.")
         is_written = len(turns) == 1 or (is_own and self.settings.judged_text == "model")
         text = written if is_written else answer_text(self.tokenizer, row.response_ids)
+        of_row = {"data_source": row.data_source, "solution_str": text, "ground_truth": row.ground_truth}
         extra_info = {**(row.extra_info or {}), "response_turns": turns, "model_text": written}
-        return dict(zip(ARGUMENTS, (row.data_source, text, row.ground_truth, extra_info), strict=True))
+        return {**of_row, "extra_info": extra_info}
 
     def adjusted(self, result: Any, row: Row) -> Any:
         """The result to report for what the reward function returned: a number, or a dict with 'score'."""

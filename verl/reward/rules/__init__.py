@@ -1,14 +1,14 @@
 """Rule rewards by data source."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl.config.sandbox import SandboxConfig
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import installed_plugins, nearest
 
-_HERE = "verl.reward.rules"
 # data source (a pattern, * for any text) -> module, function of (solution_str, ground_truth, **kwargs)
 _SCORERS: dict[str, tuple[str, str]] = {
     "openai/gsm8k": ("gsm8k", "compute_score"),
@@ -38,30 +38,30 @@ def known_sources() -> list[str]:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None,
     sandbox_fusion_url: str | None = None, concurrent_semaphore: Any = None, memory_limit_mb: int | None = None,
-    **kwargs: Any,
+    sandbox: SandboxConfig | None = None, **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
-    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (a SandboxConfig; the
-    service takes its `seconds`). Hostile text may crash the process: `verl.reward.pool` calls it where that is caught.
+    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (the service takes its
+    `seconds`). Hostile text may crash the process: `verl.reward.pool` calls it where that is caught.
     """
-    sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:
         if sandbox_fusion_url:
             from verl.reward.rules.sandbox_fusion import compute_score
 
-            where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
             if sandbox is not None:
                 kwargs.setdefault("timeout", sandbox.seconds)
-            return compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
-        from verl.reward.rules import prime_code
+            where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+            score, _ = compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)
+        else:
+            from verl.reward.rules.prime_code import compute_score
 
-        return prime_code.compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)[0]
+            score, _ = compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)
+        return score
     if data_source in _PLUGINS:
         rule = load_class_from_fqn(_PLUGINS[data_source], "reward rule")
         return rule(data_source, solution_str, ground_truth, extra_info, **kwargs)
-    module, name = _scorer(str(data_source))
-    result = getattr(importlib.import_module(f"{_HERE}.{module}"), name)(solution_str, ground_truth, **kwargs)
+    result = _function(*_scorer(str(data_source)))(solution_str, ground_truth, **kwargs)
     return result if isinstance(result, dict) else float(result)
 
 
@@ -103,13 +103,19 @@ def lacks_answer(data_source: str, solution_str: str) -> bool | None:
     if data_source in _CODE or data_source in _PLUGINS or not has_rule(data_source):
         return None
     finder = _FINDERS.get(_scorer(str(data_source))[0])
-    return finder and getattr(importlib.import_module(f"{_HERE}.{finder[0]}"), finder[1])(solution_str) is None
+    if finder is None:
+        return None
+    return _function(*finder)(solution_str) is None
 
 
 def unknown_source(data_source: str) -> str:
     """The error message for a data source without a rule."""
     unknown = f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'}"
     return f"{unknown} Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"verl.reward.rules.{module}"), name)
 
 
 def _scorer(data_source: str) -> tuple[str, str]:

@@ -51,14 +51,14 @@ class Case:
         """Whether the program's output is right."""
         if not self.is_call:
             return same_output(stdout, self.expected)
-        lines = stdout.rstrip().splitlines()
         try:
-            result = json.loads(lines[-1]) if lines else None
-        except (ValueError, RecursionError):  # not what `_CALL` writes
+            result = json.loads(stdout.rstrip().splitlines()[-1])
+        except (IndexError, ValueError, RecursionError):  # not what `_CALL` writes
             return False
-        expected = self.expected
-        wrapped = isinstance(expected, list) and len(expected) == 1  # APPS keeps results in a list of one
-        return bool(lines) and (same_value(result, expected) or wrapped and same_value(result, expected[0]))
+        possible = [self.expected]
+        if isinstance(self.expected, list) and len(self.expected) == 1:  # APPS keeps results in a list of one
+            possible.append(self.expected[0])
+        return any(same_value(result, expected) for expected in possible)
 
 
 def extract_code(completion: str) -> str | None:
@@ -78,12 +78,12 @@ def cases_of(code: str, test_cases: Any) -> list[Case]:
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"test cases have {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed.")
-    name = tests["fn_name"] if "fn_name" in tests else None
-    if name is None:
-        pairs = enumerate(zip(inputs, outputs, strict=True))
-        return [Case(code, _text(given), _text(expected), False, i) for i, (given, expected) in pairs]
+    name = tests.get("fn_name")
     cases = []
     for i, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
+        if name is None:
+            cases.append(Case(code, _text(given), _text(expected), False, i))
+            continue
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
         program = _PRELUDE + code + _CALL.format(name=str(name), arguments=json.dumps(arguments))
         cases.append(Case(program, "", json.loads(expected) if isinstance(expected, str) else expected, True, i))
@@ -96,7 +96,7 @@ def share_passed(passed: list[bool], total: int, continuous: bool) -> float:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def same_output(output: str, expected: str) -> bool:

@@ -82,8 +82,10 @@ def verify(
         correct, predicted = is_correct_minerva(solution_str, answer)
         if predicted != normalize_final_answer(_NO_ANSWER):
             return correct, predicted
-    boxed, content = is_correct_strict_box(solution_str, answer, pause_tokens_index)
-    return (boxed == 1, content) if strict_box_verify or content is not None else (False, _NO_ANSWER)
+    verdict, content = is_correct_strict_box(solution_str, answer, pause_tokens_index)
+    if content is None and not strict_box_verify:
+        content = _NO_ANSWER
+    return verdict == 1, content
 
 
 def compute_score(

@@ -62,14 +62,16 @@ def call_sandbox_api(
     if memory_limit_mb is not None:
         body["memory_limit_MB"] = memory_limit_mb
 
-    async def ask() -> dict[str, Any]:
-        async with HttpClient() as client:
-            return await _ask(client, sandbox_fusion_url, body, compile_timeout + run_timeout)
-
     try:
-        return _in_thread(ask()), None
-    except SandboxServiceError as error:
+        return _in_thread(_post(sandbox_fusion_url, body, compile_timeout + run_timeout)), None
+    except ServiceError as error:
         return None, str(error)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return None, (
+            f"the sandbox service {sandbox_fusion_url} gave no answer in {MAX_RETRIES} attempts: "
+            f"{type(error).__name__}: {error}. Check that it runs, or unset reward_model.sandbox_fusion.url to run "
+            "programs here."
+        )
 
 
 def check_correctness(
@@ -91,8 +93,9 @@ def check_correctness(
     cases = cases_of(generation, in_outs)
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"fn_name works with Python programs only, not {language}.")
-    where = (sandbox_fusion_url, cases, timeout, memory_limit_mb, language, concurrent_semaphore)
-    outcomes = run_cases(*where, keep_going=True)
+    outcomes = run_cases(
+        sandbox_fusion_url, cases, timeout, memory_limit_mb, language, concurrent_semaphore, keep_going=True
+    )
     return [result for result, _ in outcomes], [report for _, report in outcomes]
 
 
@@ -168,23 +171,12 @@ def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
     wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5),
     reraise=True,
 )
-async def _post(client: HttpClient, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-    reply = await client.post_json(url, body, seconds + API_TIMEOUT, max_bytes=None)
+async def _post(url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The service's verdict on a program that may run for `seconds`."""
+    async with HttpClient() as client:
+        reply = await client.post_json(url, body, seconds + API_TIMEOUT, max_bytes=None)
     if not isinstance(reply, dict) or "status" not in reply:
         raise ServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
     if reply["status"] == "SandboxError":
         raise ServiceBusy(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
     return reply
-
-
-async def _ask(client: HttpClient, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The service's reply for a program that may run for `seconds`."""
-    try:
-        return await _post(client, url, body, seconds)
-    except ServiceError as error:
-        raise SandboxServiceError(str(error)) from error
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise SandboxServiceError(
-            f"the sandbox service {url} gave no answer in {MAX_RETRIES} attempts: {type(error).__name__}: {error}. "
-            "Check that it runs, or unset reward_model.sandbox_fusion.url to run programs here."
-        ) from error

@@ -1,6 +1,7 @@
 """Runs one Python program in the sandbox."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -18,13 +19,6 @@ _JAIL = str(Path(__file__).with_name("jail.py"))
 _PYTHON = os.path.realpath(sys.executable)
 # What the program can read: the interpreter, its library and the system's; nothing of the user, no /etc, no /proc.
 _VISIBLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", f"{sys.base_prefix}/lib", _PYTHON)
-# Their folders of packages beyond the standard library. A library that is a link has none of its own.
-_MASKED = [
-    str(folder)
-    for library in _VISIBLE if not os.path.islink(library)
-    for name in ("site-packages", "dist-packages")
-    for folder in Path(library).glob(f"python*/{name}") if folder.is_dir() and not folder.is_symlink()
-]  # fmt: skip
 _GRACE_S = 15.0  # for the jail to start and to report, beyond the program's own time
 _KEPT_OF_STDERR = 16 << 10  # bytes
 _STDOUT, _STDERR = 1, 2  # descriptors
@@ -50,6 +44,13 @@ class Outcome:
         return self.stopped is None and self.exit_code == 0
 
 
+@functools.cache
+def _package_folders() -> list[str]:
+    """The folders in _VISIBLE with packages beyond the standard library. A library that is a link has none."""
+    folders = [f for path in _VISIBLE if not os.path.islink(path) for f in Path(path).glob("python*/*-packages")]
+    return [str(folder) for folder in folders if folder.is_dir() and not folder.is_symlink()]
+
+
 def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = None) -> Outcome:
     """Run the source of a Python program on `stdin`; it can import the standard library only.
 
@@ -63,7 +64,8 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
         return Outcome(b"", f"the program has {size} bytes, sandbox.disk_mb allows {room}".encode(), 1, None, 0.0)
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
-    request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "masked": _MASKED, "folder": folder}
+    request |= {"program": program, "python": _PYTHON, "folder": folder}
+    request |= {"visible": _VISIBLE, "masked": _package_folders()}
     outputs, overflow = {_STDOUT: bytearray(), _STDERR: bytearray()}, False
 
     def take(descriptor: int, part: bytes) -> bool:

@@ -97,7 +97,5 @@ class ReasoningGym(Environment):
         entry = self.entry(task, seed, size, item["index"])
         reply = await ask(self._messages(task, entry["question"]), None)
         answers = list(self.pattern.finditer((reply["content"] or "").strip()))
-        score = 0.0
-        if answers:
-            score = float(self.dataset(task, seed, size).score_answer(answers[-1][1], entry))
+        score = float(self.dataset(task, seed, size).score_answer(answers[-1][1], entry)) if answers else 0.0
         return {"score": score, "acc": float(score >= 1.0), "answered": float(bool(answers))}
