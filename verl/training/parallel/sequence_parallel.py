@@ -6,7 +6,6 @@ function returns its input unchanged.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +52,13 @@ def all_to_all_tensor(
     sent = [part.contiguous() for part in local_input.chunk(size, scatter_dim)]
     received = [torch.empty_like(part) for part in sent]
     work = dist.all_to_all(received, sent, group=group, async_op=async_op)
-    return partial(concatenate_when_done, received, gather_dim, work) if async_op else torch.cat(received, gather_dim)
+
+    def concatenated() -> Tensor:
+        if async_op:
+            work.wait()
+        return torch.cat(received, gather_dim)
+
+    return concatenated if async_op else concatenated()
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -104,12 +109,6 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
             f"ulysses_sequence_parallel_size={ulysses_sequence_size} does not divide the model's {num_heads} attention "
             "heads; use a divisor."
         )
-
-
-def concatenate_when_done(parts: list[Tensor], dim: int, work: dist.Work) -> Tensor:
-    """The parts along `dim`, after the collective call `work` has ended."""
-    work.wait()
-    return torch.cat(parts, dim)
 
 
 def check_even(x: Tensor, dim: int, size: int) -> None:
