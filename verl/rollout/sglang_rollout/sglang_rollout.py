@@ -167,7 +167,10 @@ class ServerAdapter(BaseRollout):
 
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         if not self.has_weights:
-            raise RuntimeError("SGLang was not given the actor's weights since start or sleep: call update_weights.")
+            raise RuntimeError(
+                "SGLang was not given the actor's weights since it started or slept; call update_weights before "
+                "generate_sequences."
+            )
         request = GenerationRequest.from_batch(prompts, self.config)
         limit, params = request.limit, request.sampling.parameters()
         params |= {"max_tokens": limit, "repetition_penalty": request.repetition_penalty}

@@ -274,7 +274,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if not self.has_weights:
-            raise RuntimeError("vLLM was not given the actor's weights since it started or slept: call update_weights.")
+            raise RuntimeError(
+                "vLLM was not given the actor's weights since it started or slept; call update_weights before "
+                "generate_sequences."
+            )
         gathered = self._prompts_of_all(prompts)
         request = GenerationRequest.from_batch(gathered, self.config)
         counts = self._draft_counts() if self.config.speculative.method else None

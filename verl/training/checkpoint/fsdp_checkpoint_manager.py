@@ -29,13 +29,7 @@ from verl.training.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.training.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.training.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
 from verl.training.parallel.sharding import full_tensors, local_tensor
-from verl.training.peft_weights import (
-    adapter_weights,
-    described_weights,
-    full_weights,
-    peft_models,
-    without_adapters,
-)
+from verl.training.peft_weights import adapter_weights, described_weights, full_weights, peft_models, without_adapters
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.problems import one_line
 from verl.utils.weight_files import safetensors_of

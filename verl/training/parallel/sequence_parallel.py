@@ -86,7 +86,6 @@ def gather_seq_scatter_heads(
 
     `unpadded_dim_size` is the sequence's length without padding, which is cut off; 0 keeps all positions.
     """
-    group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     if get_ulysses_sequence_parallel_world_size(group) == 1:
         return x
     x = SeqAllToAll.apply(group, x, head_dim, seq_dim)
@@ -95,7 +94,6 @@ def gather_seq_scatter_heads(
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
     """[B, T, H / n, D] -> [B, T / n, H, D], after T is padded to a multiple of the n ranks: inverse of the above."""
-    group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     size = get_ulysses_sequence_parallel_world_size(group)
     if size == 1:
         return x
