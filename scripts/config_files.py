@@ -345,6 +345,7 @@ def files() -> dict[str, File]:
             {
                 "rollout.prompt_length": 1536, "rollout.response_length": 512,  # these follow keys of other trees
                 "rollout.log_prob_use_dynamic_bsz": False, "rollout.log_prob_max_token_len_per_gpu": 16384,
+                "rollout.profiler.tool_config.torch_memory.kw_args": {},
             },
             tail=HYDRA,
         ),

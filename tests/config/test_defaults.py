@@ -93,6 +93,8 @@ def test_the_yaml_files_need_no_resolver_of_verl():
     files = [file for folder in (CONFIG_DIR, *OF_RECIPES) for file in folder.rglob("*.yaml")]
     used = {name for file in files for name in re.findall(r"\$\{([\w.]+):", file.read_text())}
     assert len(files) > 20 and used == {"oc.select", "oc.decode", "oc.env"}  # those of OmegaConf
+    for name, *overrides in [["evaluation"], ["generation", "model.path=m"], ["sft_trainer"]]:
+        OmegaConf.resolve(compose_ppo(*overrides, config_name=name))
     tree = OmegaConf.to_container(compose_ppo(*CPU, "actor_rollout_ref.model.path=m"), resolve=True)
     roles = tree["actor_rollout_ref"]
     assert [roles["rollout"]["dtype"], roles["ref"]["fsdp_config"]["dtype"]] == ["bfloat16"] * 2

@@ -1,6 +1,7 @@
 """The HTTP server of a vLLM engine: what it answers, what it refuses, what happens to requests that are aborted."""
 
 import asyncio
+import json
 import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -128,6 +129,26 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
             await asyncio.sleep(0.005)
 
     assert run(rollout, leave)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])  # of a step: the reply comes before and after the first interim one
+def test_a_client_that_closes_its_sending_side_gets_its_reply(served, seconds):
+    server, handle = served[0].server, served[0].server_handle
+    body = json.dumps({"input_ids": [7], "sampling_params": sampled(3, ignore_eos=True)}).encode()
+    head = ["POST /generate HTTP/1.1", "Host: x", f"Authorization: Bearer {handle.token}",
+            "Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]  # fmt: skip
+
+    async def ask():
+        reader, writer = await asyncio.open_connection(*handle.address.split(":"))
+        writer.write("\r\n".join(head).encode() + body)
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), 60)
+
+    step = server.engine.step
+    with patch.object(server.engine, "step", lambda: (time.sleep(seconds), step())[1]):
+        parts = asyncio.run(ask()).split(b"\r\n\r\n")
+    assert set(parts[:-2]) <= {b"HTTP/1.1 100 Continue"} and bool(parts[:-2]) >= bool(seconds)
+    assert parts[-2].startswith(b"HTTP/1.1 200 OK") and len(json.loads(parts[-1])["output_ids"]) == 3
 
 
 def test_pause_in_place_continues_with_the_same_tokens(served):

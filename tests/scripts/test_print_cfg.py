@@ -19,6 +19,7 @@ def printed(folder, *arguments):
 def test_the_resolved_tree_is_printed_with_its_overrides_and_without_secrets(tmp_path):
     run = printed(
         tmp_path, "trainer.seed=3", "critic.ppo_epochs=${trainer.seed}", "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.use_prefix_grouper=true",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32", "ray_kwargs.ray_init.api_key=abc",
     )  # fmt: skip
     assert run.returncode == 0 and "${" not in run.stdout
@@ -26,6 +27,7 @@ def test_the_resolved_tree_is_printed_with_its_overrides_and_without_secrets(tmp
     assert config["trainer"]["seed"] == config["data"]["seed"] == 3  # data.seed follows trainer.seed
     assert config["critic"]["ppo_epochs"] == 3
     assert config["actor_rollout_ref"]["rollout"]["name"] == "vllm"
+    assert config["actor_rollout_ref"]["actor"]["share_prompt_forward"] is True  # its name in verl 0.9 is given
     assert config["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"]["block_size"] == 32
     assert config["actor_rollout_ref"]["model"]["path"] == "???"
     assert config["ray_kwargs"]["ray_init"]["api_key"] == "<redacted>"

@@ -11,7 +11,7 @@ from tests.helpers.logs import logged
 from verl.training.engine import EngineRegistry, FSDPEngine
 from verl.training.engine.build import build_lr_scheduler
 from verl.training.peft_weights import full_weights
-from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
 def loss_of(engine, scale=1.0):
@@ -186,6 +186,9 @@ def test_settings_that_cannot_work_are_named(tiny_llama):
         make_engine(tiny_llama, engine={"wrap_policy": {"transformer_layer_cls_to_wrap": ["GPTBlock"]}})
     with pytest.raises(ValueError, match="float16"):
         make_engine(tiny_llama, engine={"dtype": "float16"})
+    settings = (FSDPEngineConfig(wrap_policy={"by": 1}), None, CheckpointConfig())
+    with pytest.raises(ValueError, match="^critic.model.fsdp_config.wrap_policy has unknown keys .'by'"):
+        FSDPEngine.of_section("critic.model", HFModelConfig(path=tiny_llama, load_tokenizer=False), *settings)
     with pytest.raises(ValueError, match="no engine for"):
         EngineRegistry.get_engine_cls("language_model", "megatron", "cpu")
     assert EngineRegistry.get_engine_cls("language_model", "fsdp", "cpu") is FSDPEngine

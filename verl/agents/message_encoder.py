@@ -15,7 +15,7 @@ ARGUMENT_FORMS = {"value": "1"}, '{"value": "1"}'  # of a call: an object, and t
 ANSWER = {"role": "assistant", "content": "Yes."}
 # With reasoning, because some templates add empty reasoning to the last turn only.
 TURN_WITH_CALLS = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
-OTHER_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that renders them"
+OTHER_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that renders %s"
 DIFFERENT = "it renders earlier turns differently once the message follows"
 
 
@@ -126,16 +126,18 @@ class MessageEncoder:
         `at_once`: all messages are rendered for each turn (multi_turn.row_per_turn), so that appending is not required.
         """
         for role in roles:
+            left_out = f"messages of role {role!r}"
             # Some templates render only one tool response of a turn; no template contains these numbers.
             for earlier in (["4217"], []) if role == "tool" else ([],):
                 with_text, without = (self._probe(role, [*earlier, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
-                    raise ValueError(f"the chat template leaves messages of role {role!r} out. {OTHER_TEMPLATE}")
+                    raise ValueError(f"the chat template leaves {left_out} out. {OTHER_TEMPLATE % left_out}")
             if at_once and role == "tool":
                 with suppress(ChatTemplateError):  # many templates refuse a tool response without a call
                     without_call = self._probe(role, ["58"], tools, at_once, called=False)
                     if without_call == self._probe(role, ["58"], tools, at_once):
-                        raise ValueError(f"the chat template leaves calls of tools out. {OTHER_TEMPLATE}")
+                        left_out = "calls of tools"
+                        raise ValueError(f"the chat template leaves {left_out} out. {OTHER_TEMPLATE % left_out}")
 
     def _probe(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
         """The ids of messages with these texts, appended or, with `at_once`, rendered in a short conversation."""
@@ -148,7 +150,7 @@ class MessageEncoder:
                     self._probe(role, texts, tools, at_once=True)
                     key = "actor_rollout_ref.rollout.multi_turn.row_per_turn"
                     raise ValueError(f"{error}. Set {key}=true for this template") from None
-                raise ValueError(f"{error}. {OTHER_TEMPLATE}") from error
+                raise ValueError(f"{error}. {OTHER_TEMPLATE % f'messages of role {role!r}'}") from error
         if role != "tool":
             return self.prompt([USER, ANSWER, *messages], tools)
         messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]

@@ -283,7 +283,8 @@ def row_problems(
     unread = (i for i in range(len(dataset)) if i not in checked)
     if empty and len(empty) == len(checked) and not any(learns(dataset[i]) for i in unread):
         rule = f"{key}: none of its {len(dataset)} rows has a learned token within data.max_length"
-        yield wrong(key, f"{rule}: nothing can be learned. Raise data.max_length, or set data.truncation=left.")
+        other = "" if getattr(dataset, "truncation", None) == "left" else ", or set data.truncation=left"
+        yield wrong(key, f"{rule}: nothing can be learned. Raise data.max_length{other}.")
         return
     if empty:
         what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"

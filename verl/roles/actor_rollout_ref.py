@@ -79,7 +79,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._is_actor:
             self.policy = self._make_policy(self.actor_config)
             parts = (self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint)
-            self.engine = self.make_engine(self.model_config, *parts)
+            self.engine = self.make_engine("actor_rollout_ref.actor", self.model_config, *parts)
             self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
@@ -90,8 +90,8 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
             ref_config = self.config.ref
-            model = self._reference_model(ref_config)
-            self.ref_engine = self.make_engine(model, ref_config.fsdp_config, None, CheckpointConfig())
+            parts = (self._reference_model(ref_config), ref_config.fsdp_config, None, CheckpointConfig())
+            self.ref_engine = self.make_engine("actor_rollout_ref.ref", *parts)
             policy = self._make_policy(ref_config)
             self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module

@@ -58,11 +58,9 @@ class ModelWorker(Worker, DistProfilerExtension):
         for mesh in meshes:
             self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
 
-    def make_engine(self, model: HFModelConfig, *parts: Any) -> FSDPEngine:
+    def make_engine(self, section: str, model: HFModelConfig, *parts: Any) -> FSDPEngine:
         """The engine of this rank; `parts`: its settings, those of the optimizer or None, and those of checkpoints."""
-        engine = FSDPEngine(model, *parts, device=self.device_name)
-        engine.initialize()
-        return engine
+        return FSDPEngine.of_section(section, model, *parts, device=self.device_name)
 
     def updated(self, role: str, update: Callable[[DataProto], dict], data: DataProto, passes: int) -> dict[str, Any]:
         """The metrics of an update of `passes` epochs on this rank's share, after which the schedule goes on by one."""

@@ -36,7 +36,8 @@ class RewardModelWorker(ModelWorker):
         self.join_ranks("reward")
         self.settings: RewardModelConfig = self.config
         model = self.settings.model
-        self.engine = self.make_engine(value_model(model), model.fsdp_config, None, CheckpointConfig())
+        parts = (value_model(model), model.fsdp_config, None, CheckpointConfig())
+        self.engine = self.make_engine("reward_model.model", *parts)
         self.packs = packs_values(self.engine)
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:

@@ -145,6 +145,10 @@ def test_answers_without_any_reward_are_described_once():
         "One answer: 'so 7'"
     ]
     assert "tool" not in said(new_health(), batch)[0]
+    told = batch.select(deepcopy=True)
+    told.batch["response_mask"][1, -2:] = 0  # a tool wrote the number: the rule does not see it
+    assert "no answer to compare in 100%" in said(new_health(), told)[0]
+    assert "no answer to compare in 75%" in said(new_health("reward_model.judged_text=conversation"), told)[0]
     own = said(new_health("custom_reward_function.path=own.py"), batch)[0]
     assert "the scorer" not in own  # a function of one's own: it is not known what it looks for
     batch.batch["token_level_scores"][0, 0] = 1.0

@@ -19,6 +19,12 @@ def test_gpu_ranks_of_two_nodes_need_two_nodes():
         ResourcePoolManager({"pool": [4, 4]}, {}).create_resource_pool()
     with pytest.raises(ValueError, match=r"^reward_model.nnodes=2, but .* or set reward_model.nnodes=1\."):
         ResourcePoolManager({"global_pool": [4], "reward_pool": [1, 1]}, {}).create_resource_pool()
+    keys = "trainer.nnodes x trainer.n_gpus_per_node"
+    for spec, named in (({"pool": [9]}, f"{keys} requests 9 GPU"),
+                        ({"global_pool": [8], "reward_pool": [1]}, f"{keys} and reward_model.nnodes x "
+                         "reward_model.n_gpus_per_node request 9 GPU")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{named} ranks, but Ray has 8 GPUs free; set trainer.device=cpu"):
+            ResourcePoolManager(spec, {}).create_resource_pool()
     manager = ResourcePoolManager({"pool": [8]}, {})
     manager.create_resource_pool()
     assert manager.resource_pool_dict["pool"].world_size == 8

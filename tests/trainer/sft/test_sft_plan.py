@@ -171,6 +171,15 @@ def test_rows_whose_answer_is_cut_away_are_counted_and_a_set_of_them_is_refused(
         with pytest.raises(SystemExit) as ended:
             run_sft(config)
         assert none.format(split) in str(ended.value.code) and not (tmp_path / "out").exists()
+        assert str(ended.value.code).endswith("Raise data.max_length, or set data.truncation=left.")
+
+
+def test_a_truncation_that_is_set_is_not_advised():
+    class Rows(list):
+        truncation = "left"
+
+    (problem,) = row_problems(Rows([{}]), "data.train_files", 4, lambda row: None, learns=lambda row: False)
+    assert problem.message.endswith("nothing can be learned. Raise data.max_length.")
 
 
 def test_a_start_warns_of_the_rows_that_it_checks_and_reads_on_where_none_of_them_learns(

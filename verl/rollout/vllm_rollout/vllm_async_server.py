@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import queue
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 from loguru import logger
 
 from verl.rollout.replica import RolloutReplica, TokenOutput, check_token_ids, token_output
@@ -52,7 +54,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     in_place}, /continue_generation, /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags},
     /update_weights_from_disk {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus).
     Every request but GET /health needs the header `Authorization: Bearer <token>`; with `open_metrics`, GET /metrics
-    does not either. A client that closes its connection, or only its sending side, aborts its request.
+    does not either. A client that closes its connection aborts its request.
 
     One thread steps the engine and runs what comes through `call` between two steps; another runs the HTTP server.
 
@@ -289,9 +291,9 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             app.router.add_post(f"/{name}", self._post_handler(function))
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]
+        connect = functools.partial(_Connection, self._runner.server, loop=self._loop, access_log=None)
+        self._listener = await self._loop.create_server(connect, host, 0)
+        return self._listener.sockets[0].getsockname()[1]
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Callable) -> web.StreamResponse:
@@ -399,11 +401,34 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         """Abort what runs and end both threads; the engine itself stays as it is."""
         self.error = RuntimeError("the server is closed")  # for requests that come from now on
         self.call(self._abort_all)
+        self._loop.call_soon_threadsafe(self._listener.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._inbox.put(lambda: setattr(self, "_closing", True))
         for thread in (self._engine_thread, self._http_thread):
             thread.join(START_TIMEOUT_S)
+
+
+class _Connection(RequestHandler):
+    """A client that closes only its sending side gets its reply.
+
+    One that is gone looks the same until something is written to it: interim replies, which clients skip, tell.
+    """
+
+    __slots__ = ()
+
+    def eof_received(self) -> bool:
+        self.close()  # after the reply, if a request waits for one
+        self._loop.call_later(0.05, self._reply_or_close, 0.05)  # its handler may not have started yet
+        return True
+
+    def _reply_or_close(self, seconds: float) -> None:
+        request = self._current_request
+        if request is None or not request.content.is_eof():
+            self.force_close()
+        elif self.transport is not None and not request.writer.output_size:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._loop.call_later(seconds, self._reply_or_close, 2 * seconds)
 
 
 vLLMHttpServerBase = vLLMHttpServer  # noqa: N816 (upstream's name of the class that has these methods)

@@ -14,7 +14,7 @@ from verl.config.asynchronous import versions_allowed
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.report.health import RULES, Rule, best_of_groups
-from verl.reward.rows import reward_extras
+from verl.reward.rows import judged_text, reward_extras
 from verl.reward.rules import lacks_answer
 from verl.trainer.ppo.batching import group_rows
 from verl.trainer.ppo.metric_utils import cut_answers
@@ -44,7 +44,7 @@ class RunHealth:
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
         turns, self.data_source = config.actor_rollout_ref.rollout.multi_turn, config.data.reward_fn_key
         self.has_tools = bool(turns.tool_config_path or turns.function_tool_path)
-        self.scores_by_rule = config.custom_reward_function.path is None
+        self.rewards, self.scores_by_rule = config.reward_model, config.custom_reward_function.path is None
         self.explained = False  # whether it was said what answers without a reward look like
         bound = config.async_training if "async_training" in config else None
         self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
@@ -93,7 +93,7 @@ class RunHealth:
         self.explained = True
         texts = [row["output"] for row in sample_rows(batch, tokenizer, scores.tolist(), {}, step)]
         said = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
-        if found := self._without_answer(batch, texts):
+        if found := self._without_answer(batch, tokenizer):
             said.append(f"the scorer found no answer to compare in {np.mean(found):.0%}")
         if (share := self._of_tools(batch).get("without_tool_call")) is not None:
             said.append(f"{share:.0%} called no tool, although tools are given")
@@ -103,15 +103,20 @@ class RunHealth:
             step, len(texts), scores[0].item(), "; ".join(said), repr(visible(text)),
         )  # fmt: skip
 
-    def _without_answer(self, batch: DataProto, texts: Sequence[str]) -> list[bool]:
+    def _without_answer(self, batch: DataProto, tokenizer: Any) -> list[bool]:
         """Whether the scorer found no answer, of the samples of which it can say: by the reward's `pred`, or by its
-        rule."""
+        rule, which reads `reward_model.judged_text`."""
         if (predicted := reward_extras(batch).get("pred")) is not None:
             return [value in (None, "", "[INVALID]") for value in predicted]
         sources = batch.non_tensor_batch.get(self.data_source)
         if sources is None or not self.scores_by_rule:
             return []
-        found = (lacks_answer(source, text) for source, text in zip(sources, texts, strict=True))
+        responses, generated = batch.batch["responses"], batch.batch["response_mask"]
+        valid = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
+        found = [
+            lacks_answer(source, judged_text(self.rewards, tokenizer, ids[kept].tolist(), own[kept].tolist()))
+            for source, ids, own, kept in zip(sources, responses, generated, valid, strict=True)
+        ]
         return [lacks for lacks in found if lacks is not None]
 
     def replay(self, metrics_file: Path) -> None:

@@ -48,9 +48,13 @@ class ResourcePoolManager:
         wanted = self.get_n_gpus()
         if total < wanted:
             hint = "set trainer.device=cpu to train on CPU ranks, or " if self.use_gpu else ""
+            keys = "trainer.nnodes x trainer.n_gpus_per_node"
+            if "reward_pool" in self.resource_pool_spec:
+                keys += " and reward_model.nnodes x reward_model.n_gpus_per_node request"
+            else:
+                keys += " requests"
             raise ValueError(
-                f"trainer.nnodes x trainer.n_gpus_per_node requests {wanted} {kind} ranks, but Ray has {total:g} "
-                f"{kind}s free; {hint}lower them or give Ray more."
+                f"{keys} {wanted} {kind} ranks, but Ray has {total:g} {kind}s free; {hint}lower them or give Ray more."
             )
         nodes = sum(node["Alive"] for node in ray.nodes())
         widest, its_nodes = max(self.resource_pool_spec.items(), key=lambda pool: len(pool[1]))

@@ -85,8 +85,7 @@ class FSDPSFTTrainer:
         run = config.trainer
         self.total_training_steps = run.total_training_steps or epoch * run.total_epochs
         model, *parts = self.engine_parts(config)
-        self.engine = FSDPEngine(model, *parts, device=run.device, mesh=device_mesh)
-        self.engine.initialize()
+        self.engine = FSDPEngine.of_section("model", model, *parts, device=run.device, mesh=device_mesh)
         self.policy = self.policy_type()
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         with self.engine.eval_mode():  # there it is known whether ranks share sequences

@@ -90,6 +90,18 @@ class FSDPEngine(BaseEngine):
         self.joint_size = self.sequence_parallel_size * self.tensor_parallel_size  # ranks that compute on the same rows
         self.joint_group: dist.ProcessGroup | None = None
 
+    @classmethod
+    def of_section(cls, section: str, *parts: Any, **options: Any) -> FSDPEngine:
+        """An initialized engine; a ValueError about a key of `fsdp_config` names the config's `section` before it."""
+        try:
+            engine = cls(*parts, **options)
+            engine.initialize()
+        except ValueError as error:
+            if str(error).startswith("fsdp_config."):
+                error.args = (f"{section}.{error}",)
+            raise
+        return engine
+
     def initialize(self) -> None:
         """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
         ensure_process_group(self.device_type)
