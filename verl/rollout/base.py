@@ -125,8 +125,7 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
     if not modes:
         hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
         known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
-        howto = _ROLLOUT_REGISTRY.howto
-        raise ValueError(f"{KEY}.name={rollout_name!r} is unknown{hint} Known: {known}. {howto}")
+        raise ValueError(f"{KEY}.name={rollout_name!r} is unknown{hint} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
     if mode == "async" and "sync" in modes and mode not in modes:
         mode = "sync"  # a step generates in one call either way
     if mode not in modes:

@@ -75,9 +75,8 @@ class HFRollout(BaseRollout):
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
-        sampling = request.sampling
         for t in range(limit):
-            token, log_prob, kept = choose(logits.float(), uniforms[rows, t], sampling, filtered=True)
+            token, log_prob, kept = choose(logits.float(), uniforms[rows, t], request.sampling, filtered=True)
             if request.records_masks:
                 self.kept_masses.append(kept.mass[~done[rows]].cpu())
                 for row, ids, ended in zip(rows.tolist(), kept.ids(), done[rows].tolist(), strict=True):

@@ -202,7 +202,6 @@ class ServerAdapter(BaseRollout):
                 if not attempts_left:
                     raise
                 await asyncio.sleep(self.config.server.retry_delay)
-        raise AssertionError("rollout.server.max_attempts is at least 1")
 
     def close(self) -> None:
         if self.server is not None:
