@@ -102,7 +102,6 @@ class MergedWeights(TensorSource):
                     model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
         except (OSError, ValueError) as error:
             raise MergeError(f"{folder} describes no model that transformers can build: {error}") from error
-        names = [n for n in model.state_dict() if n not in model.all_tied_weights_keys]
         if lost := sorted(set(self.plain) - set(model.state_dict())):
             flag = "leave --is-value-model out" if options.is_value_model else "a critic needs --is-value-model"
             raise MergeError(
@@ -112,7 +111,7 @@ class MergedWeights(TensorSource):
             )
         config.architectures = [type(model).__name__]
         dtype = self._dtype(config)
-        tensors = {n: model.state_dict()[n] for n in names}
+        tensors = {n: t for n, t in model.state_dict().items() if n not in model.all_tied_weights_keys}
         return config, {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
 
     def _has_own_head(self, model: PreTrainedModel) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -79,12 +80,13 @@ _BUILT_IN: dict[str, tuple[type | None, dict[str, Any]]] = {
 def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
     """(auto class, config to build from, further arguments of from_pretrained) of a built-in loader."""
     fixed_class, own = _BUILT_IN[loader]
-    given, key = model_config.override_config, "attn_implementation"  # also an argument of from_pretrained
+    given = model_config.override_config
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
     directory, trust = _model_dir(model_config), model_config.trust_remote_code
     hf_config = get_huggingface_actor_config(model_config.local_hf_config_path or directory, {**given, **own}, trust)
     untie_by_weights(hf_config, directory)
     auto_class = fixed_class or get_hf_auto_model_class(hf_config)
+    key = "attn_implementation"  # also an argument of from_pretrained
     return auto_class, hf_config, {key: given[key]} if key in given else {}
 
 
@@ -118,7 +120,7 @@ def load_without_weights(
     return module, stored
 
 
-def _load_from_auto_class(loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
+def _load_built_in(loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     directory, trust = _model_dir(model_config), model_config.trust_remote_code
     auto_class, hf_config, extra = _prepared(loader, model_config)
     try:
@@ -132,13 +134,13 @@ def _load_from_auto_class(loader: str, model_config: HFModelConfig, torch_dtype:
 @register_model_loader("auto")
 def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForCausalLM (or the class its config names) with weights, on the CPU."""
-    return _load_from_auto_class("auto", model_config, torch_dtype, **kwargs)
+    return _load_built_in("auto", model_config, torch_dtype, **kwargs)
 
 
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForTokenClassification with one label per token: a critic or a reward model. Logits are [B, T, 1]."""
-    return _load_from_auto_class("value_head", model_config, torch_dtype, **kwargs)
+    return _load_built_in("value_head", model_config, torch_dtype, **kwargs)
 
 
 def create_huggingface_actor(
@@ -152,8 +154,8 @@ def create_huggingface_actor(
     `automodel_kwargs` may hold `dtype` or `torch_dtype`, and `trust_remote_code`; the rest goes to `from_pretrained`.
     """
     options = dict(automodel_kwargs or {})
-    dtypes = [options.pop(name, None) for name in ("torch_dtype", "dtype")]
-    dtype = dtypes[0] or dtypes[1] or torch.float32
+    dtype = options.pop("dtype", None)
+    dtype = options.pop("torch_dtype", None) or dtype or torch.float32
     trust = bool(options.pop("trust_remote_code", False))
     # What loaders read of HFModelConfig.
     paths = {"path": model_name, "local_path": model_name, "local_hf_config_path": None, "hf_config": None}
@@ -182,16 +184,12 @@ def get_huggingface_actor_config(
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
     """The model's generation_config.json, else one derived from its config; None where there is neither."""
-    try:
+    with suppress(OSError):
         return GenerationConfig.from_pretrained(model)
-    except OSError:
-        logger.debug("{} has no generation_config.json", model)
-    try:
+    with suppress(OSError):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except OSError:
-        logger.debug("{} has no config.json either", model)
-        return None
-    return GenerationConfig.from_model_config(config)
+        return GenerationConfig.from_model_config(config)
+    return None
 
 
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:

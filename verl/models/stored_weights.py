@@ -7,6 +7,7 @@ The model is built with parameters that take no memory (`is_placeholder`); shard
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -131,6 +132,7 @@ class StoredWeights:
     def fill(self, module: nn.Module, device: torch.device) -> None:
         """Write the stored weights into `module`, which is `meta` sharded, with or without adapters. Collective."""
         ranks, group = _ranks_of_this_node()
+        reads = dist.get_rank() == ranks[0]
         for name, parameter in module.named_parameters():
             source = self.sources.get(re.sub(r"\.modules_to_save\.[^.]+", "", hf_name(name)))
             if source is None:
@@ -141,16 +143,18 @@ class StoredWeights:
                 _, offset = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
-            reads = dist.get_rank() == ranks[0]
-            made = self._converted(source, hf_name(name)) if reads and source.converter is not None else None
-            stored = source.tensors[0][0]
-            dtype = parameter.dtype if source.converter is not None else getattr(torch, FILE_DTYPES[stored.dtype])
-            rows = max(1, BLOCK_BYTES // max(1, parameter[:1].numel() * dtype.itemsize)) if parameter.dim() else 1
-            for first in range(0, len(parameter) if parameter.dim() else 1, rows):
-                shape = (min(rows, len(parameter) - first), *parameter.shape[1:]) if parameter.dim() else ()
+            stored, made = source.tensors[0][0], None
+            dtype = getattr(torch, FILE_DTYPES[stored.dtype])
+            if source.converter is not None:
+                dtype = parameter.dtype
+                made = self._converted(source, hf_name(name)) if reads else None
+            length, *row_shape = tuple(parameter.shape) or (1,)
+            rows = max(1, BLOCK_BYTES // max(1, math.prod(row_shape) * dtype.itemsize))
+            for first in range(0, length, rows):
+                shape = (min(rows, length - first), *row_shape)
                 if reads:
                     block = self._read(stored, first, rows) if made is None else made[first : first + rows]
-                    block = block.to(device=device, dtype=dtype).contiguous()
+                    block = block.to(device=device, dtype=dtype).contiguous().view(shape)
                 else:
                     block = torch.empty(shape, dtype=dtype, device=device)
                 if len(ranks) > 1:
@@ -180,7 +184,7 @@ class StoredWeights:
 def _copy_overlap(local: torch.Tensor, offset: tuple[int, ...], block: torch.Tensor, first: int) -> None:
     """Copy what `block`, rows from `first` on of a tensor, shares with `local`, its part at `offset`."""
     if local.dim() == 0:
-        local.copy_(block)
+        local.copy_(block[0])
         return
     start, end = max(offset[0], first), min(offset[0] + len(local), first + len(block))
     if start < end:
@@ -195,10 +199,6 @@ def _ranks_of_this_node() -> tuple[list[int], dist.ProcessGroup | None]:
     nodes: list[Any] = [None] * dist.get_world_size()
     file = Path("/proc/sys/kernel/random/boot_id")
     dist.all_gather_object(nodes, f"{platform.node()} {file.read_text().strip() if file.is_file() else ''}")
-    own_group: tuple[list[int], dist.ProcessGroup | None] = ([], None)
     members = [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
-    for ranks in members:
-        group = dist.new_group(ranks) if len(members) > 1 else None  # every rank takes part in making each
-        if dist.get_rank() in ranks:
-            own_group = ranks, group
-    return own_group
+    own = next(ranks for ranks in members if dist.get_rank() in ranks)
+    return own, dist.new_subgroups_by_enumeration(members)[0] if len(members) > 1 else None

@@ -171,9 +171,8 @@ class DistProfiler:
     ) -> None:
         self.config = config or ProfilerConfig()
         self.chosen = self.config.enable and (self.config.all_ranks or rank in self.config.ranks)
-        tools = self.config.tool_config or ToolConfigs()
         tool = self.config.tool or "torch"
-        own = tool_config or (tools.get(tool) if hasattr(tools, "get") else None)
+        own = tool_config or (self.config.tool_config or ToolConfigs()).get(tool)
         self.tool: Any = None
         if self.chosen and tool == "torch":
             self.tool = Profiler(self.config, own)

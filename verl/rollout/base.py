@@ -83,9 +83,7 @@ def engine_group(size: int, timeout: timedelta | None = None) -> dist.ProcessGro
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % size:
         raise ValueError(f"{KEY}.tensor_model_parallel_size={size} does not divide the {ranks} ranks; use a divisor.")
-    starts = range(0, ranks, size)
-    groups = [dist.new_group(range(first, first + size), backend="gloo", timeout=timeout) for first in starts]
-    return groups[dist.get_rank() // size]
+    return dist.new_subgroups(size, backend="gloo", timeout=timeout)[0]
 
 
 # (name, mode) -> class, or its dotted name: what comes with verl is imported when it is requested, since some rollouts
@@ -127,8 +125,7 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
     if not modes:
         hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
         known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
-        what = f"{KEY}.name={rollout_name!r} is unknown{hint}"
-        raise ValueError(f"{what} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
+        raise ValueError(f"{KEY}.name={rollout_name!r} is unknown{hint} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
     if mode == "async" and "sync" in modes and mode not in modes:
         mode = "sync"  # a step generates in one call either way
     if mode not in modes:

@@ -1,6 +1,6 @@
 """Generates with the actor's own module: no second engine, no copy of the weights."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,13 +75,11 @@ class HFRollout(BaseRollout):
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
-        sampling = request.sampling
         for t in range(limit):
-            token, log_prob, kept = choose(logits.float(), uniforms[rows, t], sampling, filtered=True)
+            token, log_prob, kept = choose(logits.float(), uniforms[rows, t], request.sampling, filtered=True)
             if request.records_masks:
-                counts, order, mass = kept
-                self.kept_masses.append(mass[~done[rows]].cpu())
-                for row, ids, ended in zip(rows.tolist(), split_kept(counts, order), done[rows].tolist(), strict=True):
+                self.kept_masses.append(kept.mass[~done[rows]].cpu())
+                for row, ids, ended in zip(rows.tolist(), kept.ids(), done[rows].tolist(), strict=True):
                     if not ended:
                         kept_ids[row].append(ids)
             responses[rows, t] = torch.where(done[rows], pad, token)
@@ -106,10 +104,10 @@ class HFRollout(BaseRollout):
             position = positions[rows, -1:] + t + 1
             logits, cache = self._forward(responses[rows, t : t + 1], seen, position, cache)
             if not self.compared and t + 2 == min(limit, self.compare_at):
-                texts = torch.cat([inputs[0][rows // n], responses[rows, : t + 1]], 1)
+                ids = torch.cat([inputs[0][rows // n], responses[rows, : t + 1]], 1)
                 later = positions[rows, -1:] + 1 + torch.arange(t + 1, device=device)
-                whole = texts, seen, torch.cat([positions[rows], later], 1)
-                self._compare(logits[~done[rows]], *whole, ~done[rows])
+                is_running = ~done[rows]
+                self._compare(logits[is_running], ids, seen, torch.cat([positions[rows], later], 1), is_running)
         returned = log_probs if self.config.calculate_log_probs else None
         samples: dict[str, Any] = build_rollout_batch(prompts, n, responses, response_mask, returned)
         return samples | ({SAMPLING_MASK: mask_column(kept_ids)} if request.records_masks else {})
@@ -127,15 +125,14 @@ class HFRollout(BaseRollout):
             del inputs["attention_mask"]
         output = self.engine.module(**inputs, use_cache=True, logits_to_keep=last_columns(input_ids, 1))
         made = {name: output.get(name) for name in ("past_key_values", "cache_params")}
-        kept = {name: cache for name, cache in made.items() if cache is not None}
-        if not kept:
+        made = {name: cache for name, cache in made.items() if cache is not None}
+        if not made:
             name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"rollout.name=hf needs a model that gives a cache, which {name} does not. Set "
                 "actor_rollout_ref.rollout.name=vllm, or sglang."
             )
-        return output.logits[:, -1], kept
-
+        return output.logits[:, -1], made
 
     def _compare(
         self, logits: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
@@ -177,17 +174,28 @@ def choose_rows(caches: dict[str, Cache], rows: torch.Tensor) -> None:
         (cache.batch_select_indices if own else cache.reorder_cache)(rows)
 
 
+class Kept(NamedTuple):
+    """The tokens that top-k and top-p leave in each of B rows."""
+
+    counts: torch.Tensor  # int64 [B], how many
+    order: torch.Tensor  # int64 [B, V], ids; a row begins with those that are left
+    mass: torch.Tensor  # [B], their probability before the filters
+
+    def ids(self) -> list[np.ndarray]:
+        """The ids that are left in each row, int32 arrays."""
+        order = self.order[:, : int(self.counts.max())].to("cpu", torch.int32).numpy()
+        return [row[:count].copy() for row, count in zip(order, self.counts.tolist(), strict=True)]
+
+
 def choose(
     logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, filtered: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
     """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B]; and what
-    top-k and top-p leave.
+    top-k and top-p leave, None without filters.
 
     Draws by inverting the cumulative distribution at `uniform`, over tokens in order of their ids, or of falling
     probability where top-k or top-p sort them. The log-probability is that of the tempered distribution before top-k
-    and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn. What they leave:
-    how many tokens [B], ids [B, V] with those tokens first, and their probability before the filters [B]; None without
-    filters.
+    and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn.
     """
     kept = None
     log_probs = (logits / sampling.temperature).log_softmax(-1)
@@ -204,16 +212,10 @@ def choose(
             probs = probs.masked_fill(before >= sampling.top_p, 0.0)
         cumulative = probs.double().cumsum(-1)
         token = order.gather(-1, invert(cumulative, uniform).unsqueeze(-1)).squeeze(-1)
-        kept = (probs > 0).sum(-1), order, cumulative[:, -1]
+        kept = Kept((probs > 0).sum(-1), order, cumulative[:, -1])
         if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1), kept
-
-
-def split_kept(counts: torch.Tensor, order: torch.Tensor) -> list[np.ndarray]:
-    """The first counts[b] ids of each row of `order` [B, V], int32 arrays."""
-    ids = order[:, : int(counts.max())].to("cpu", torch.int32).numpy()
-    return [row[:count].copy() for row, count in zip(ids, counts.tolist(), strict=True)]
 
 
 def invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,10 @@ def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
         raise ValueError(f"unit={unit!r} is unknown. Known: {', '.join(map(repr, _UNITS))}.")
     if device_name is None:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    named = lambda name: re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE)  # noqa: E731
-    known = (tflops for name, tflops in _PEAK_TFLOPS.items() if named(name))
-    return next(known, math.inf) * 1e12 / _UNITS[unit]
+    for name, tflops in _PEAK_TFLOPS.items():
+        if re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE):
+            return tflops * 1e12 / _UNITS[unit]
+    return math.inf
 
 
 def dense_flops(config: Any, lengths: Sequence[int]) -> float:
@@ -41,7 +42,8 @@ def dense_flops(config: Any, lengths: Sequence[int]) -> float:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)  # q and o, k and v
-    if experts := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         mlp = 3 * hidden * width * config.num_experts_per_tok + hidden * experts
     else:
@@ -75,7 +77,8 @@ class FlopsCounter:
         Forward and backward over all sequences, on all devices together; 0 for an unknown kind of model.
         """
         flops = 0.0 if self.estimate is None else self.estimate(self.config, batch_seqlens)
-        return flops / delta_time / 1e12, get_device_flops("T") if self.peak_tflops is None else self.peak_tflops
+        peak = get_device_flops("T") if self.peak_tflops is None else self.peak_tflops
+        return flops / delta_time / 1e12, peak
 
     def utilisation(self, batch_seqlens: Sequence[int], seconds: float, devices: int) -> float | None:
         """Share (MFU) of what that many devices could do in the step's seconds; None where a part is unknown."""

@@ -7,16 +7,13 @@ from verl.config.optimizer import WSD_DECAYS
 
 
 def _schedule(
-    optimizer: Optimizer, last_epoch: int, warmup: int, fall_from: int, end: int, *, start=0.0, least=1.0, cycles=0.5,
-    decay="cosine",
+    optimizer: Optimizer, last_epoch: int, *, warmup: int, fall_from: int, end: int, start: float = 0.0,
+    least: float = 1.0, cycles: float = 0.5, decay: str = "cosine",
 ) -> LambdaLR:  # fmt: skip
     """Linear from `start` to 1 over the warm-up, 1 until step `fall_from`, then a decay to `least` at step `end`.
 
     `cycles` counts the decay's periods of the cosine; 0.5 for the other decays.
     """
-    for name, value in (("init_lr_ratio", start), ("min_lr_ratio", least)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}={value} must lie between 0 and 1")
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -29,7 +26,8 @@ def _schedule(
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Linear from 0 to 1 over the warm-up, then 1."""
-    return _schedule(optimizer, last_epoch, num_warmup_steps, num_warmup_steps, num_warmup_steps)
+    steps = num_warmup_steps
+    return _schedule(optimizer, last_epoch, warmup=steps, fall_from=steps, end=steps)
 
 
 def get_cosine_schedule_with_warmup(
@@ -37,8 +35,9 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5, last_epoch: int = -1, init_lr_ratio: float | None = None,
 ) -> LambdaLR:
     """Linear from `init_lr_ratio` (None: 0) to 1 over the warm-up, then a cosine down to `min_lr_ratio`."""
+    steps = {"warmup": num_warmup_steps, "fall_from": num_warmup_steps, "end": num_training_steps}
     shape = {"start": init_lr_ratio or 0.0, "least": min_lr_ratio, "cycles": num_cycles}
-    return _schedule(optimizer, last_epoch, num_warmup_steps, num_warmup_steps, num_training_steps, **shape)
+    return _schedule(optimizer, last_epoch, **steps, **shape)
 
 
 def get_wsd_schedule_with_warmup(
@@ -55,5 +54,6 @@ def get_wsd_schedule_with_warmup(
     fall_from = num_warmup_steps + int(stable_ratio * max(0, num_training_steps - num_warmup_steps))
     if decay_steps is not None:
         fall_from = max(num_warmup_steps, num_training_steps - decay_steps)
+    steps = {"warmup": num_warmup_steps, "fall_from": fall_from, "end": num_training_steps}
     shape = {"least": min_lr_ratio, "cycles": num_cycles if decay == "cosine" else 0.5, "decay": decay}
-    return _schedule(optimizer, last_epoch, num_warmup_steps, fall_from, num_training_steps, **shape)
+    return _schedule(optimizer, last_epoch, **steps, **shape)

@@ -27,29 +27,20 @@ if TYPE_CHECKING:
 
 def adapted_layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
     """The layers that carry a peft adapter, by name."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: m for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)}
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return {name: m for name, m in module.named_modules() if tuners and isinstance(m, tuners.BaseTunerLayer)}
 
 
 def peft_models(module: nn.Module) -> dict[str, PeftModel]:
     """peft's wrappers in a module, itself among them, by name."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft import PeftModel
-
-    return {name: m for name, m in module.named_modules() if isinstance(m, PeftModel)}
+    peft = sys.modules.get("peft")
+    return {name: m for name, m in module.named_modules() if peft and isinstance(m, peft.PeftModel)}
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
     """The model inside a peft wrapper, its layers still carrying their adapters; any other module as it is."""
-    if "peft" not in sys.modules:
-        return module
-    from peft import PeftModel
-
-    return module.get_base_model() if isinstance(module, PeftModel) else module
+    peft = sys.modules.get("peft")
+    return module.get_base_model() if peft and isinstance(module, peft.PeftModel) else module
 
 
 def full_weights(

@@ -168,14 +168,13 @@ class ServerAdapter(BaseRollout):
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         if not self.has_weights:
             raise RuntimeError(
-                f"SGLang ({KEY}.name=sglang) was not given the actor's weights since it started or slept; call "
-                "update_weights before generate_sequences."
+                "SGLang was not given the actor's weights since it started or slept; call update_weights before "
+                "generate_sequences."
             )
-        config = self.config
         request = GenerationRequest.from_batch(prompts, self.config)
         limit, params = request.limit, request.sampling.parameters()
         params |= {"max_tokens": limit, "repetition_penalty": request.repetition_penalty}
-        params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
+        params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": self.config.ignore_eos}
         async with self._client() as client:
             requests = [
                 self._generate(client, ids, params | {"seed": seeds[0] + k}, request.log_probs)
@@ -203,7 +202,6 @@ class ServerAdapter(BaseRollout):
                 if not attempts_left:
                     raise
                 await asyncio.sleep(self.config.server.retry_delay)
-        raise AssertionError("rollout.server.max_attempts is at least 1")
 
     def close(self) -> None:
         if self.server is not None:

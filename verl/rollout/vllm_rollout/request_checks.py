@@ -66,9 +66,10 @@ def sampling_arguments(given: dict[str, Any], room: int, vocab_size: int) -> dic
         if value is None or name == "ignore_eos":
             continue
         kind, low, high = SAMPLING[ALIASES.get(name, name)]
-        is_list, kinds = type(value) is list, (int, float) if kind is float else (int,)
-        values = value if is_list else [value]
-        if is_list is not (kind is list) or any(type(v) not in kinds or not low <= v <= high for v in values):
+        numbers = (int, float) if kind is float else (int,)
+        values = value if type(value) is list else [value]
+        right_kind = (type(value) is list) == (kind is list) and all(type(v) in numbers for v in values)
+        if not right_kind or not all(low <= v <= high for v in values):
             what = "a list of integers" if kind is list else _NAMES[kind]
             raise ValueError(f"sampling_params.{name}={reprlib.repr(value)} must be {what} from {low} to {high}")
         named[ALIASES.get(name, name)] = value

@@ -33,19 +33,19 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self.following: FollowingEngine | None = None
         super().__init__(config, model_config, device_mesh)
         self.is_awake = not self.can_sleep  # afterwards set in the engine's thread
-        engine, rollout, own = self.llm.llm_engine, self, self.llm.llm_engine
+        engine = self.llm.llm_engine
         device = torch.cuda.current_device() if self.on_cuda else None
+        served: tuple[Any, Any] = engine, self
         if self.tp_group is not None:
             group = engine_group(config.tensor_model_parallel_size, WAIT)
             if dist.get_rank(group) > 0:
                 self.following = FollowingEngine(engine, self, group, device)
                 return
-            engine = self.leading = LeadingEngine(engine, group)
-            rollout = CollectiveRollout(self, self.leading)
+            self.leading = LeadingEngine(engine, group)
+            served = self.leading, CollectiveRollout(self, self.leading)
         self.server = vLLMHttpServer(
-            engine, rollout, vocab_size=own.model_config.get_vocab_size(),
-            max_model_len=own.model_config.max_model_len, host=host_to_bind(), device=device,
-            open_metrics=config.prometheus.enable,
+            *served, vocab_size=engine.model_config.get_vocab_size(), max_model_len=engine.model_config.max_model_len,
+            host=host_to_bind(), device=device, open_metrics=config.prometheus.enable,
         )  # fmt: skip
         logger.debug(f"vLLM serves at {self.server.address}")
 
@@ -66,13 +66,13 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         def on_all_ranks() -> Any:
             if before is not None:
                 before()
-            try:
-                if idle:
+            if idle:
+                try:
                     self.server.check_idle(function.__name__)
-            except RuntimeError as error:
-                if self.leading is not None:
-                    self.leading.send("refuse", str(error))
-                raise
+                except RuntimeError as error:
+                    if self.leading is not None:
+                        self.leading.send("refuse", str(error))
+                    raise
             if self.leading is not None:
                 self.leading.send("run")
             return function(*args)
@@ -100,7 +100,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def release(self) -> None:
         if self.server is None and self.following is None:  # at the start
             return self.free()
-        self._call(self.free, before=self.server and self.server._abort_all)
+        self._call(self.free, before=None if self.server is None else self.server._abort_all)
 
     def wake(self, tags: list[str]) -> None:
         """`resume` in the engine's thread."""

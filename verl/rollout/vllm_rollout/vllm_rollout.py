@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WORKER = "verl.rollout.vllm_rollout.platform_worker.PlatformWorker"
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
-DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
+DRAFT_COUNTS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 @register_rollout("vllm", "sync")
@@ -149,7 +149,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 name = [f"verl-{uuid.uuid4().hex}"]
                 dist.broadcast_object_list(name, src=0)
                 given["additional_config"] = {"shared_memory_name": name[0]}
-        own = {k: v for k, v in dict(config.engine_kwargs.get("vllm") or {}).items() if v is not None}
+        own = dict(config.engine_kwargs.get("vllm") or {})
+        own = {name: value for name, value in own.items() if value is not None}
         if unknown := sorted(set(own) - {field.name for field in dataclasses.fields(EngineArgs)}):
             raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
         return given | own
@@ -177,9 +178,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _draft_counts(self) -> tuple[int, int]:
         """Draft tokens since the engine's start, and those of them that were accepted."""
-        metrics = [metric for metric in self.llm.get_metrics() if metric.name in DRAFT_COUNTS]
-        counts = {metric.name.split("_num_")[-1]: metric.value for metric in metrics}
-        return counts["draft_tokens"], counts["accepted_tokens"]
+        values = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in DRAFT_COUNTS}
+        return values[DRAFT_COUNTS[0]], values[DRAFT_COUNTS[1]]
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         """ValueError for a model that vLLM runs with its Transformers backend: that changes the model's class in this
@@ -275,38 +275,21 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if not self.has_weights:
             raise RuntimeError(
-                f"vLLM ({KEY}.name=vllm) was not given the actor's weights since it started or slept; call "
-                "update_weights before generate_sequences."
+                "vLLM was not given the actor's weights since it started or slept; call update_weights before "
+                "generate_sequences."
             )
-        # The ranks of an engine run the same requests; with a queue, any engine runs those of any rank.
-        group = self.queue.group if self.queue is not None else self.tp_group
-        gathered = prompts
-        if group is not None:
-            own = prompts
-            if self.queue is not None:  # the other columns stay with their rank
-                names = [name for name in ("sample_index",) if name in prompts.non_tensor_batch]
-                own = prompts.select(["input_ids", "attention_mask"], names)
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, own, group=group)
-            if len({len(part) for part in parts}) > 1:
-                raise ValueError(f"ranks that answer together need equally many prompts, not {list(map(len, parts))}")
-            gathered = DataProto.concat(parts)
+        gathered = self._prompts_of_all(prompts)
         request = GenerationRequest.from_batch(gathered, self.config)
-        before = self._draft_counts() if self.config.speculative.method else None
-        outputs = {number * request.n: output.outputs for number, output in self._generate(request).items()}
-        answers = [(first + k, answer) for first, samples in outputs.items() for k, answer in enumerate(samples)]
-        metrics = {}
-        if before:
-            drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
-            made = sum(len(answer.token_ids) for _, answer in answers)
-            if self.queue is not None:  # an engine may have answered nothing
-                drafted, accepted, made = self.queue.total(drafted, accepted, made)
-            metrics["rollout/draft_acceptance"] = [accepted / max(1, drafted)]
-            metrics["rollout/tokens_per_forward"] = [made / max(1, made - accepted)]
-        owned, columns = gathered, {}
+        counts = self._draft_counts() if self.config.speculative.method else None
+        answers: list[tuple[int, Any]] = []  # (number of the sample, vLLM's completion)
+        for number, output in self._generate(request).items():
+            answers += enumerate(output.outputs, number * request.n)
+        metrics = {} if counts is None else self._draft_metrics(counts, answers)
         rows, log_probs = self._rows(answers, request)
+        columns = {}
         if self._records_masks(request):
             columns[SAMPLING_MASK] = mask_column(kept_tokens(answer.logprobs) for _, answer in answers)
+        owned = gathered
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
@@ -320,6 +303,31 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             return samples
         first = dist.get_rank(self.tp_group) * len(prompts) * request.n
         return samples[first : first + len(prompts) * request.n]
+
+    def _prompts_of_all(self, prompts: DataProto) -> DataProto:
+        """The prompts of the ranks that answer together: those of one engine, or with a queue all."""
+        group = self.tp_group if self.queue is None else self.queue.group
+        if group is None:
+            return prompts
+        if self.queue is not None:  # the other columns stay with their rank
+            names = ["sample_index"] if "sample_index" in prompts.non_tensor_batch else []
+            prompts = prompts.select(["input_ids", "attention_mask"], names)
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, prompts, group=group)
+        if len({len(part) for part in parts}) > 1:
+            raise ValueError(f"ranks that answer together need equally many prompts, not {list(map(len, parts))}")
+        return DataProto.concat(parts)
+
+    def _draft_metrics(self, before: tuple[int, int], answers: list[tuple[int, Any]]) -> dict[str, list[float]]:
+        """Metrics of the drafts since `_draft_counts` were `before`."""
+        drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
+        made = sum(len(answer.token_ids) for _, answer in answers)
+        if self.queue is not None:  # an engine may have answered nothing
+            drafted, accepted, made = self.queue.total(drafted, accepted, made)
+        return {
+            "rollout/draft_acceptance": [accepted / max(1, drafted)],
+            "rollout/tokens_per_forward": [made / max(1, made - accepted)],
+        }
 
     def _rows(self, answers: list[tuple[int, Any]], request: GenerationRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """Of pairs (number of the sample, vLLM's completion), in their order: rows [N, 2 + R] int32 of number, length

@@ -66,9 +66,11 @@ def micro_batches(
     if tokens is not None and not whole_groups:
         pieces, index = prepare_dynamic_batch(data, max_token_len=tokens)
         return list(zip(index, pieces, strict=True))
-    limit, units, weights = rows if tokens is None else tokens, [[i] for i in range(len(data))], [1] * len(data)
+    limit = rows if tokens is None else tokens
     if whole_groups:
         units, weights = _pieces_of_groups(data.batch, limit, tokens is not None, reads_answers)
+    else:
+        units, weights = [[i] for i in range(len(data))], [1] * len(data)
     parts = equal_count_across_ranks(units, join_units(units, weights, limit), "micro-batches")
     return [(part, data.select_idxs(np.asarray(part))) for part in parts]
 
@@ -76,31 +78,36 @@ def micro_batches(
 def _pieces_of_groups(
     batch: TensorDict, limit: int, by_tokens: bool, reads_answers: bool
 ) -> tuple[list[list[int]], list[int]]:
-    """The row numbers and the weight of each group; one above `limit` is cut between rows of different prompts."""
+    """The row numbers and the weight of each group; one above `limit` is cut between rows of different prompts.
+
+    A row weighs its tokens, without those that it shares with an earlier row of its piece; or 1, unless `by_tokens`.
+    """
     mask, groups = batch["attention_mask"], groups_of(batch["group_index"])
-    alone, parent = mask.sum(-1) if by_tokens else torch.ones(len(mask), dtype=torch.int64), torch.arange(len(mask))
+    lengths = mask.sum(-1).tolist()
     if not reads_answers:
-        weights = alone.tolist()
-        return groups, [weights[group[0]] if by_tokens else len(group) for group in groups]
-    responses, after_parent = batch["responses"].shape[1], alone
+        return groups, [lengths[group[0]] if by_tokens else len(group) for group in groups]
+    responses = batch["responses"].shape[1]
     if by_tokens:
-        parent, shared = prefix_tree(batch, responses)
-        after_parent = alone - shared
+        parent, shared = (column.tolist() for column in prefix_tree(batch, responses))
     prompts = torch.cat([batch["input_ids"][:, :-responses], mask[:, :-responses]], 1)
-    as_before = [False, *(prompts[1:] == prompts[:-1]).all(1).tolist()]
-    parent, alone, after_parent = parent.tolist(), alone.tolist(), after_parent.tolist()
+    same_prompt_as_before = [False, *(prompts[1:] == prompts[:-1]).all(1).tolist()]
 
     def weight(rows: list[int], first: int) -> int:
         """Of rows in a piece whose first row is `first`."""
-        return sum(after_parent[row] if parent[row] >= first else alone[row] for row in rows)
+        if not by_tokens:
+            return len(rows)
+        return sum(lengths[row] - (shared[row] if parent[row] >= first else 0) for row in rows)
 
     pieces: list[list[int]] = []
-    weights = []
+    weights: list[int] = []
     for group in groups:
         blocks = [group]
         if weight(group, group[0]) > limit:
-            starts = [i for i, row in enumerate(group) if i == 0 or not as_before[row]]
-            blocks = [group[a:b] for a, b in zip(starts, [*starts[1:], len(group)], strict=True)]
+            blocks = []  # adjacent rows with the same prompt
+            for row in group:
+                if not blocks or not same_prompt_as_before[row]:
+                    blocks.append([])
+                blocks[-1].append(row)
         for block in blocks:
             if block[0] == group[0] or weights[-1] + weight(block, pieces[-1][0]) > limit:
                 pieces.append([])

@@ -89,9 +89,8 @@ class DataParallelPPOActor(BasePPOActor):
         steps = config.ppo_epochs * math.ceil(samples / config.ppo_mini_batch_size)
         if steps > 1 and "old_log_probs" not in data.batch.keys():
             raise ValueError(
-                f"the batch lacks old_log_probs, but {steps} steps are taken on it (rows={len(data)}, "
-                f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
-                "only a single step may leave them out."
+                f"the batch lacks old_log_probs, which only a single step may leave out; {steps} are taken on its "
+                f"{len(data)} rows (ppo_mini_batch_size={config.ppo_mini_batch_size}, ppo_epochs={config.ppo_epochs})."
             )
         loss_of = partial(self._loss, temperature=data.meta_info["temperature"])
         metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)
@@ -119,16 +118,17 @@ class DataParallelPPOActor(BasePPOActor):
         units = groups_of(columns["group_index"]) if whole else [[i] for i in range(len(mini))]
         has_gradient = ((columns["advantages"] != 0) & columns["response_mask"].bool()).any(-1)  # [b]
         used = [bool(has_gradient[rows].any()) for rows in units]
-        most = max(1, sum(used))
+        count = max(1, sum(used))
         prompts = columns["input_ids"][:, : -columns["responses"].shape[1]]
         if whole and self.policy.reads_answers and any((prompts[rows] != prompts[rows[0]]).any() for rows in units):
-            most = len(units)  # such groups are cut into micro-batches, unlike numbers of them on unlike ranks
-        shared = torch.tensor(most, device=self.engine.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        if int(shared) >= len(units):
+            count = len(units)  # such groups are cut into micro-batches, unlike numbers of them on unlike ranks
+        largest = torch.tensor(count, device=self.engine.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if int(largest) >= len(units):
             return mini
-        kept = sorted(range(len(units)), key=lambda i: not used[i])[: int(shared)]  # stable
-        return mini.select_idxs(np.asarray([row for i in sorted(kept) for row in units[i]]))
+        used_first = sorted(range(len(units)), key=lambda i: not used[i])
+        kept = sorted(used_first[: int(largest)])
+        return mini.select_idxs(np.asarray([row for i in kept for row in units[i]]))
 
     def _choose_tokens(self, mini: DataProto, number: int) -> None:
         """Add the column `chosen` [b, R], from the log-probs of all micro-batches and ranks of a mini-batch.
@@ -161,8 +161,10 @@ class DataParallelPPOActor(BasePPOActor):
         counts = replace(counts, loss_scale_factor=config.loss_scale_factor)
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         caching = next((loss for loss in self.auxiliary_losses if loss.needs_cache), None)
-        additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
-                    for name, value in auxiliary.backward(batch).items()}  # fmt: skip
+        additive = {}
+        for auxiliary in self.auxiliary_losses:
+            if auxiliary is not caching:
+                additive |= auxiliary.backward(batch)
         options = {} if caching is None else {"cache": caching.new_cache()}
         # Checkpointed layers would drop the cache.
         with self.engine.autocast(self.policy.forward_tokens(batch) if caching is None else 0):
@@ -208,20 +210,13 @@ class DataParallelPPOActor(BasePPOActor):
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the other columns are not copied to the device."""
         if "temperature" not in data.meta_info:
-            raise ValueError(
-                "the actor's batch has no meta_info['temperature']: log-probs must be taken at the sampling "
-                "temperature."
-            )
-        keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
-        if SAMPLING_MASK in data.batch.keys():
-            keys.append(SAMPLING_MASK)
-        if self.config.share_prompt_forward and "group_index" not in keys:
-            keys.append("group_index")
+            raise ValueError("the actor's batch has no meta_info['temperature']: the one that it was sampled at.")
+        optional = [SAMPLING_MASK] if SAMPLING_MASK in data.batch.keys() else []
+        groups = ["group_index"] if self.config.share_prompt_forward else []
+        keys = list(dict.fromkeys([*self.policy.required_keys, *columns, *optional, *groups]))
         if missing := [k for k in keys if k not in data.batch.keys()]:
-            raise ValueError(
-                f"the actor's batch lacks {missing}; it has {sorted(data.batch.keys())}. The policy "
-                f"{type(self.policy).__name__} and the loss need them."
-            )
+            needs = f"{type(self.policy).__name__} and the loss need"
+            raise ValueError(f"the actor's batch lacks {missing}, which {needs}; it has {sorted(data.batch.keys())}.")
         return data.select(batch_keys=keys, non_tensor_batch_keys=[])
 
 

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from verl.config.common import CheckpointConfig
 from verl.training.checkpoint import publish, rng
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-    from verl.config.common import CheckpointConfig
-
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 class BaseCheckpointManager:
@@ -35,8 +32,9 @@ class BaseCheckpointManager:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.processing_class = processing_class
-        self.save_contents = _requested(checkpoint_config, "save_contents")
-        self.load_contents = _requested(checkpoint_config, "load_contents")
+        contents = checkpoint_config or CheckpointConfig()
+        self.save_contents = tuple(contents["save_contents"])
+        self.load_contents = tuple(contents["load_contents"])
 
     should_save_model = property(lambda self: "model" in self.save_contents)
     should_save_optimizer = property(lambda self: "optimizer" in self.save_contents)
@@ -68,13 +66,6 @@ class BaseCheckpointManager:
         if local_path is None and hdfs_path is None:
             raise ValueError("a checkpoint needs local_path or hdfs_path; both are None")
         return local_path if local_path is not None else hdfs_path
-
-
-def _requested(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
-    contents = CONTENTS[:3] if config is None else tuple(config[field])  # by default without hf_model
-    if unknown := set(contents) - set(CONTENTS):
-        raise ValueError(f"checkpoint.{field} has unknown entries {sorted(unknown)}. Known: {', '.join(CONTENTS)}.")
-    return contents
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:

@@ -29,13 +29,7 @@ from verl.training.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.training.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.training.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
 from verl.training.parallel.sharding import full_tensors, local_tensor
-from verl.training.peft_weights import (
-    adapter_weights,
-    described_weights,
-    full_weights,
-    peft_models,
-    without_adapters,
-)
+from verl.training.peft_weights import adapter_weights, described_weights, full_weights, peft_models, without_adapters
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.problems import one_line
 from verl.utils.weight_files import safetensors_of
@@ -157,7 +151,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """`<parameter>/<moment>` for every tensor of the optimizer's state."""
         tensors = {}
         for name, param in self._optimized().items():
-            for key, value in self.optimizer.state[param].items() if param in self.optimizer.state else ():
+            for key, value in self.optimizer.state.get(param, {}).items():
                 if not isinstance(value, torch.Tensor):
                     raise TypeError(
                         f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors can be stored."
@@ -196,7 +190,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if dist.get_rank() == 0 and tensors:
                 home = folder / name if len(inside) > 1 else folder
                 home.mkdir(parents=True, exist_ok=True)
-                tensors = {k: self._on_cpu(v).contiguous() for k, v in tensors.items()}
+                tensors = {key: self._on_cpu(tensor).contiguous() for key, tensor in tensors.items()}
                 writes.append(partial(save_file, tensors, home / "adapter_model.safetensors"))
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
         if inside and hasattr(self.model, "save_with_adapters"):
@@ -373,12 +367,13 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
     if wanted == stored:
         return
     missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
-    what = [f"{len(missing)} trained parameters are not in it (such as {missing[:3]})"] if missing else []
-    what += [f"{len(unknown)} of its own are not trained here (such as {unknown[:3]})"] if unknown else []
-    # The names of the layers with adapters, without those of the modules that contain them.
-    there, here = ({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
-                   for names in (stored, wanted))  # fmt: skip
-    if there == here:
+    what = []
+    if missing:
+        what.append(f"{len(missing)} trained parameters are not in it (such as {missing[:3]})")
+    if unknown:
+        what.append(f"{len(unknown)} of its own are not trained here (such as {unknown[:3]})")
+    there = _adapted_layers(stored)
+    if there == _adapted_layers(wanted):
         remedy = "Check the model's path (model.path; in SFT model.partial_pretrain), model.lora_rank and "
         remedy += "what is frozen"
     elif there:
@@ -391,6 +386,11 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
     raise ValueError(f"{folder} does not fit the model: {', '.join(what)}. {remedy}.")
 
 
+def _adapted_layers(names: set[str]) -> set[str]:
+    """The layers with adapters, by their own names without those of the modules that contain them."""
+    return {name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
+
+
 def _adapter_rank(name: str, shape: Sequence[int]) -> int:
     return shape["_A." not in name]  # [rank, in] and [out, rank]
 
@@ -400,11 +400,10 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         stored, here = tuple(described[name].size), tuple(tensor.shape)
         if stored != here:
-            what = f"{name} is {stored} there, {here} here"
-            remedy = "Check the model's path (model.path; in SFT model.partial_pretrain)."
-            if ".lora_" in name and (rank := _adapter_rank(name, stored)) != _adapter_rank(name, here):
-                remedy = f"Set model.lora_rank={rank}."
-            raise ValueError(f"{folder} does not fit the model: {what}. {remedy}")
+            remedy = "Check the model's path (model.path; in SFT model.partial_pretrain)"
+            if ".lora_" in name and _adapter_rank(name, stored) != _adapter_rank(name, here):
+                remedy = f"Set model.lora_rank={_adapter_rank(name, stored)}"
+            raise ValueError(f"{folder} does not fit the model: {name} is {stored} there, {here} here. {remedy}.")
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from verl.models.loading import compute_position_id_with_mask
 from verl.protocol.merge import assign_non_tensor_data, cat_rows, get_non_tensor_data, index_select_tensor_dict
 from verl.protocol.seqlen_balancing import rearrange_micro_batches
 from verl.training.policy.base import Policy
@@ -46,7 +47,9 @@ def forward_backward_batch(
     for name, value in {**totals, "dp_size": engine.get_data_parallel_size()}.items():
         assign_non_tensor_data(data, name, value)
     outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
-    losses, metrics, parts = [], defaultdict(list), _parts(engine, data, attention)
+    losses: list[float] = []
+    metrics: dict[str, list] = defaultdict(list)
+    parts = _parts(engine, data, attention)
     for i, rows in enumerate(parts):
         micro = index_select_tensor_dict(data, rows).to(engine.device)
         with torch.set_grad_enabled(not forward_only), engine.autocast():
@@ -83,8 +86,7 @@ def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]
     if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
         if tokens is None:
-            raise ValueError("use_dynamic_bsz is true, but max_token_len_per_gpu is not set; set it, or use_dynamic_bsz"
-                             "=false with micro_batch_size_per_gpu.")  # fmt: skip
+            raise ValueError("use_dynamic_bsz is true, but max_token_len_per_gpu is not set; set it.")
         group = engine.get_data_parallel_group()
         return rearrange_micro_batches(TensorDict({"attention_mask": mask}, [len(data)]), tokens, group)[1]
     size = get_non_tensor_data(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
@@ -104,18 +106,18 @@ def _outputs(
     """
     ids, attention, jagged = ids.to(engine.device), attention.to(engine.device), micro["input_ids"].is_nested
     responses = None if jagged else micro.get("responses", None)
-    inputs = TensorDict(
-        {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-         "responses": ids[:, 1:] if responses is None else responses}, batch_size=[len(ids)],
-    )  # fmt: skip
-    wanted = {"temperature": get_non_tensor_data(micro, "temperature", 1.0),
-              "with_entropy": get_non_tensor_data(micro, "calculate_entropy", False)}  # fmt: skip
-    names, values = ("log_probs", "entropy"), policy.log_probs(engine.module, inputs, **wanted)
-    found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    columns = {"input_ids": ids, "attention_mask": attention, "position_ids": compute_position_id_with_mask(attention)}
+    columns["responses"] = ids[:, 1:] if responses is None else responses
+    temperature = get_non_tensor_data(micro, "temperature", 1.0)
+    with_entropy = get_non_tensor_data(micro, "calculate_entropy", False)
+    log_probs, entropy = policy.log_probs(
+        engine.module, TensorDict(columns, batch_size=[len(ids)]), temperature=temperature, with_entropy=with_entropy
+    )
+    outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
     if responses is not None:
-        return found
-    found = {name: torch.nn.functional.pad(value, (0, 1)) for name, value in found.items()}
+        return outputs
+    outputs = {name: torch.nn.functional.pad(value, (0, 1)) for name, value in outputs.items()}
     if not jagged:
-        return found
+        return outputs
     real, offsets = attention.bool(), micro["input_ids"].offsets()
-    return {name: torch.nested.nested_tensor_from_jagged(value[real], offsets) for name, value in found.items()}
+    return {name: torch.nested.nested_tensor_from_jagged(value[real], offsets) for name, value in outputs.items()}

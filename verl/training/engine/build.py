@@ -157,9 +157,8 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
     kind = config.lr_scheduler_type
     if kind != "constant" and total <= 0:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} needs optim.total_training_steps, which is {total}.")
-    floor = config.min_lr_ratio or 0.0
     logger.debug("learning rate {}: {}, warm-up {} of {} steps", config.lr, kind, warmup, total)
-    curve = {"min_lr_ratio": floor, "num_cycles": config.num_cycles}
+    curve = {"min_lr_ratio": config.min_lr_ratio or 0.0, "num_cycles": config.num_cycles}
     makers = {
         "constant": lambda: lr_schedules.get_constant_schedule_with_warmup(optimizer, warmup),
         "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, warmup, total),  # imports peft
@@ -168,10 +167,9 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
             optimizer, warmup, total, **curve, decay=config.lr_wsd_decay_style, decay_steps=config.lr_wsd_decay_steps
         ),
     }
-    if kind not in makers:
-        raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")
     scheduler = makers[kind]()
-    if total > 0 and not any(config.lr * factor(step) for factor in scheduler.lr_lambdas for step in range(total)):
+    rates = (config.lr * factor(step) for factor in scheduler.lr_lambdas for step in range(total))
+    if total > 0 and not any(rates):
         why = "" if config.lr == 0 else f": a warm-up of {warmup} steps starts at 0. Set optim.lr_warmup_steps=0"
         logger.warning("the learning rate is 0 in all {} steps, which train nothing{}", total, why)
     return scheduler

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
@@ -123,9 +122,10 @@ class FSDPEngine(BaseEngine):
         if self.sequence_parallel_size > 1:
             heads = without_adapters(module).config.num_attention_heads // self.tensor_parallel_size
             validate_ulysses_config(heads, self.sequence_parallel_size)
-        splits_layers = self.tensor_parallel_size > 1
-        by_tokens = self.engine_config.sequence_parallel
-        styles = styles_of(without_adapters(module), self.tensor_parallel_size, by_tokens) if splits_layers else {}
+        splits_layers, styles = self.tensor_parallel_size > 1, {}
+        if splits_layers:
+            by_tokens = self.engine_config.sequence_parallel
+            styles = styles_of(without_adapters(module), self.tensor_parallel_size, by_tokens)
         if not self._trains:
             module.requires_grad_(False)
         build.check_same_weights(module)
@@ -152,14 +152,16 @@ class FSDPEngine(BaseEngine):
         if self._trains:
             # torch's optimizers cannot update parameters on two meshes, those that are split and others, in one call.
             # On a CPU they make several passes over each tensor unless they are fused.
-            fuses = self.device_type == "cpu" and self.optimizer_config.optimizer in FUSED
-            options = {"foreach": False} if splits_layers else {"fused": True} if fuses else {}
+            options = {}
+            if splits_layers:
+                options["foreach"] = False
+            elif self.device_type == "cpu" and self.optimizer_config.optimizer in FUSED:
+                options["fused"] = True
             self.optimizer = build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
+        trained = self.module, self.optimizer, self.lr_scheduler
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
-        self.checkpoint_manager = FSDPCheckpointManager(
-            self.module, self.optimizer, self.lr_scheduler, tokenizer, contents, device=self.device
-        )
+        self.checkpoint_manager = FSDPCheckpointManager(*trained, tokenizer, contents, device=self.device)
         # From here on ranks draw numbers of their own (sampling, dropout); those that split a layer draw the same.
         _seed_everything(self.engine_config.seed + 1 + self.rank // self.tensor_parallel_size)
         if self.is_param_offload_enabled:
@@ -176,13 +178,12 @@ class FSDPEngine(BaseEngine):
             raise ValueError(f"the given mesh {self.mesh} has no dimension 'tp' of fsdp_config.tensor_parallel_size="
                              f"{splitting} ranks; leave the mesh out.")  # fmt: skip
         if self.joint_size > 1:
-            together = range(self.joint_size)
-            for first in range(0, self.world_size, self.joint_size):
-                alike = [[first + r for r in together if r % splitting == t] for t in range(splitting)]
-                groups = [dist.new_group(ranks) for ranks in alike] if sharing > 1 else [None] * splitting
-                joint = groups[0] if splitting == 1 else dist.new_group([first + r for r in together])
-                if first <= self.rank < first + self.joint_size:
-                    self.sequence_group, self.joint_group = groups[self.rank % splitting], joint
+            self.joint_group, _ = dist.new_subgroups(self.joint_size)
+        if sharing > 1 and splitting == 1:
+            self.sequence_group = self.joint_group
+        elif sharing > 1:  # of the ranks that hold the same part of each layer
+            ranks = torch.arange(self.world_size).view(-1, sharing, splitting).transpose(1, 2).reshape(-1, sharing)
+            self.sequence_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
 
     def get_data_parallel_size(self) -> int:
         return self.world_size // self.joint_size
@@ -252,10 +253,6 @@ class FSDPEngine(BaseEngine):
 
     train_mode, eval_mode = partialmethod(_mode, "train"), partialmethod(_mode, "eval")
 
-    @cached_property
-    def _models(self) -> list[PreTrainedModel]:
-        return build.outermost_pretrained(self.module)
-
     def _checkpoint_where_needed(self, tokens: int) -> None:
         """Switch the recomputation of layers on or off for a forward of so many tokens; all ranks that share it agree,
         since the layers' collective calls are made again in a recomputation.
@@ -265,8 +262,8 @@ class FSDPEngine(BaseEngine):
         else:  # what PyTorch's allocator holds without a tensor in it is free too
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
-        itemsize = self.compute_dtype.itemsize
-        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in self._models)
+        itemsize, models = self.compute_dtype.itemsize, build.outermost_pretrained(self.module)
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)
@@ -341,8 +338,9 @@ class FSDPEngine(BaseEngine):
         max_norm = self.optimizer_config.max_grad_norm() if max_grad_norm is None else max_grad_norm
         params = [p for p in self.module.parameters() if p.requires_grad]
         norm = sharding.grad_norm(params, self.mesh)
-        bad = torch.zeros((), device=self.device) if self._loss_is_bad is None else self._loss_is_bad.float()
-        bad = torch.maximum(bad, torch.tensor(0.0 if math.isfinite(norm) else 1.0, device=self.device))
+        bad = torch.tensor(float(not math.isfinite(norm)), device=self.device)
+        if self._loss_is_bad is not None:
+            bad = torch.maximum(bad, self._loss_is_bad.float())
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad.item():
             self.optimizer_zero_grad()

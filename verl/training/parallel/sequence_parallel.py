@@ -6,7 +6,6 @@ function returns its input unchanged.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +52,13 @@ def all_to_all_tensor(
     sent = [part.contiguous() for part in local_input.chunk(size, scatter_dim)]
     received = [torch.empty_like(part) for part in sent]
     work = dist.all_to_all(received, sent, group=group, async_op=async_op)
-    return partial(concatenate_when_done, received, gather_dim, work) if async_op else torch.cat(received, gather_dim)
+
+    def concatenated() -> Tensor:
+        if async_op:
+            work.wait()
+        return torch.cat(received, gather_dim)
+
+    return concatenated if async_op else concatenated()
 
 
 class SeqAllToAll(torch.autograd.Function):
@@ -81,7 +86,6 @@ def gather_seq_scatter_heads(
 
     `unpadded_dim_size` is the sequence's length without padding, which is cut off; 0 keeps all positions.
     """
-    group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     if get_ulysses_sequence_parallel_world_size(group) == 1:
         return x
     x = SeqAllToAll.apply(group, x, head_dim, seq_dim)
@@ -90,7 +94,6 @@ def gather_seq_scatter_heads(
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
     """[B, T, H / n, D] -> [B, T / n, H, D], after T is padded to a multiple of the n ranks: inverse of the above."""
-    group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     size = get_ulysses_sequence_parallel_world_size(group)
     if size == 1:
         return x
@@ -104,12 +107,6 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
             f"ulysses_sequence_parallel_size={ulysses_sequence_size} does not divide the model's {num_heads} attention "
             "heads; use a divisor."
         )
-
-
-def concatenate_when_done(parts: list[Tensor], dim: int, work: dist.Work) -> Tensor:
-    """The parts along `dim`, after the collective call `work` has ended."""
-    work.wait()
-    return torch.cat(parts, dim)
 
 
 def check_even(x: Tensor, dim: int, size: int) -> None:

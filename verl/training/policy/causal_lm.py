@@ -47,8 +47,8 @@ class CausalLMPolicy(Policy):
 
     def bind(self, model: nn.Module) -> None:
         """Switch the model to packed attention if the forward needs it; keep padding if that is not possible."""
-        shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
-        if not make_packable(causal_model(model), shared, flat):
+        ranks_share = get_ulysses_sequence_parallel_world_size() > 1
+        if not make_packable(causal_model(model), ranks_share, self.remove_padding or self.share_prompt):
             self.remove_padding = self.share_prompt = False
         self.bound = model
 
@@ -58,23 +58,26 @@ class CausalLMPolicy(Policy):
         Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
         """
         self.compared = True
-        layouts, (padded, shared) = {}, (partial(self.probe_log_probs, model, share) for share in (False, True))
-        if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
-            layouts["without padding"] = padded
+        separate, layouts = partial(self.probe_log_probs, model, False), {}
+        if self._needs_flat_row():
+            layouts["without padding"] = separate
         if self.share_prompt:
-            layouts["with shared prompts"] = shared
-        agrees = agreeing_layouts(causal_model(model), "log-probs", padded, layouts, device)
+            layouts["with shared prompts"] = partial(self.probe_log_probs, model, True)
+        agrees = agreeing_layouts(causal_model(model), "log-probs", separate, layouts, device)
         if not all(agrees.values()):
             self.remove_padding, self.share_prompt = agrees["without padding"], False
 
     def probe_log_probs(self, model: nn.Module, share: bool, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
         """Log-probs [B, R] with padding or in a `flat` row, where prompts are shared with `share`; `wide`: float32."""
-        chosen = self.remove_padding, self.share_prompt
+        remove_padding, share_prompt = self.remove_padding, self.share_prompt
+        self.remove_padding, self.share_prompt, self.wide = flat, flat and share, wide
         try:
-            self.remove_padding, self.share_prompt, self.wide = flat, flat and share, wide
             return self.log_probs(model, rows, temperature=1.0, with_entropy=False)[0]
         finally:
-            (self.remove_padding, self.share_prompt), self.wide = chosen, False
+            self.remove_padding, self.share_prompt, self.wide = remove_padding, share_prompt, False
+
+    def _needs_flat_row(self) -> bool:
+        return self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1
 
     def forward_tokens(self, micro_batch: TensorDict) -> int:
         mask = on_host(micro_batch)["attention_mask"]
@@ -102,12 +105,11 @@ class CausalLMPolicy(Policy):
         if (self.remove_padding or self.share_prompt) and not self.compared:
             self.compare_layouts(model, micro_batch["input_ids"].device)
         inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
-        if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
+        inputs |= {key: micro_batch[key] for key in ("counted", SAMPLING_MASK) if key in micro_batch.keys()}
+        if self._needs_flat_row():
             responses = inputs["responses"].shape[1]
             inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
             inputs["cache"] = cache
-        for name in ("counted", SAMPLING_MASK):
-            inputs[name] = micro_batch[name] if name in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         inputs |= {"compiled": self.compiled, "chunk_tokens": self.chunk_tokens}
         log_probs, entropy = call_as_forward(model, response_log_probs, wide=self.wide, **inputs)
@@ -125,27 +127,27 @@ def response_log_probs(
     counted [B, R]: 0 leaves a token out like padding. sampling_mask: see `verl.protocol.sampling_mask.mask_tensor`.
     """
     causal, length = causal_model(model), responses.shape[1]
-    head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
-    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled}
+    decoder, head = decoder_of(causal), causal.get_output_embeddings()
     if packing is not None:
-        inputs = packing.model_inputs(input_ids, position_ids, cache)
-        states = decoder_of(causal)(**inputs).last_hidden_state[0]  # [T, H]
-        labels = responses.flatten()[packing.response_index]
-        if sampling_mask is not None:
-            options["kept"] = KeptTokens.at(sampling_mask, length, packing.response_index)
-        output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
-        outputs = (output.log_probs, output.entropy)
-        return tuple(packing.scatter_to_responses(x.float(), responses.shape) for x in outputs)
-    attended = attention_mask[:, -length:].bool()
-    counts = attended if counted is None else attended & counted.bool()
-    if sampling_mask is not None:
-        options["kept"] = KeptTokens.at(sampling_mask, length, counts.flatten().nonzero()[:, 0])
-    # The state at position t predicts token t+1: response tokens are predicted one position to their left.
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    hidden = decoder_of(causal)(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
-    output = chunked_log_probs(head, final, hidden, responses[counts], **options)
-    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+        states = decoder(**packing.model_inputs(input_ids, position_ids, cache)).last_hidden_state[0]  # [T, H]
+        states, index = states[packing.predicted_from], packing.response_index  # [N, H], [N]
+    else:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        counts = attention_mask[:, -length:].bool()
+        if counted is not None:
+            counts = counts & counted.bool()
+        # The state at position t predicts token t+1: response tokens are predicted one position to their left.
+        states = decoder(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
+        index = counts.flatten().nonzero()[:, 0]
+    kept = None if sampling_mask is None else KeptTokens.at(sampling_mask, length, index)
+    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled, "kept": kept}
+    final, labels = FinalLogits.of(causal.config, temperature), responses.flatten()[index]
+    output = chunked_log_probs(head, final, states, labels, **options)
     log_probs, entropy = output.log_probs.float(), output.entropy.float()  # [N]
+    if packing is not None:
+        shape = responses.shape
+        return packing.scatter_to_responses(log_probs, shape), packing.scatter_to_responses(entropy, shape)
+    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
     return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)
 
 

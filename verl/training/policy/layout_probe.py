@@ -112,10 +112,12 @@ def _compared(compute: Compute, rows: TensorDict, flat: bool, wide: bool) -> tor
 def _exact_short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Use exact attention instead of flash attention, whose kernel rounds; windows and chunks have WINDOW tokens."""
     flash = model.config._attn_implementation == PACKED_FLASH
-    names = ("sliding_window", "attention_chunk_size", "attention_window_size")
-    places = [(part, name) for part in (model.config.get_text_config(), *model.modules()) for name in names]
-    longer = [(part, name, value) for part, name in places
-              if type(value := getattr(part, name, None)) is int and value > WINDOW]  # fmt: skip
+    longer = []  # (object, attribute, its value)
+    for part in (model.config.get_text_config(), *model.modules()):
+        for name in ("sliding_window", "attention_chunk_size", "attention_window_size"):
+            value = getattr(part, name, None)
+            if type(value) is int and value > WINDOW:
+                longer.append((part, name, value))
     try:
         if flash:
             model.set_attn_implementation(PACKED)

@@ -53,7 +53,7 @@ class Packing:
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
     query to all of them. With a `group` of ranks that share the row, the attributes `tokens`, `predicted_from` and
     `response_index` are those of this rank's part of it, and positions are counted from its start; the segments are
-    those of the full row, and `all_tokens` keeps the tokens given.
+    those of the full row.
 
     tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
     before each counted response token, row by row. response_index: int64 [N], index of that response token in the
@@ -79,15 +79,16 @@ class Packing:
         self.lengths, self.keys, self.parents, self.places, self.group = lengths, keys, parents, places, group
         self.attention_mask, self.single_part = attention_mask, single_part
         self._parts: dict[int | None, tuple[Part, ...]] = {}
-        self.all_tokens, device = tokens, device or tokens.device
+        device = device or tokens.device
         if group is not None:
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-            share, prefix_share = -(-len(tokens) // ranks), -(-prefix_len // ranks)
+            share, prefix_share = -(-len(tokens) // ranks), -(-prefix_len // ranks)  # tokens of each rank
             tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
             here = predicted_from // share == rank
             if repeats is not None:
-                mine = here[repeats[1]]
-                repeats = repeats[0][mine], (here.cumsum(0) - 1)[repeats[1][mine]]
+                index, predicted = repeats
+                mine, number_here = here[predicted], here.cumsum(0) - 1
+                repeats = index[mine], number_here[predicted[mine]]
             predicted_from, response_index = predicted_from[here] - rank * share, response_index[here]
             if prefix_len:  # a rank sends its part of the prefix with its part of this row
                 in_prefix = keys < prefix_len
@@ -111,12 +112,12 @@ class Packing:
         window: how many keys a query attends to at most, its own included; ignored with an `attention_mask`.
         """
         if window not in self._parts:
-            device, made = self.tokens.device, []
+            parts = []
             for part, lengths in self._parts_on_host:
                 if window is not None and self.attention_mask is None:
                     part = part._replace(mask=_causal(lengths, window))
-                made.append(Part(*(None if t is None else t.to(device, non_blocking=True) for t in part)))
-            self._parts[window] = tuple(made)
+                parts.append(Part(*(None if t is None else self._on_device(t) for t in part)))
+            self._parts[window] = tuple(parts)
         return self._parts[window]
 
     @cached_property
@@ -126,20 +127,24 @@ class Packing:
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
         exponents = torch.frexp((keys - 1).double()).exponent  # of the least power of two that is not less
-        size = torch.zeros_like(keys) if self.single_part else exponents
-        kinds = list(dict.fromkeys(zip(causal.tolist(), size.tolist(), strict=True)))
+        sizes = torch.zeros_like(keys) if self.single_part else exponents
+        kinds = dict.fromkeys(zip(causal.tolist(), sizes.tolist(), strict=True))
         parts = []
-        for kind in sorted(kinds, key=lambda kind: not kind[0]):
-            rows = ((causal == kind[0]) & (size == kind[1])).nonzero()[:, 0]
-            first, lengths = starts[rows], self.lengths[rows]  # [S, 2]
-            (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
+        for is_causal, size in sorted(kinds, key=lambda kind: not kind[0]):  # causal ones first
+            segments = ((causal == is_causal) & (sizes == size)).nonzero()[:, 0]
+            lengths = self.lengths[segments]
+            most_queries, most_keys = lengths.amax(0).tolist()
+            first_query, first_key = starts[segments].T.unsqueeze(-1)  # [S, 1] each
+            queries, keys = lengths.T.unsqueeze(-1)
             column, key_column = torch.arange(most_queries), torch.arange(most_keys)
-            valid, key_valid = column < queries, key_column < keys
-            positions = (first[:, 1:] + key_column) * key_valid
-            positions = positions if self.keys is None else self.keys[positions] * key_valid
-            # Of a causal part, padding comes after every token that could attend to it.
-            mask = self.attention_mask if self.attention_mask is not None or kind[0] else _causal(lengths)
-            parts.append((Part((first[:, :1] + column) * valid, positions, mask, valid), lengths))
+            valid, key_valid = column < queries, key_column < keys  # [S, Q], [S, K]
+            positions = (first_key + key_column) * key_valid
+            if self.keys is not None:
+                positions = self.keys[positions] * key_valid
+            mask = self.attention_mask
+            if mask is None and not is_causal:  # of a causal part, padding comes after all that could attend to it
+                mask = _causal(lengths)
+            parts.append((Part((first_query + column) * valid, positions, mask, valid), lengths))
         return parts
 
     @cached_property
@@ -149,7 +154,7 @@ class Packing:
         order = torch.cat([part.queries[part.valid] for part in parts])
         restore = torch.empty_like(order)
         restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
-        return restore.to(self.tokens.device, non_blocking=True)
+        return self._on_device(restore)
 
     @cached_property
     def segments(self) -> Segments:
@@ -165,32 +170,37 @@ class Packing:
     def segment_index(self) -> torch.Tensor:
         """int32 [1, T]: the segment of each token of a flat row that ranks do not share."""
         index = torch.repeat_interleave(torch.arange(len(self.lengths), dtype=torch.int32), self.lengths[:, 0])
-        return index.unsqueeze(0).to(self.tokens.device, non_blocking=True)
+        return self._on_device(index.unsqueeze(0))
 
     @cached_property
     def ancestors(self) -> list[tuple[Segments, torch.Tensor, torch.Tensor]]:
         """For each depth of the tree, its segments that others continue: all descendants as queries, itself as keys;
         then the flat positions of these queries, int64 [Q], and of these keys, int64 [K].
         """
-        count, device, made = self.lengths[:, 0], self.tokens.device, []
-        starts, chain = _starts(count), [torch.arange(len(count))]
-        while (chain[-1] >= 0).any():
-            chain.append(torch.where(chain[-1] >= 0, self.parents[chain[-1]], -1))
-        chain = torch.stack(chain)  # [depths + 1, S]: a segment, its parent, the parent of that one, ...
+        count = self.lengths[:, 0]
+        starts, generations = _starts(count), [torch.arange(len(count))]
+        while (generations[-1] >= 0).any():
+            generations.append(torch.where(generations[-1] >= 0, self.parents[generations[-1]], -1))
+        chain = torch.stack(generations)  # [depths + 1, S]: a segment, its parent, the parent of that one, ...
         depth = (chain >= 0).sum(0) - 1
+        levels = []
         for level in range(int(depth.max())):
             below = (depth > level).nonzero()[:, 0]
             above, order = chain[depth[below] - level, below].sort(stable=True)
             below, (above, index) = below[order], above.unique(return_inverse=True)
             queries = torch.zeros_like(above).index_add(0, index, count[below])
-            rows = (_ranges(starts[i], count[i]).to(device, non_blocking=True) for i in (below, above))
-            made.append((Segments.of(torch.stack([queries, count[above]], 1), device), *rows))
-        return made
+            segments = Segments.of(torch.stack([queries, count[above]], 1), self.tokens.device)
+            below, above = (self._on_device(_ranges(starts[i], count[i])) for i in (below, above))
+            levels.append((segments, below, above))
+        return levels
 
     @cached_property
     def key_index(self) -> torch.Tensor | None:
         """`keys` on the device of the batch."""
-        return None if self.keys is None else self.keys.to(self.tokens.device, non_blocking=True)
+        return None if self.keys is None else self._on_device(self.keys)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.tokens.device, non_blocking=True)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
         """[B, L] -> [1, T]."""
