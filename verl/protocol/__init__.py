@@ -454,11 +454,7 @@ class DataProtoFuture:
         """Wait for the outputs and join them. TypeError if one is no batch."""
         import ray
 
-        parts = ray.get(self.futures)
-        for part in parts:
-            if not isinstance(part, DataProto | TensorDict):
-                raise TypeError(f"a worker returned a {type(part).__name__}, neither a DataProto nor a TensorDict")
-        joined = self.collect_fn(parts)
+        joined = self.collect_fn(ray.get(self.futures))
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
