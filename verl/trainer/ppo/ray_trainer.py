@@ -88,15 +88,16 @@ class RayPPOTrainer:
         self.use_reference_policy = utils.need_reference_policy(role_worker_mapping)
         self.use_rm = utils.need_reward_model(role_worker_mapping)
         self.use_critic = need_critic(config)
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
         self.rollout: RolloutPhase | None = None
         self.critic_wg: RayWorkerGroup | None = None
         self.rm_wg: RayWorkerGroup | None = None
-        self.n = config.actor_rollout_ref.rollout.n
+        self.n = rollout.n
         self.critic_warmup = config.trainer.critic_warmup
         self.kl_ctrl = kl.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
-        self.keeps_groups_whole = bool(config.actor_rollout_ref.actor.share_prompt_forward)
+        self.keeps_groups_whole = bool(actor.share_prompt_forward)
         self.needs_old_log_probs = batching.needs_old_log_probs(config)
         self.late_scores = LateScores(self._score)
         self.rollout_check, self.health = RolloutCheck(config), RunHealth(config)
@@ -404,6 +405,10 @@ class RayPPOTrainer:
                     self._save_checkpoint()
                 return
 
+    def _due(self, every: int) -> bool:
+        """Whether a thing done `every` steps is due: 0 or less is never, and the last step always."""
+        return every > 0 and (self.is_finished or self.global_steps % every == 0)
+
     @property
     def is_finished(self) -> bool:
         """Whether the last step was done, or there was none to do (trainer.val_only)."""
@@ -416,10 +421,8 @@ class RayPPOTrainer:
             self.run_log.write(self.global_steps, self._validate())
 
     def _validate_if_due(self, metrics: Metrics) -> None:
-        """Validate every trainer.test_freq steps (0 or less: never) and after the last; weight syncs are summed."""
-        every = self.config.trainer.test_freq
-        is_due = every > 0 and (self.is_finished or self.global_steps % every == 0)
-        if self.val_reward_fn is not None and is_due:
+        """Add the validation's metrics to those of the step; weight syncs of both are summed."""
+        if self.val_reward_fn is not None and self._due(self.config.trainer.test_freq):
             validated = self._validate()
             validated[WEIGHT_SYNCS] += metrics[WEIGHT_SYNCS]
             metrics |= validated

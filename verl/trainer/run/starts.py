@@ -90,19 +90,16 @@ def changed_settings(
     before, after = dict(leaves(old)) | in_force, dict(leaves(new))
     lines, kept = [], {}
     for key in sorted(before.keys() | after.keys()):
-        value, new_value = before.get(key), after.get(key)
-        if value == new_value or key.startswith(("trainer.resume_", "trainer.dry_run")):
+        if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
             continue
         source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
         contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
         if source == OPTIMIZER and "optimizer" not in after.get(contents, ["optimizer"]):
             source = None
-        effect = "applied"
         if source:
-            kept[key] = value
-            effect = f"not applied: the checkpoint restores its {source}"
-        if source == OPTIMIZER:
-            effect += f"; {contents}=[model] starts a new one"
-        shown = ["null" if item is None else str(item) for item in (value, new_value)]
-        lines.append(f"{key}: {' -> '.join(shown)} ({effect})")
+            kept[key] = before.get(key)
+        effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
+        effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
+        values = ("null" if value is None else value for value in (before.get(key), after.get(key)))
+        lines.append(f"{key}: {' -> '.join(map(str, values))} ({effect})")
     return lines, kept

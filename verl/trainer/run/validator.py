@@ -73,11 +73,6 @@ class Validator:
         dataset = getattr(self.loader, "dataset", ())
         if overlong := getattr(dataset, "dropped_overlong", 0):
             metrics["val-aux/overlong_prompts"] = overlong / (overlong + len(dataset))
-        self._write_samples(rows, step)
-        return metrics
-
-    def _write_samples(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Dump and log samples as trainer.validation_data_dir and trainer.log_val_generations say."""
         trainer = self.config.trainer
         if trainer.validation_data_dir:
             write_jsonl(Path(trainer.validation_data_dir).expanduser() / f"{step}.jsonl", rows)
@@ -85,6 +80,7 @@ class Validator:
             shown = [(row["input"], row["output"], row["score"]) for row in rows[: trainer.log_val_generations]]
             loggers = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
             loggers.log(trainer.logger, shown, step)
+        return metrics
 
 
 def name_validation_metrics(by_source: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
