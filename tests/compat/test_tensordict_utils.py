@@ -65,7 +65,7 @@ def test_parts_are_joined_and_cut():
         tu.concat_tensordict([])
     other = batch(2, 2)
     other.pop("turns")
-    with pytest.raises(AssertionError, match=r"not all parts have the columns \['turns'\]"):
+    with pytest.raises(AssertionError, match=r"part 1 and part 0 do not both have the columns \['turns'\]"):
         tu.concat_tensordict([batch(0, 2), other])
 
 

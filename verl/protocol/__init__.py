@@ -17,17 +17,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.protocol.merge import (
     DataProtoConfig,
     DataProtoError,
-    cat_tensors,
     check_same_keys,
     chunk_tensordict,
     concat_tensordict,
     deep_equal,
     fold_batch_dim,
+    index_select_tensor_dict,
     iterate_batches,
     list_of_dict_to_dict_of_list,
     merge_meta,
     pad_dataproto_to_divisor,
-    select_rows,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
@@ -238,10 +237,7 @@ class DataProto:
             if len(rows) != len(self):
                 raise DataProtoError(f"a mask of {len(rows)} entries cannot choose among {len(self)} rows")
             rows = rows.nonzero().squeeze(-1)
-        batch = self.batch
-        if batch is not None:
-            tensors = {k: select_rows(v, rows) for k, v in batch.items()}
-            batch = TensorDict(tensors, batch_size=[len(rows), *batch.batch_size[1:]], device=batch.device)
+        batch = None if self.batch is None else index_select_tensor_dict(self.batch, rows)
         picked = rows.cpu().numpy()
         return DataProto(batch, {k: v[picked] for k, v in self.non_tensor_batch.items()}, self.meta_info)
 
@@ -337,10 +333,14 @@ class DataProto:
         """Rows of all parts in order. meta_info must agree; its `metrics` are gathered into a dict of lists."""
         if not data:
             raise DataProtoError("concat of an empty list of DataProto")
-        batch, columns = cat_tensors([d.batch for d in data]), [d.non_tensor_batch for d in data]
-        check_same_keys(columns, "columns")
-        columns = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
-        return DataProto(batch, columns, merge_meta([d.meta_info for d in data]))
+        batches = [part.batch for part in data if part.batch is not None]
+        if batches and len(batches) < len(data):
+            raise DataProtoError("concat of DataProto with and without tensors; select the same columns first")
+        columns = [part.non_tensor_batch for part in data]
+        check_same_keys(columns)
+        joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}
+        meta = merge_meta([part.meta_info for part in data])
+        return DataProto(concat_tensordict(batches) if batches else None, joined, meta)
 
     def reorder(self, indices: torch.Tensor | list | np.ndarray) -> None:
         """Put the rows in the order of `indices` [B], in place."""
@@ -454,11 +454,7 @@ class DataProtoFuture:
         """Wait for the outputs and join them. TypeError if one is no batch."""
         import ray
 
-        parts = ray.get(self.futures)
-        for part in parts:
-            if not isinstance(part, DataProto | TensorDict):
-                raise TypeError(f"a worker returned a {type(part).__name__}, neither a DataProto nor a TensorDict")
-        joined = self.collect_fn(parts)
+        joined = self.collect_fn(ray.get(self.futures))
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 

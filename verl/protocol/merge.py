@@ -26,26 +26,6 @@ class DataProtoConfig:
     auto_padding_key = "_verl_auto_padding"
 
 
-def cat_tensors(parts: list[TensorDict | None]) -> TensorDict | None:
-    """Rows of all parts in order: tensors [B_i, ...] -> [sum B_i, ...]."""
-    first = parts[0]
-    if all(part is None for part in parts):
-        return None
-    if any(part is None for part in parts):
-        raise DataProtoError("concat of DataProto with and without tensors; select the same columns first")
-    check_same_keys(parts, "tensors")
-    for number, part in enumerate(parts):
-        for key, tensor in first.items():
-            if not tensor.is_nested and part[key].shape[1:] != tensor.shape[1:]:
-                raise DataProtoError(
-                    f"concat: tensor {key!r} is {tuple(tensor.shape)} in part 0 and {tuple(part[key].shape)} in part "
-                    f"{number}; pad them to one length"
-                )
-    size = [sum(part.batch_size[0] for part in parts), *first.batch_size[1:]]
-    merged = {key: cat_rows([part[key] for part in parts]) for key in first.keys()}
-    return TensorDict(merged, batch_size=size, device=first.device)
-
-
 def cat_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Tensors [B_i, ...], all of them jagged or none -> [sum B_i, ...]."""
     if any(tensor.is_nested for tensor in tensors):
@@ -62,12 +42,12 @@ def select_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def check_same_keys(parts: list, what: str) -> None:
+def check_same_keys(parts: list) -> None:
     """DataProtoError unless all parts have the names of the first."""
     for number, part in enumerate(parts):
         odd = sorted(set(parts[0].keys()) ^ set(part.keys()))
         if odd:
-            raise DataProtoError(f"concat: part {number} and part 0 do not both have the {what} {odd}")
+            raise DataProtoError(f"concat: part {number} and part 0 do not both have the columns {odd}")
 
 
 def merge_meta(metas: list[dict]) -> dict:
@@ -186,24 +166,38 @@ def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
 
 
 def concat_tensordict(data: list[TensorDict]) -> TensorDict:
-    """All rows in order, [B_i, ...] -> [sum of B_i, ...]; values of the full batch are those of the first part."""
+    """All rows in order, [B_i, ...] -> [sum of B_i, ...]; values of the full batch are those of the first part.
+
+    DataProtoError if parts differ in their columns or in the shape of a column's rows.
+    """
     if not data:
         raise DataProtoError("concat of an empty list of TensorDicts")
-    if not len(data[0].batch_size):
+    first = data[0]
+    if not len(first.batch_size):
         return concat_tensordict_with_none_bsz(data)
-    for part in data[1:]:
-        if odd := sorted(set(data[0].keys()) ^ set(part.keys())):
-            raise DataProtoError(f"concat: not all parts have the columns {odd}")
-    joined = TensorDict({}, batch_size=[sum(len(part) for part in data)], device=data[0].device)
-    for key in data[0].keys():
+    check_same_keys(data)
+    rows = sum(len(part) for part in data)
+    joined = TensorDict({}, batch_size=[rows, *first.batch_size[1:]], device=first.device)
+    for key in first.keys():
         values = [part.get(key) for part in data]
         if isinstance(values[0], NonTensorStack):
             assign_non_tensor_stack(joined, key, [row for value in values for row in value.tolist()])
         elif isinstance(values[0], NonTensorData):
             assign_non_tensor_data(joined, key, values[0].data)
         else:
+            check_same_width(key, values)
             joined.set(key, cat_rows(values))
     return joined
+
+
+def check_same_width(key: str, tensors: list[torch.Tensor]) -> None:
+    """DataProtoError unless padded tensors [B_i, ...] agree in all dimensions but the first."""
+    for number, tensor in enumerate(tensors):
+        if not tensors[0].is_nested and tensor.shape[1:] != tensors[0].shape[1:]:
+            raise DataProtoError(
+                f"concat: tensor {key!r} is {tuple(tensors[0].shape)} in part 0 and {tuple(tensor.shape)} in part "
+                f"{number}; pad them to one length"
+            )
 
 
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int]) -> TensorDict:
@@ -211,7 +205,7 @@ def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int
     rows = torch.as_tensor(indices, dtype=torch.long)
     if rows.ndim != 1:
         raise DataProtoError(f"rows are selected by a 1-D list of numbers, not by one of shape {tuple(rows.shape)}")
-    selected = TensorDict({}, batch_size=[len(rows)], device=batch.device)
+    selected = TensorDict({}, batch_size=[len(rows), *batch.batch_size[1:]], device=batch.device)
     for key in batch.keys():
         value = batch.get(key)
         if isinstance(value, NonTensorStack):

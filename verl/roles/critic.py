@@ -1,7 +1,9 @@
 """One rank of the critic."""
 
+from dataclasses import fields
 from typing import Any
 
+from verl.config.common import BaseModelConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.model import HFModelConfig, PluginConfig
 from verl.profiling.profile import DistProfiler
@@ -49,12 +51,8 @@ class CriticWorker(ModelWorker):
         return DataProto(meta_info={"metrics": metrics})
 
 
-def value_model(model) -> HFModelConfig:
-    """The settings of critic.model or reward_model.model as those of an engine's model with one value per token."""
-    names = ("path", "tokenizer_path", "override_config", "external_lib", "trust_remote_code")
-    settings = {name: getattr(model, name) for name in names}
-    trained = ("use_shm", "enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding")
-    for name in (*trained, "lora_rank", "lora_alpha", "target_modules"):
-        if hasattr(model, name):
-            settings[name] = getattr(model, name)
+def value_model(model: BaseModelConfig) -> HFModelConfig:
+    """A model with one value per token, by what critic.model or reward_model.model has of a policy's settings."""
+    shared = model.keys() & {field.name for field in fields(HFModelConfig)} - {"_target_"}
+    settings = {name: model[name] for name in shared}
     return HFModelConfig(**settings, load_tokenizer=False, loader=PluginConfig(name="value_head")).load()

@@ -20,6 +20,8 @@ from verl.training.critic.dp_critic import packs_values
 from verl.training.policy.packing import pack_batch
 from verl.utils.tokenizer import hf_tokenizer
 
+INPUTS = ("input_ids", "attention_mask", "position_ids")
+
 
 class RewardModelWorker(ModelWorker):
     """A frozen model with one value per token; an answer's score is the value at its last token.
@@ -53,35 +55,35 @@ class RewardModelWorker(ModelWorker):
         """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
         settings = self.settings
         inputs = data if self.tokenizer is None else self._rewritten(data)
-        chosen = inputs.select(batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=[])
+        chosen = inputs.select(batch_keys=list(INPUTS), non_tensor_batch_keys=[])
         rows = settings.micro_batch_size_per_gpu
         if settings.micro_batch_size is not None:
             rows = max(1, settings.micro_batch_size // self.world_size)
-        tokens = settings.forward_max_token_len_per_gpu * self.engine.sequence_parallel_size
-        budget = tokens if settings.use_dynamic_bsz else None
-
-        def last_values(batch: TensorDict) -> list[torch.Tensor]:
-            mask = batch["attention_mask"]  # [b, T]
-            positions = torch.arange(mask.shape[1], device=mask.device)
-            last = torch.where(mask.bool(), positions, 0).amax(-1, keepdim=True)
-            names = ("input_ids", "attention_mask", "position_ids")
-            if not self.packs:
-                inputs = {name: batch[name] for name in names}
-                values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
-                return [values.gather(1, last).squeeze(1)]
-            # Turn each row so that it ends with its last token, and append a token that counts as its response: the
-            # packing's `predicted_from` is then the last token.
-            turned = (positions + last + 1) % mask.shape[1]
-            ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}
-            packing = pack_batch(ended, 1)
-            flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
-            values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
-            return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
-
+        tokens = None
+        if settings.use_dynamic_bsz:
+            tokens = settings.forward_max_token_len_per_gpu * self.engine.sequence_parallel_size
         chosen, own = self.engine.gather_over_sequence_group(chosen)
-        micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
-        (scores,) = forward_in_order(self.engine, micros, last_values)
+        micros = micro_batches(chosen, rows=rows, tokens=tokens, whole_groups=False)
+        (scores,) = forward_in_order(self.engine, micros, self._last_values)
         return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})
+
+    def _last_values(self, batch: TensorDict) -> list[torch.Tensor]:
+        """The value [b] at the last token of each row [b, T], as the only entry of a list."""
+        mask = batch["attention_mask"]  # [b, T]
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        last = torch.where(mask.bool(), positions, 0).amax(-1, keepdim=True)
+        if not self.packs:
+            inputs = {name: batch[name] for name in INPUTS}
+            values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
+            return [values.gather(1, last).squeeze(1)]
+        # Turn each row so that it ends with its last token, and append a token that counts as its response: the
+        # packing's `predicted_from` is then the last token.
+        turned = (positions + last + 1) % mask.shape[1]
+        ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in INPUTS}
+        packing = pack_batch(ended, 1)
+        flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
+        values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
+        return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
 
     def _rewritten(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""

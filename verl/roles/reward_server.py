@@ -29,18 +29,18 @@ class RewardModelServer(LocalVllmServer):
         gpus: list[str] | None = None,
     ) -> None:  # fmt: skip
         rollout, model = config.rollout, config.model
-        settings = {name: getattr(rollout, name) for name in _PASSED_ON}
-        settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
-        settings |= {"disable_log_stats": True} if rollout.disable_log_stats else {}  # vLLM has no --no- form of it
-        settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
-        settings |= {"tokenizer": os.path.expanduser(model.tokenizer_path)} if model.tokenizer_path else {}
-        settings |= {"runner": "pooling"} if discriminative else {}
-        settings |= {"enable_expert_parallel": True} if rollout.expert_parallel_size > 1 else {}
-        if rollout.cudagraph_capture_sizes:
-            settings["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
-        if rollout.limit_images is not None:
-            settings["limit_mm_per_prompt"] = {"image": rollout.limit_images}
-        settings |= rollout.engine_kwargs.get("vllm") or {}
+        sizes, images = rollout.cudagraph_capture_sizes, rollout.limit_images
+        settings = {name: rollout[name] for name in _PASSED_ON} | {  # None: vLLM's own default
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "disable_log_stats": rollout.disable_log_stats or None,  # vLLM has no --no- form of it
+            "trust_remote_code": model.trust_remote_code or None,
+            "tokenizer": os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else None,
+            "runner": "pooling" if discriminative else None,
+            "enable_expert_parallel": True if rollout.expert_parallel_size > 1 else None,
+            "compilation_config": {"cudagraph_capture_sizes": list(sizes)} if sizes else None,
+            "limit_mm_per_prompt": None if images is None else {"image": images},
+            **(rollout.engine_kwargs.get("vllm") or {}),
+        }
         arguments: list[str] = []
         for name, value in settings.items():
             flag = name.replace("_", "-")

@@ -13,7 +13,6 @@ from verl.single_controller.base.worker_group import (
     ResourcePool,
     WorkerGroup,
     func_generator,
-    registered_methods,
 )
 from verl.single_controller.ray.ray_class import role_classes, user_class
 from verl.utils.distributed import ensure_process_group
@@ -95,8 +94,7 @@ class _RoleGroup(LocalWorkerGroup):
     def __init__(self, worker: Any, cls: type) -> None:
         WorkerGroup.__init__(self, resource_pool=None)
         self._workers = [worker]
-        for name, attrs in registered_methods(cls).items():
-            self._bind_method(name, attrs, func_generator, as_name=name)
+        self._bind_worker_method(cls, func_generator)
 
     def shutdown(self) -> None:
         """Nothing: the group of the process ends."""

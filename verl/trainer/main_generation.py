@@ -22,7 +22,7 @@ from verl.config.common import CheckpointConfig
 from verl.config.compose import hydra_main
 from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
-from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.config.offline import GenerationConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR, RolloutConfig
 from verl.data.chat_template import answer_text
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
@@ -64,11 +64,10 @@ def run_generation(config: DictConfig) -> None:
     """
     first = os.environ.get("RANK", "0") == "0"  # checks all prompts for all ranks
     settings = generation_entry(rows=None if first else 1).refuse_problems(config, warn=first)
-    trainer, data, rollout_config = settings.trainer, settings.data, settings.rollout
     model = settings.model.load()
     prompts = GenerationPrompts(settings, model.tokenizer)
     partial = PartialAnswers(settings)
-    rank, ranks = _join(trainer)
+    rank = _join(settings.trainer)
     if rank == 0:
         partial.open()
     kept = [sorted(partial.read()) if rank == 0 else None]
@@ -77,29 +76,40 @@ def run_generation(config: DictConfig) -> None:
     if rank == 0 and kept[0]:
         logger.info("resumed: {:,} of {:,} prompts were answered before", len(kept[0]), len(prompts))
     if pending:
-        rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
-        rollout.resume(["weights", "kv_cache"])
-        if rank == 0:
-            text = "model loaded; {:,} prompts, {} answers each, at most {} prompts at a time on each of {} ranks"
-            logger.info(text, len(pending), data.n_samples, data.batch_size, ranks)
-        together = ranks if rollout_config.name in ROLLOUTS_OF_THE_ACTOR else rollout_config.tensor_model_parallel_size
-        queue = shared_store()
-        started = time.perf_counter()
-        for share in shares(len(pending), data.batch_size, together):
-            numbers = [pending[i] for i in share]
-            texts, cut = answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer)
-            partial.add(numbers, texts)
-            queue.add("cut", cut)
-            answered = queue.add("answered", len(share))  # on all ranks
-            if line := progress(answered - len(share), answered, len(pending), time.perf_counter() - started):
-                logger.info(line)
-        if rank == 0 and (cut := queue.add("cut", 0) / (queue.add("answered", 0) * data.n_samples)) > SHARE_NAMED:
-            keys = "rollout.response_length, or rollout.max_model_len if it is set"
-            logger.warning("{:.0%} of the answers were cut at a limit of tokens; raise {}.", cut, keys)
-        rollout.close()  # vLLM ends the process group with its own
+        answer_pending(settings, model, prompts, pending, partial)
     if rank == 0:
         partial.finish(prompts.rows)
     destroy_global_process_group()
+
+
+def answer_pending(
+    settings: GenerationConfig, model: HFModelConfig, prompts: GenerationPrompts, pending: list[int],
+    partial: PartialAnswers,
+) -> None:  # fmt: skip
+    """Answer this rank's share of the prompts with these numbers, and add the answers to `partial`."""
+    data, config, rank, ranks = settings.data, settings.rollout, dist.get_rank(), dist.get_world_size()
+    rollout = make_rollout(model, config, create_device_mesh(ranks, -1, settings.trainer.device))
+    rollout.resume(["weights", "kv_cache"])
+    if rank == 0:
+        text = "model loaded; {:,} prompts, {} answers each, at most {} prompts at a time on each of {} ranks"
+        logger.info(text, len(pending), data.n_samples, data.batch_size, ranks)
+    together = ranks if config.name in ROLLOUTS_OF_THE_ACTOR else config.tensor_model_parallel_size
+    counts = shared_store()  # of all ranks
+    started = time.perf_counter()
+    for share in shares(len(pending), data.batch_size, together):
+        numbers = [pending[i] for i in share]
+        texts, cut = answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer)
+        partial.add(numbers, texts)
+        counts.add("cut", cut)
+        answered = counts.add("answered", len(share))
+        if line := progress(answered - len(share), answered, len(pending), time.perf_counter() - started):
+            logger.info(line)
+    if rank == 0:
+        cut_share = counts.add("cut", 0) / (counts.add("answered", 0) * data.n_samples)
+        if cut_share > SHARE_NAMED:
+            keys = "rollout.response_length, or rollout.max_model_len if it is set"
+            logger.warning("{:.0%} of the answers were cut at a limit of tokens; raise {}.", cut_share, keys)
+    rollout.close()  # vLLM ends the process group with its own
 
 
 def progress(before: int, now: int, count: int, seconds: float) -> str | None:
@@ -158,18 +168,18 @@ def answers(
     return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)], cut
 
 
-def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
-    """(rank, ranks) in the torchrun job of this process, or in a group of its own.
+def _join(trainer: GenerationTrainerConfig) -> int:
+    """The rank in the torchrun job of this process, or in a group of its own.
 
     Without a job, but with trainer.n_gpus_per_node > 1, this process is replaced by torchrun.
     """
     if "RANK" in os.environ:
-        return initialize_global_process_group()[1:]
+        return initialize_global_process_group()[1]
     if trainer.n_gpus_per_node > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={trainer.n_gpus_per_node}"]
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "verl.trainer.main_generation", *sys.argv[1:]])
     ensure_process_group(trainer.device)
-    return 0, 1
+    return 0
 
 
 if __name__ == "__main__":

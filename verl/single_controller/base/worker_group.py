@@ -12,7 +12,7 @@ from typing import Any
 
 from loguru import logger
 
-from verl.protocol import DataProto, DataProtoFuture, unpad_dataproto
+from verl.protocol import DataProto, DataProtoFuture, concat_batches, unpad_dataproto
 from verl.single_controller.base.dispatch import (
     MAGIC_ATTR,
     PADDING_KEY,
@@ -168,4 +168,4 @@ def _unpad(output: DataProto, padding: int, rows: int) -> DataProto:
 
 
 def _concat_and_unpad(padding: tuple[int, int], parts: list[DataProto]) -> DataProto:
-    return _unpad(DataProto.concat(parts), *padding)
+    return _unpad(concat_batches(parts), *padding)

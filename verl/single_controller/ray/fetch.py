@@ -23,7 +23,15 @@ def failure_of(refs: list[ray.ObjectRef], labels: list[str], method: str) -> Exc
     deaths = [(i, e) for i, e in failures if isinstance(e, RayActorError)]
     index, error = (deaths or failures)[0]
     others = [labels[i] for i, _ in failures if i != index]
-    return _explain(error, labels[index], method, others)
+    also = f" ({len(others)} other rank(s) failed after it: {', '.join(others[:4])})" if others else ""
+    if isinstance(error, RayActorError):
+        what = "could not be constructed" if error.actor_init_failed else f"died while the group was in {method}"
+        return WorkerDiedError(f"{labels[index]} {what}{also}: {_reason(error)}")
+    cause = error.cause
+    if not isinstance(cause, Exception) or isinstance(cause, RayTaskError):
+        cause = RuntimeError(str(cause))
+    cause.add_note(f"raised by {labels[index]} in {method}{also}; traceback of the worker:\n{_plain(error)}")
+    return cause
 
 
 def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:
@@ -40,18 +48,6 @@ def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:
             collected.append((place[done[0]], error))
             timeout = GRACE_S
     return collected
-
-
-def _explain(error: Exception, label: str, method: str, others: list[str]) -> Exception:
-    also = f" ({len(others)} other rank(s) failed after it: {', '.join(others[:4])})" if others else ""
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        if not isinstance(cause, Exception) or isinstance(cause, RayTaskError):
-            cause = RuntimeError(str(cause))
-        cause.add_note(f"raised by {label} in {method}{also}; traceback of the worker:\n{_plain(error)}")
-        return cause
-    what = "could not be constructed" if error.actor_init_failed else f"died while the group was in {method}"
-    return WorkerDiedError(f"{label} {what}{also}: {_reason(error)}")
 
 
 def _plain(error: Exception) -> str:

@@ -38,11 +38,11 @@ class RowsFile:
     """A jsonl file that counts its rows, so that it can be cut to the rows that a checkpoint knows."""
 
     def __init__(self) -> None:
-        self.rows, self.path, self._file = 0, None, None
+        self.rows, self._file = 0, None
 
     def open(self, path: Path, rows: int | None) -> int:
         """Continue the file after its first `rows` rows, or (None) begin a new one; how many rows were removed."""
-        self.path, self.rows, removed = path, rows or 0, 0
+        self.rows, removed = rows or 0, 0
         path.parent.mkdir(parents=True, exist_ok=True)
         if rows is None:
             if kept := set_aside(path):

@@ -124,10 +124,10 @@ class SeparateRolloutPhase(RolloutPhase):
         """Give all servers the weights of `version` (WeightPart), between two tokens or two samples."""
 
         def send() -> None:
-            calls = [replica.worker_group.execute_all_async("update_weights", parts, version) for replica in
-                     self.replicas]  # fmt: skip
-            for replica, refs in zip(self.replicas, calls, strict=True):
-                replica.worker_group._fetch(refs, "update_weights")
+            groups = [replica.worker_group for replica in self.replicas]
+            calls = [group.execute_all_async("update_weights", parts, version) for group in groups]
+            for group, refs in zip(groups, calls, strict=True):
+                group._fetch(refs, "update_weights")
 
         limit = self.config.trainer.watchdog.generate
         self.rollouter.sync(version, self.server_names, interrupt, send, limit)
@@ -164,17 +164,20 @@ class SeparateRolloutPhase(RolloutPhase):
         output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
         rows, columns = output.meta_info["metrics"], output.non_tensor_batch
         columns.pop("weights_versions", None)
-        scored = columns.get("reward_score")
-        oldest = [min((version for version, _ in sample.spans), default=group.started_at) for group in groups
-                  for sample in group.samples]  # fmt: skip
-        columns |= {"weights_version": np.array(oldest, dtype=np.int64)}
+        oldest = []
+        for group in groups:
+            for sample in group.samples:
+                versions = [version for version, _ in sample.spans]
+                oldest.append(min(versions, default=group.started_at))
+        columns["weights_version"] = np.array(oldest, dtype=np.int64)
         columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
         columns[SPANS] = object_array([sample.spans for sample in samples])
-        if scored is None or any(sample.result is not UNGRADED for sample in samples):
-            results = [sample.result if sample.result is not UNGRADED else None for sample in samples]
-            if scored is not None:
-                results = [own if result is None else result for own, result in zip(scored, results, strict=True)]
-                columns.pop("reward_score")
+        results = [None if sample.result is UNGRADED else sample.result for sample in samples]
+        if "reward_score" not in columns:
+            columns[GRADED] = object_array(results)
+        elif any(sample.result is not UNGRADED for sample in samples):  # agent loops scored the others
+            scores = columns.pop("reward_score")
+            results = [own if result is None else result for own, result in zip(scores, results, strict=True)]
             columns[GRADED] = object_array(results)
         prompts = DataProto.concat([group.row for group in groups])
         batch = self._samples(prompts, use_loop_scores(output), self.rollout_config.n, step)

@@ -229,22 +229,14 @@ class Rollouter:
             "Raise the limit if generation is only slow."
         )
 
-    def _in_loop(self, work: Callable[[], Any]) -> Any:
-        """The result of a function that runs in the loop."""
-
-        async def run() -> Any:
-            return work()
-
-        return self.call(run())
-
     def begin(self) -> None:
         """Start prompts from now on, and run those that `restore` took."""
 
-        def start() -> None:
+        async def start() -> None:
             for group in self.groups.values():
                 self._start(group)
 
-        self._in_loop(start)
+        self.call(start())
         self._feeder = asyncio.run_coroutine_threadsafe(self._feed(), self._loop)
 
     def sync(
@@ -308,12 +300,12 @@ class Rollouter:
         Also the seconds of each sample, from its start to its grade.
         """
 
-        def take() -> tuple[Counter[str], list[float]]:
+        async def take() -> tuple[Counter[str], list[float]]:
             counts, self.span_counts = self.span_counts, Counter()
             seconds, self.seconds = self.seconds, []
             return counts, seconds
 
-        return self._in_loop(take)
+        return self.call(take())
 
     def hold(self) -> dict[str, Any]:
         """Draw no prompts until `release`; the groups that are neither trained nor dropped, and the journal's state."""
@@ -340,7 +332,7 @@ class Rollouter:
     def restore(self, groups: list[Group], dropped: int, step: int) -> None:
         """Take the groups of a checkpoint of `step`; those that were started go on with `begin`."""
 
-        def restored() -> None:
+        async def take_over() -> None:
             self.version = step
             for group in groups:
                 if all(sample.state == journal.DRAWN for sample in group.samples):
@@ -359,7 +351,7 @@ class Rollouter:
             self.dropped = dropped
             self.started = step * self.bound.batch + len(self.groups) + dropped
 
-        self._in_loop(restored)
+        self.call(take_over())
 
     def close(self) -> None:
         """End all conversations and the thread."""

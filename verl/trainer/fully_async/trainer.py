@@ -176,7 +176,6 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def _async_metrics(self, samples: DataProto) -> Metrics:
         """Counts of samples, partial generations, seconds of samples, and shares of idle time since the last step."""
-        prefix = "fully_async"
         current = self.rollout.synced
         versions = samples.non_tensor_batch["weights_version"]
         old = versions < current
@@ -186,22 +185,20 @@ class FullyAsyncTrainer(RayPPOTrainer):
         counts, seconds = self.rollout.rollouter.take_counts()
         generated = sum(self.rollout.journal.counts[s] for s in (journal.QUEUED, journal.TRAINED))
         metrics: Metrics = {
-            f"{prefix}/count/stale_samples_processed": self.totals["stale_samples"],
-            f"{prefix}/count/stale_trajectory_processed": self.totals["stale_trajectories"],
-            f"{prefix}/count/current_param_version": current,
-            f"{prefix}/count/dropped_stale_samples": self.rollout.journal.counts[journal.STALE],
-            f"{prefix}/count/total_generated_samples": generated,
-            f"{prefix}/count/versions_behind_max": self._updates - int(versions.min()),
-            f"{prefix}/partial/total_partial_num": counts["partial"],
-            f"{prefix}/partial/partial_ratio": counts["partial"] / max(1, counts["samples"]),
-            f"{prefix}/partial/max_partial_span": counts["longest"],
+            "fully_async/count/stale_samples_processed": self.totals["stale_samples"],
+            "fully_async/count/stale_trajectory_processed": self.totals["stale_trajectories"],
+            "fully_async/count/current_param_version": current,
+            "fully_async/count/dropped_stale_samples": self.rollout.journal.counts[journal.STALE],
+            "fully_async/count/total_generated_samples": generated,
+            "fully_async/count/versions_behind_max": self._updates - int(versions.min()),
+            "fully_async/partial/total_partial_num": counts["partial"],
+            "fully_async/partial/partial_ratio": counts["partial"] / max(1, counts["samples"]),
+            "fully_async/partial/max_partial_span": counts["longest"],
         }
         if seconds:
-            times = np.array(seconds)
-            metrics |= {f"{prefix}/processing_time/{name}": float(value) for name, value in (
-                ("avg", times.mean()), ("max", times.max()), ("min", times.min()),
-                *((f"tp{q}", np.percentile(times, q)) for q in (50, 95, 99)),
-            )}  # fmt: skip
+            statistics = {"avg": np.mean(seconds), "max": max(seconds), "min": min(seconds)}
+            statistics |= {f"tp{q}": np.percentile(seconds, q) for q in (50, 95, 99)}
+            metrics |= {f"fully_async/processing_time/{name}": float(value) for name, value in statistics.items()}
         spent = self.rollout.timeline.take_seconds()
         for name, members in (("trainer", [TRAINER]), ("rollouter", self.rollout.server_names)):
             total = sum(value for (who, _), value in spent.items() if who in members)

@@ -1,6 +1,5 @@
 """RayDAPOTrainer: draws prompts until enough groups have samples with different rewards."""
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",
           "reward/timeouts")  # fmt: skip
+NEWEST = ("training/epoch", "training/weights_version")
 FINAL_REWARD = "seq_final_reward"
 
 
@@ -68,8 +68,6 @@ class RayDAPOTrainer(RayPPOTrainer):
         metrics["training/dropped_samples/surplus"] = surplus
         metrics["training/dropped_samples"] += filtered + surplus
         metrics["training/scored_samples"] -= filtered + surplus
-        if metrics["training/scored_samples"] != len(batch):
-            raise RuntimeError(f"{metrics['training/scored_samples']} samples are counted, {len(batch)} are trained on")
         return batch, metrics
 
     def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
@@ -157,12 +155,11 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 def _merged(draws: list[Metrics]) -> Metrics:
     """Metrics of several draws as those of one step: sums of counts, the last version and epoch, else means."""
-    columns: dict[str, list] = defaultdict(list)
-    for metrics in draws:
-        for name, value in metrics.items():
-            columns[name].append(value)
-    merged = {name: float(np.mean(values)) for name, values in columns.items()}
-    merged.update({name: sum(columns[name]) for name in columns if name.startswith(SUMMED)})
-    last = ("training/epoch", "training/weights_version")
-    merged.update({name: columns[name][-1] for name in last if name in columns})
-    return merged | {"train/num_gen_batches": len(draws)}
+    merged: Metrics = {"train/num_gen_batches": len(draws)}
+    for name in dict.fromkeys(name for metrics in draws for name in metrics):
+        values = [metrics[name] for metrics in draws if name in metrics]
+        if name.startswith(SUMMED):
+            merged[name] = sum(values)
+        else:
+            merged[name] = values[-1] if name in NEWEST else float(np.mean(values))
+    return merged

@@ -29,6 +29,27 @@ AGAIN_AFTER = 50  # steps until the same warning is given again
 SUCCESS = 0.5  # value of the reward's `acc` above which an answer counts as right
 
 
+class Trend:
+    """The first `window` values of a run's metric, and the last ones."""
+
+    def __init__(self, window: int) -> None:
+        self.window, self.first, self.last = window, [], deque(maxlen=window)
+
+    def add(self, value: float) -> bool:
+        """Enter a step's value; whether it came after the first ones, so that the last can be compared with them."""
+        self.last.append(value)
+        if len(self.first) == self.window:
+            return True
+        self.first.append(value)
+        return False
+
+    def change_beyond_noise(self) -> float:
+        """mean(last) - mean(first), or 0 within its noise: two standard errors of the difference."""
+        change = fmean(self.last) - fmean(self.first)
+        noise = 2 * ((stdev(self.first) ** 2 + stdev(self.last) ** 2) / self.window) ** 0.5
+        return change if abs(change) > noise else 0.0
+
+
 class RunHealth:
     """Measures each step of a run against the steps before; `replay` gives it those before a resume."""
 
@@ -49,12 +70,8 @@ class RunHealth:
         bound = config.async_training if "async_training" in config else None
         self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
         self.updated: int | None = None  # the last step that changed the weights
-        self.entropies: list[float] = []  # of the first steps
-        self.first: list[tuple[float, float]] = []  # (length, score) of the first steps
-        self.last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self.first_passes: list[float] = []  # pass@k of the first steps, of the largest k
-        self.last_passes: deque[float] = deque(maxlen=WINDOW)
-        self.last_entropies: deque[float] = deque(maxlen=WINDOW // 2)
+        self.entropies, self.passes = Trend(WINDOW // 2), Trend(WINDOW)  # passes: pass@k of the largest k
+        self.lengths, self.scores = Trend(WINDOW), Trend(WINDOW)
         self.norms: deque[float] = deque(maxlen=2 * WINDOW)
         self.beyond = dict.fromkeys((rule.metric for rule in RULES), 0)  # steps in a row
         self.warned: dict[str, int] = {}
@@ -149,29 +166,21 @@ class RunHealth:
         if "actor/pg_loss" in metrics:
             self.updated = step
         if passes := {int(name.partition("@")[2]): name for name in metrics if name.startswith("health/pass@")}:
-            self.last_passes.append(metrics[passes[max(passes)]])
-            if len(self.first_passes) < WINDOW:
-                self.first_passes.append(self.last_passes[-1])
-            else:
-                values["pass_change"] = change_beyond_noise(self.first_passes, list(self.last_passes))
+            if self.passes.add(metrics[passes[max(passes)]]):
+                values["pass_change"] = self.passes.change_beyond_noise()
         if (entropy := metrics.get("actor/entropy")) is not None:
-            self.last_entropies.append(entropy)
-            if len(self.entropies) < WINDOW // 2:
-                self.entropies.append(entropy)
-            elif fmean(self.entropies) > 0:
-                values["entropy_ratio"] = fmean(self.last_entropies) / fmean(self.entropies)
+            if self.entropies.add(entropy) and fmean(self.entropies.first) > 0:
+                values["entropy_ratio"] = fmean(self.entropies.last) / fmean(self.entropies.first)
         if (norm := metrics.get("actor/grad_norm")) is not None and np.isfinite(norm):
             if len(self.norms) >= WINDOW // 2 and median(self.norms) > 0:
                 values["grad_norm_ratio"] = norm / median(self.norms)
             self.norms.append(norm)
         if self.has_texts:
-            self.last.append((metrics["response_length/mean"], metrics["critic/score/mean"]))
-            if len(self.first) < WINDOW:
-                self.first.append(self.last[-1])
-            else:
-                (before, old), (after, new) = (zip(*rows, strict=True) for rows in (self.first, self.last))
-                gained = change_beyond_noise(old, new) > 0  # then longer answers are no problem
-                values["length_without_reward"] = 1.0 if gained else fmean(after) / max(1e-9, fmean(before))
+            self.scores.add(metrics["critic/score/mean"])
+            if self.lengths.add(metrics["response_length/mean"]):
+                growth = fmean(self.lengths.last) / max(1e-9, fmean(self.lengths.first))
+                gained = self.scores.change_beyond_noise() > 0  # then longer answers are no problem
+                values["length_without_reward"] = 1.0 if gained else growth
         return values
 
     def _warn(self, step: int, values: Mapping[str, float]) -> None:
@@ -191,13 +200,6 @@ class RunHealth:
                 self.warned[rule.metric] = step
                 rules.append(rule)
         return rules
-
-
-def change_beyond_noise(first: Sequence[float], last: Sequence[float]) -> float:
-    """mean(last) - mean(first), or 0 within its noise: two standard errors of the difference. Both have n values."""
-    change = fmean(last) - fmean(first)
-    noise = 2 * ((stdev(first) ** 2 + stdev(last) ** 2) / len(first)) ** 0.5
-    return change if abs(change) > noise else 0.0
 
 
 def distances(batch: DataProto, clip_range: tuple[float, float], bypasses: bool = False) -> dict[str, float]:

@@ -3,7 +3,7 @@
 With reward_model.launch_reward_fn_async a step's scores are computed later (LateScores).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -72,26 +72,8 @@ class RolloutPhase:
         gen_batch = self._request(prompts, step, validate, **overrides)
         n = gen_batch.meta_info["n"]
         stream = self._reward_stream(reward_fn)
-        scored: list[tuple[int, DataProto]] = []  # rows already scored by their agent loop
         if stream is not None:
-
-            def grade(index: int, row: DataProto) -> None:
-                given = {k: v[index // n : index // n + 1] for k, v in prompts.non_tensor_batch.items()}
-                stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
-
-            def ended(index: int, row: DataProto) -> None:
-                if "reward_score" in row.non_tensor_batch:
-                    scored.append((index, row))
-                else:
-                    grade(index, row)
-
-            try:
-                output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)
-                for item in () if "rm_scores" in output.batch else scored:  # some rows have no score: grade all
-                    grade(*item)
-            except BaseException:
-                stream.close()
-                raise
+            output = self._generate_graded(gen_batch, prompts.non_tensor_batch, stream)
         elif self.agent_loops is not None:
             output = self.agent_loops.generate_sequences(gen_batch)
         else:
@@ -107,6 +89,36 @@ class RolloutPhase:
         if stream is not None:
             metrics |= stream.finish(samples)
         return samples, metrics
+
+    def _generate_graded(
+        self, gen_batch: DataProto, columns: Mapping[str, np.ndarray], stream: RewardStream
+    ) -> DataProto:
+        """The agent loops' samples, put into the stream as they finish, with the prompts' columns [B].
+
+        Where every loop scored its own conversation, none is put in.
+        """
+        n = gen_batch.meta_info["n"]
+        scored: list[tuple[int, DataProto]] = []  # by their agent loop
+
+        def grade(index: int, row: DataProto) -> None:
+            given = {name: column[index // n : index // n + 1] for name, column in columns.items()}
+            stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
+
+        def ended(index: int, row: DataProto) -> None:
+            if "reward_score" in row.non_tensor_batch:
+                scored.append((index, row))
+            else:
+                grade(index, row)
+
+        try:
+            output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)
+            if "rm_scores" not in output.batch:  # some rows have no score: grade all
+                for index, row in scored:
+                    grade(index, row)
+        except BaseException:
+            stream.close()
+            raise
+        return output
 
     def probe(self, prompts: DataProto, n: int, tokens: int) -> DataProto:
         """n samples [B * n, T] of at most `tokens` tokens, drawn by the engines at temperature 1 without filters.
@@ -160,9 +172,9 @@ class RolloutPhase:
         """
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
             return None
-        if self.rollout_config.agent.reports_rewards:
+        if self.rollout_config.agent.reports_rewards or not self.agent_loops.reports_finished:
             return None
-        return RewardStream(reward_fn) if self.agent_loops.reports_finished and can_stream(reward_fn) else None
+        return RewardStream(reward_fn) if can_stream(reward_fn) else None
 
     def score(self, samples: DataProto, reward_fn: Any) -> tuple[DataProto, torch.Tensor, dict[str, Any], Any]:
         """Samples that have a score, token-level scores [B, R], extras by name, and how many failed in which way.

@@ -59,11 +59,7 @@ def to_rows(samples: DataProto) -> DataProto:
                 rows[name][row, : end - start] = column[i, start:end]
         attention[i * k + len(sample) : (i + 1) * k, width - 1 : width + 1] = 1
     if SAMPLING_MASK in samples.non_tensor_batch:
-        kept: list[list[np.ndarray]] = []
-        for of_sample, sample in zip(samples.non_tensor_batch[SAMPLING_MASK], turns, strict=True):
-            ids = [] if of_sample is None else kept_ids(of_sample)
-            kept += [ids[start:end] for start, end, _ in sample] + [[]] * (k - len(sample))
-        rows[SAMPLING_MASK] = mask_tensor(mask_column(kept), length)
+        rows[SAMPLING_MASK] = mask_tensor(_masks_of_turns(samples.non_tensor_batch[SAMPLING_MASK], turns, k), length)
     rows["group_index"] = torch.arange(total)
     rows |= {name: column.repeat_interleave(k, 0) for name, column in columns.items() if column.dim() == 1}
     rows |= {
@@ -72,6 +68,15 @@ def to_rows(samples: DataProto) -> DataProto:
     }  # fmt: skip
     meta = {**samples.meta_info, ROWS_PER_SAMPLE: k, "global_token_num": attention.sum(-1).tolist()}
     return DataProto.from_dict(rows, meta_info=meta)
+
+
+def _masks_of_turns(masks: np.ndarray, turns: list[list[Turn]], k: int) -> np.ndarray:
+    """The column of kept tokens [B] as that of k turns of each sample, [B * k]."""
+    kept: list[list[np.ndarray]] = []
+    for mask, sample in zip(masks, turns, strict=True):
+        ids = [] if mask is None else kept_ids(mask)
+        kept += [ids[start:end] for start, end, _ in sample] + [[]] * (k - len(sample))
+    return mask_column(kept)
 
 
 def from_rows(output: DataProto, samples: DataProto) -> DataProto:
@@ -114,23 +119,12 @@ class RankRows:
 
     def forward(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
         """The method's columns [B, R] for the samples [B]; they need not divide by the ranks."""
-        even = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
-        if self._are_rows(batch) and len(batch) % even == 0:
-            return method(batch.select(non_tensor_batch_keys=[]))
         filled, own = fill_groups(batch, self.n)
+        even = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
         padded, pad = pad_dataproto_to_divisor(filled, even)
         return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
 
     def update(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> dict[str, Any]:
         """The metrics of an update on the samples [B], whose groups the ranks share evenly."""
-        if self._are_rows(batch):
-            rows = batch.select(non_tensor_batch_keys=[])
-        else:
-            rows = to_rows(fill_groups(batch, self.n)[0])
+        rows = to_rows(fill_groups(batch, self.n)[0])
         return reduce_metrics(method(rows).meta_info["metrics"])
-
-    def _are_rows(self, batch: DataProto) -> bool:
-        """Whether each sample is a row as it is: in a full group, of one turn, without a list of kept tokens."""
-        columns = batch.non_tensor_batch
-        full = len(batch) == self.n * len(set(columns["uid"].tolist()))
-        return full and TURNS not in columns and SAMPLING_MASK not in columns

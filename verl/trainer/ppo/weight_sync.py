@@ -106,6 +106,7 @@ class RolloutCheck:
         roles = config.actor_rollout_ref
         self.rollout, types = roles.rollout, (roles.rollout.dtype, roles.actor.fsdp_config.dtype)
         self.exact = all(dtype in ("fp32", "float32") for dtype in types)
+        self.limit = LIMIT if self.exact else LIMIT_OF_HALF
         self.types = f"rollout {types[0]}, trainer {types[1]}"
         own = self.rollout.engine_kwargs.get(self.rollout.name) or {}  # the engine's options by its own names
         self.quantized = self.rollout.quantization is not None or own.get("quantization") is not None
@@ -134,9 +135,9 @@ class RolloutCheck:
             return logger.info(f"{NAME}={self.rollout.name} {what}")
         mean, largest, tokens = self._differences(samples)
         shown = f"mean {mean:.2g}, largest {largest:.2g} ({tokens} tokens; {self.types})"
-        if (largest if self.exact else mean) <= (LIMIT if self.exact else LIMIT_OF_HALF):
+        if (largest if self.exact else mean) <= self.limit:
             return logger.info(f"log-probs of rollout and trainer agree: {shown}")
-        limit = f"at most {LIMIT}" if self.exact else f"a mean of at most {LIMIT_OF_HALF}"
+        limit = f"{'' if self.exact else 'a mean of '}at most {self.limit}"
         what = (
             f"{NAME}={self.rollout.name}: the weights that it received last do not give the trainer's log-probs. They "
             f"differ by {shown}; {limit} is expected. {REASONS}"
@@ -150,7 +151,7 @@ class RolloutCheck:
         if not self._comparable or not samples.batch["response_mask"].any():
             return
         mean, _, _ = self._differences(samples)
-        self.disagreed = self.disagreed + 1 if mean > (LIMIT if self.exact else LIMIT_OF_HALF) else 0
+        self.disagreed = self.disagreed + 1 if mean > self.limit else 0
         if self.disagreed == PATIENCE:
             logger.warning(
                 f"log-probs of rollout and trainer have differed for {PATIENCE} steps, now by {mean:.2g} on average "

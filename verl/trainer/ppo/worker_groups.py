@@ -182,17 +182,16 @@ class WorkerGroups:
         """
         steps = set(settings.steps or ()) if settings.tool else set()
         joined = steps if settings.profile_continuous_steps else set()
+        groups = [group for group in self.roles.values() if hasattr(group, "start_profile")]
         if step in steps and step - 1 not in joined:
             with timed("start_profile"):
-                for group in self.roles.values():
-                    if hasattr(group, "start_profile"):
-                        group.start_profile(step=step)
+                for group in groups:
+                    group.start_profile(step=step)
         yield
         if step in steps and (step + 1 not in joined or is_last):
             with timed("stop_profile"):
-                for group in self.roles.values():
-                    if hasattr(group, "stop_profile"):
-                        group.stop_profile()
+                for group in groups:
+                    group.stop_profile()
 
     def end(self) -> None:
         """Let the ranks end servers and engines that they started, end the ranks, give the pools back to Ray."""

@@ -34,7 +34,7 @@ def sample_rows(
         responses = zip(samples.batch["responses"], mask, strict=True)
         outputs = [answer_text(tokenizer, ids[kept].tolist()) for ids, kept in responses]
     if "reward_model" in columns:
-        truths = [row["ground_truth"] if "ground_truth" in row else None for row in columns["reward_model"]]
+        truths = [row.get("ground_truth") for row in columns["reward_model"]]
     else:
         truths = [None] * len(samples)
     rows = []
@@ -46,7 +46,7 @@ def sample_rows(
 
 
 def report_rows(
-    rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_keys: Sequence[str], tokenizer: Any = None
+    rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_keys: Sequence[str], tokenizer: Any
 ) -> list[dict]:
     """`sample_rows` of `samples` as the report reads them: prompt, response, segments, score, ground_truth, extras.
 
@@ -54,7 +54,7 @@ def report_rows(
     """
     columns = samples.non_tensor_batch
     texts = columns["response_text"] if "response_text" in columns else [""] * len(rows)
-    if tokenizer is not None and "__num_turns__" in columns:
+    if "__num_turns__" in columns:
         turns = columns["__num_turns__"]
         texts = [_turns(samples, i, tokenizer) if turns[i] > 2 else text for i, text in enumerate(texts)]
     return [
