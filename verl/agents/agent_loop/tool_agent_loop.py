@@ -82,6 +82,26 @@ class AgentData:
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """All ids so far."""
+        return self.conversation.ids
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The ids after the first prompt."""
+        return self.conversation.response_ids
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 for a generated id."""
+        return self.conversation.response_mask
+
+    @property
+    def response_logprobs(self) -> list[float] | None:
+        """The log-probs of generated ids, 0 elsewhere."""
+        return self.conversation.response_logprobs
+
     def end(self, reason: str) -> AgentState:
         """TERMINATED, for a reason of END_REASONS, which is noted."""
         self.end_reason = reason
@@ -315,7 +335,7 @@ class ToolAgentLoop(AgentLoopBase):
             text = "\n".join(["", *(message["content"] for message in messages), ""])
             ids = self.tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
         else:
-            ids = self.encoder.encode_appended(messages, self.tool_schemas, after=data.conversation.ids[-1])
+            ids = self.encoder.encode_appended(messages, self.tool_schemas, after=data.prompt_ids[-1])
         if not self.has_room(data.conversation, ids):
             return data.end("length")
         data.messages += messages
