@@ -328,7 +328,8 @@ def compute_gdpo_outcome_advantage(
     The rewards are the values `config.gdpo_reward_keys` in `non_tensor_batch`, B numbers each, with the weights
     `config.gdpo_reward_weights` (1 without them); the score is ignored.
     """
-    keys, weights = _gdpo_rewards(config)
+    keys = config.gdpo_reward_keys
+    weights = config.gdpo_reward_weights or [1.0] * len(keys)
     known = non_tensor_batch or {}
     total = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in zip(keys, weights, strict=True):
@@ -346,18 +347,6 @@ def compute_gdpo_outcome_advantage(
         total += weight * per_key.squeeze(-1)
     advantages = _whiten(_on_tokens(total, token_level_rewards, response_mask)[0], response_mask)
     return advantages, advantages
-
-
-def _gdpo_rewards(config: Any) -> tuple[list[str], list[float]]:
-    """Keys and weights of gdpo's rewards. Raises ValueError without keys, or with another number of weights."""
-    keys = list((None if config is None else config.get("gdpo_reward_keys", None)) or [])
-    if not keys:
-        raise ValueError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, of the reward function.")
-    weights = list(config.get("gdpo_reward_weights", None) or [1.0] * len(keys))
-    if len(weights) != len(keys):
-        count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
-        raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")
-    return keys, weights
 
 
 @register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
