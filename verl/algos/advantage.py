@@ -91,9 +91,8 @@ class Groups:
         return cls(ids, ids.bincount().double()[ids])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over each sample's group. [B] -> [B]."""
-        total = torch.zeros(len(values), dtype=values.dtype, device=values.device)
-        return total.index_add_(0, self.ids, values)[self.ids]
+        """Sum over each sample's group. [B] or [B, T] -> the same shape."""
+        return torch.zeros_like(values).index_add_(0, self.ids, values)[self.ids]
 
     def baseline(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """(Weighted) mean over each sample's group; 0 for a group of one, which has no baseline. [B] -> [B]."""
@@ -371,14 +370,9 @@ def compute_optimal_token_baseline_advantage(
         energy = energy * rollout_is_weights.double().square()
     weights = energy * continues
     groups = Groups.of(index, response_mask.device)
-
-    def total(columns: Tensor) -> Tensor:
-        summed = torch.zeros(len(columns), columns.shape[-1], dtype=torch.float64, device=columns.device)
-        return summed.index_add_(0, groups.ids, columns.double())[groups.ids]
-
-    baseline = total(weights * returns) / (total(weights) + epsilon)
+    baseline = groups.sum(weights * returns) / (groups.sum(weights) + epsilon)
     if handle_zero_tail:
-        alone = (total(continues) == 1) & (groups.sizes > 1).unsqueeze(-1)
+        alone = (groups.sum(continues.double()) == 1) & (groups.sizes > 1).unsqueeze(-1)
         baseline = torch.where(alone, 0.0, baseline)
     advantages = ((returns - baseline) * mask).to(token_level_rewards.dtype)
     return advantages, returns.to(token_level_rewards.dtype)

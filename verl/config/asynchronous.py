@@ -113,7 +113,7 @@ class AsyncPPOConfig(PPOConfig, section=""):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bound, roles = self.async_training, self.actor_rollout_ref
+        bound, rollout = self.async_training, self.actor_rollout_ref["rollout"]
         objective_settings(bound, self.algorithm["rollout_correction"])
         least, most = bound["trigger_parameter_sync_step"] - 1, bound["max_staleness"]
         if most is not None and most < least:
@@ -121,12 +121,11 @@ class AsyncPPOConfig(PPOConfig, section=""):
                 f"async_training.max_staleness={most}: the last update before a weight sync has samples that are "
                 f"{least} versions old (trigger_parameter_sync_step - 1). Set it to {least} or more."
             )
-        if roles["rollout"]["mode"] != "async":
+        if rollout["mode"] != "async":
             raise ValueError(
-                f"actor_rollout_ref.rollout.mode={roles['rollout']['mode']}: asynchronous training generates by "
+                f"actor_rollout_ref.rollout.mode={rollout['mode']}: asynchronous training generates by "
                 "rollout servers. Set it to async."
             )
-        rollout = roles["rollout"]
         unused = {
             "trainer.local": self.trainer["local"], "actor_rollout_ref.rollout.skip_rollout": rollout["skip_rollout"],
             "actor_rollout_ref.rollout.over_sample_rate": rollout["over_sample_rate"],
