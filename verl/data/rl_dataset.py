@@ -25,6 +25,7 @@ from verl.utils.jsonl import read_objects
 from verl.utils.problems import one_line
 
 TOOLS = "pkg://verl.agents.tools.tool_registry"  # imported where there are tools
+TRUNCATIONS = ("error", "left", "right", "middle")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no supported model reads
 
 
@@ -257,6 +258,8 @@ class RLHFDataset(FileRows):
         self.max_prompt_length = self.settings.max_prompt_length
         self.truncation = self.settings.truncation
         self.return_full_prompt = self.settings.return_full_prompt
+        if self.truncation not in TRUNCATIONS:
+            raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(self.settings.apply_chat_template_kwargs or {})
         files = [self.settings.tool_config_path, self.settings.function_tool_path]
         if any(files):
