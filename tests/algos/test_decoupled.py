@@ -8,13 +8,20 @@ import torch
 from verl.algos.policy_loss import LossInputs, get_loss_fn
 from verl.algos.rollout_correction import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 from verl.config.actor import ActorConfig
-from verl.config.algorithm import RolloutCorrectionConfig, objective_settings
+from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.asynchronous import AsyncTrainingConfig, objective_settings
 from verl.protocol import DataProto
 
 WORDS, LENGTH, END, BASELINE = 3, 3, 0, 0.3
 USE_ROLLOUT = "actor_rollout_ref.actor.use_rollout_log_probs"
 CORRECTION = "algorithm.rollout_correction"
 UNBOUNDED = 1e9
+
+
+def objective(use_rollout_log_probs, compute_prox_log_prob, correction, **settings):
+    """`objective_settings` of async_training with these keys."""
+    names = {"use_rollout_log_probs": use_rollout_log_probs, "compute_prox_log_prob": compute_prox_log_prob}
+    return objective_settings(AsyncTrainingConfig(**names, **settings), correction)
 
 
 def sequences():
@@ -97,7 +104,7 @@ def two_versions(distance, first=1):
 def test_decoupled_ppo_with_weights_of_trajectories_is_unbiased(distance, first):
     theta, behaviour = two_versions(distance, first)
     correction = RolloutCorrectionConfig.decoupled_seq_is(threshold=UNBOUNDED)
-    settings = objective_settings(True, True, correction)
+    settings = objective(True, True, correction)
     mean = estimator_mean(theta, behaviour, log_probs(theta), settings)
     assert (mean - exact_gradient(theta)).abs().max() < 1e-6
     assert exact_gradient(theta).abs().max() > 1e-2
@@ -106,7 +113,7 @@ def test_decoupled_ppo_with_weights_of_trajectories_is_unbiased(distance, first)
 @pytest.mark.parametrize("first", [1, 2])
 def test_the_weighted_policy_gradient_is_unbiased_at_any_weights(first):
     _, behaviour = two_versions(0.5, first)
-    settings = objective_settings(True, False, RolloutCorrectionConfig.bypass_pg_is(threshold=UNBOUNDED))
+    settings = objective(True, False, RolloutCorrectionConfig.bypass_pg_is(threshold=UNBOUNDED))
     trained = weights(7)  # far from both versions
     mean = estimator_mean(trained, behaviour, log_probs(trained), settings)
     assert (mean - exact_gradient(trained)).abs().max() < 1e-6
@@ -114,30 +121,30 @@ def test_the_weighted_policy_gradient_is_unbiased_at_any_weights(first):
 
 @pytest.mark.parametrize("correction", [None, RolloutCorrectionConfig.disabled()])
 def test_columns_of_each_objective(correction):
-    settings = objective_settings(True, False, correction)
+    settings = objective(True, False, correction)
     assert settings[USE_ROLLOUT] and settings[CORRECTION] is correction
     assert settings["actor_rollout_ref.rollout.calculate_log_probs"]
     for use_rollout in (True, False):
-        settings = objective_settings(use_rollout, True, correction)
+        settings = objective(use_rollout, True, correction)
         assert not settings[USE_ROLLOUT] and settings[CORRECTION].rollout_is == "token"
         assert settings[CORRECTION].rollout_is_threshold == 2.0
-    settings = objective_settings(False, True, correction, allow_off_policy=True)
+    settings = objective(False, True, correction, allow_off_policy=True)
     assert settings[CORRECTION] is correction  # no weights are added
     given = RolloutCorrectionConfig.decoupled_seq_is_rs(rs_threshold=3.0)
-    assert objective_settings(True, True, given)[CORRECTION] is given
+    assert objective(True, True, given)[CORRECTION] is given
     rejects = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token", rollout_rs_threshold=3.0)
-    weighted = objective_settings(True, True, rejects)[CORRECTION]
+    weighted = objective(True, True, rejects)[CORRECTION]
     assert (weighted.rollout_is, weighted.rollout_rs, weighted.rollout_rs_threshold) == ("token", "token", 3.0)
 
 
 def test_an_objective_against_other_weights_is_refused_unless_a_key_permits_it():
     for correction in (None, RolloutCorrectionConfig.disabled(), RolloutCorrectionConfig.decoupled_token_is()):
         with pytest.raises(ValueError, match="use_rollout_log_probs=false .* async_training.allow_off_policy=true"):
-            objective_settings(False, False, correction)
-        for permits in ({"on_policy": True}, {"allow_off_policy": True}):
-            settings = objective_settings(False, False, correction, **permits)
+            objective(False, False, correction)
+        for permits in ({"staleness_threshold": 0, "trigger_parameter_sync_step": 1}, {"allow_off_policy": True}):
+            settings = objective(False, False, correction, **permits)
             assert not settings[USE_ROLLOUT] and settings[CORRECTION] is correction
     bypass = RolloutCorrectionConfig.bypass_ppo_clip()
-    assert objective_settings(False, False, bypass)[CORRECTION] is bypass
+    assert objective(False, False, bypass)[CORRECTION] is bypass
     with pytest.raises(ValueError, match="bypass_mode=true leaves out. Set one of them to false"):
-        objective_settings(True, True, bypass)
+        objective(True, True, bypass)

@@ -91,9 +91,8 @@ class Groups:
         return cls(ids, ids.bincount().double()[ids])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over each sample's group. [B] -> [B]."""
-        total = torch.zeros(len(values), dtype=values.dtype, device=values.device)
-        return total.index_add_(0, self.ids, values)[self.ids]
+        """Sum over each sample's group. [B] or [B, T] -> the same shape."""
+        return torch.zeros_like(values).index_add_(0, self.ids, values)[self.ids]
 
     def baseline(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """(Weighted) mean over each sample's group; 0 for a group of one, which has no baseline. [B] -> [B]."""
@@ -328,7 +327,8 @@ def compute_gdpo_outcome_advantage(
     The rewards are the values `config.gdpo_reward_keys` in `non_tensor_batch`, B numbers each, with the weights
     `config.gdpo_reward_weights` (1 without them); the score is ignored.
     """
-    keys, weights = _gdpo_rewards(config)
+    keys = config.gdpo_reward_keys
+    weights = config.gdpo_reward_weights or [1.0] * len(keys)
     known = non_tensor_batch or {}
     total = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in zip(keys, weights, strict=True):
@@ -346,18 +346,6 @@ def compute_gdpo_outcome_advantage(
         total += weight * per_key.squeeze(-1)
     advantages = _whiten(_on_tokens(total, token_level_rewards, response_mask)[0], response_mask)
     return advantages, advantages
-
-
-def _gdpo_rewards(config: Any) -> tuple[list[str], list[float]]:
-    """Keys and weights of gdpo's rewards. Raises ValueError without keys, or with another number of weights."""
-    keys = list((None if config is None else config.get("gdpo_reward_keys", None)) or [])
-    if not keys:
-        raise ValueError("algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys, of the reward function.")
-    weights = list(config.get("gdpo_reward_weights", None) or [1.0] * len(keys))
-    if len(weights) != len(keys):
-        count = f"{len(weights)} weights for {len(keys)} of algorithm.gdpo_reward_keys"
-        raise ValueError(f"algorithm.gdpo_reward_weights has {count}; give one for each.")
-    return keys, weights
 
 
 @register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
@@ -382,14 +370,9 @@ def compute_optimal_token_baseline_advantage(
         energy = energy * rollout_is_weights.double().square()
     weights = energy * continues
     groups = Groups.of(index, response_mask.device)
-
-    def total(columns: Tensor) -> Tensor:
-        summed = torch.zeros(len(columns), columns.shape[-1], dtype=torch.float64, device=columns.device)
-        return summed.index_add_(0, groups.ids, columns.double())[groups.ids]
-
-    baseline = total(weights * returns) / (total(weights) + epsilon)
+    baseline = groups.sum(weights * returns) / (groups.sum(weights) + epsilon)
     if handle_zero_tail:
-        alone = (total(continues) == 1) & (groups.sizes > 1).unsqueeze(-1)
+        alone = (groups.sum(continues.double()) == 1) & (groups.sizes > 1).unsqueeze(-1)
         baseline = torch.where(alone, 0.0, baseline)
     advantages = ((returns - baseline) * mask).to(token_level_rewards.dtype)
     return advantages, returns.to(token_level_rewards.dtype)

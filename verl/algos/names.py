@@ -29,7 +29,6 @@ COMPARES_SAMPLES = tuple(AdvantageEstimator(name) for name in (
     "optimal_token_baseline", "tir_optimal_token_baseline",
 ))  # fmt: skip
 
-
 #: estimators that read sum_pi_squared
 READS_SQUARES = (AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
 

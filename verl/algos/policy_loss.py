@@ -213,7 +213,7 @@ def choose_tokens(
     `keys` [B, T] decide where the loss draws tokens; None draws them here. `total` sums a tensor over ranks, `gather`
     concatenates theirs [K] and gives the place of this rank's own; by default the batch is all there is.
     """
-    counted = inputs.response_mask != 0
+    counted = inputs.response_mask != 0  # [B, T]
     inputs = replace(inputs, log_prob=inputs.log_prob.detach(), old_log_prob=inputs.old_log_prob.detach())
     advantages, log_prob = inputs.advantages, inputs.log_prob
     sums = torch.stack([counted.double().sum(), *((x.double() * counted).sum() for x in (advantages, log_prob))])
@@ -224,12 +224,13 @@ def choose_tokens(
     scores, share = TOKEN_SCORES[name](inputs, config, cov, keys)
     scores = scores.masked_fill(~counted, -torch.inf).flatten()
     number = max(int(share * tokens), 1)
+    # The highest of all ranks are among the `number` highest of each; a rank with fewer tokens has -inf for the rest.
     best = F.pad(scores, (0, max(0, number - len(scores))), value=-torch.inf).topk(number)
-    values, own = gather(best.values)
-    highest = values.topk(number).indices - own
-    local = highest[(highest >= 0) & (highest < number)]
-    local = best.indices[local][best.values[local] > -torch.inf]
-    return torch.zeros_like(counted).flatten().index_fill(0, local, True).view_as(counted)
+    values, start = gather(best.values)
+    places = values.topk(number).indices - start  # within this rank's best, or outside of 0 to `number`
+    places = places[(places >= 0) & (places < number)]
+    chosen = best.indices[places][best.values[places] > -torch.inf]
+    return torch.zeros_like(counted).flatten().index_fill(0, chosen, True).view_as(counted)
 
 
 def _chosen(name: str, inputs: LossInputs, config: ActorConfig) -> Tensor:

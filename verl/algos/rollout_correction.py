@@ -18,8 +18,6 @@ from verl.protocol import DataProto
 
 SAFETY_BOUND = 20.0  # of a log-ratio before it is exponentiated: e^20 is a ratio that no threshold lets through
 PREFIX = "rollout_corr/"
-
-
 #: Estimates of one token's KL divergence by its log-ratio; k1 up to its sign.
 _ESTIMATES = {"k1": lambda x: x, "k2": lambda x: x.square() / 2, "k3": lambda x: x.exp() - 1 - x}
 
@@ -132,20 +130,20 @@ def compute_rollout_rejection_mask(
         value = _divergence(option, log_ratio, response_mask)
         measures = compute_rs_metrics(value, value.log(), response_mask, option, high, low)
         kept = response_mask * ((value >= low) & (value <= high)).to(response_mask.dtype)
-        measures |= _masked("rollout_rs_", response_mask, kept)
+        measures |= _left_out(response_mask, kept)
         renamed = {name.replace("rollout_rs_", f"rollout_rs_{option}_"): value for name, value in measures.items()}
         metrics |= renamed if number else measures
         mask = mask * kept
-    return mask, {**metrics, **_masked("rollout_rs_", response_mask, mask)}
+    return mask, {**metrics, **_left_out(response_mask, mask)}
 
 
-def _masked(prefix: str, before: Tensor, after: Tensor) -> dict[str, float]:
-    """Shares of tokens, and of sequences with any token, that left the loss."""
+def _left_out(before: Tensor, after: Tensor) -> dict[str, float]:
+    """Shares of the tokens, and of the sequences with any, that rejection took from a mask [B, R]."""
     had = before.sum(-1) > 0
     lost = (before - after).sum(-1) > 0
     return {
-        f"{prefix}masked_fraction": ((before - after).sum() / before.sum().clamp(min=1)).item(),
-        f"{prefix}seq_masked_fraction": (lost.sum() / had.sum().clamp(min=1)).item(),
+        "rollout_rs_masked_fraction": ((before - after).sum() / before.sum().clamp(min=1)).item(),
+        "rollout_rs_seq_masked_fraction": (lost.sum() / had.sum().clamp(min=1)).item(),
     }
 
 

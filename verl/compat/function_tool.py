@@ -31,7 +31,6 @@ class FunctionTool(live.FunctionTool):
         return await result if self.is_async else result
 
 
-
 def function_tool(
     name: str | Callable | None = None, *, schema: OpenAIFunctionToolSchema | dict | None = None
 ) -> Callable:

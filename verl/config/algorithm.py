@@ -38,9 +38,10 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
             )
 
 
-REJECTION_LEVELS = {"token": ("k1", "k2", "k3"), "seq_sum": ("k1", "k2", "k3"), "seq_mean": ("k1", "k2", "k3"),
-                    "seq_max": ("k2", "k3")}  # fmt: skip
-REJECTIONS = tuple(f"{level}_{estimate}" for level, estimates in REJECTION_LEVELS.items() for estimate in estimates)
+REJECTIONS = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
 OLD_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
@@ -194,17 +195,18 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
         """Truncated sequence weights; sequences with a geometric mean ratio outside the bounds leave the loss."""
-        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k1", rs_threshold))
+        return replace(cls.decoupled_seq_is(is_threshold), rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
 
     @classmethod
     def decoupled_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
         """decoupled_geo_rs_seq_tis with token weights."""
-        return cls(rollout_is="token", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k1", rs_threshold))
+        return replace(cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold), rollout_is="token")
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold="0.999_1.001"):
         """Plain policy gradient with geometric rejection, without weights."""
-        return cls(rollout_is=None, bypass_mode=True, loss_type="reinforce", **_rejects("seq_mean_k1", rs_threshold))
+        bypass = cls(rollout_is=None, bypass_mode=True, loss_type="reinforce")
+        return replace(bypass, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold="0.999_1.001"):
@@ -215,67 +217,27 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold=0.01):
         """No weights; sequences whose mean k3 estimate of the divergence is larger leave the loss."""
-        return cls(rollout_is=None, **_rejects("seq_mean_k3", rs_threshold))
+        return cls(rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
 
     @classmethod
     def decoupled_k3_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=0.01):
         """decoupled_k3_rs with truncated sequence weights."""
-        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k3", rs_threshold))
+        return replace(cls.decoupled_seq_is(is_threshold), rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
 
     @classmethod
     def decoupled_k3_rs_token_tis(cls, is_threshold=2.0, rs_threshold=0.01):
         """decoupled_k3_rs with truncated token weights."""
-        return cls(rollout_is="token", rollout_is_threshold=is_threshold, **_rejects("seq_mean_k3", rs_threshold))
+        return replace(cls.decoupled_k3_rs_seq_tis(is_threshold, rs_threshold), rollout_is="token")
 
     @classmethod
     def bypass_ppo_clip_k3_rs(cls, rs_threshold=0.01):
         """bypass_ppo_clip with the rejection of decoupled_k3_rs."""
-        return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip", **_rejects("seq_mean_k3", rs_threshold))
+        return replace(cls.decoupled_k3_rs(rs_threshold), bypass_mode=True, loss_type="ppo_clip")
 
     @classmethod
     def disabled(cls):
         """Neither weights nor rejection."""
         return cls(rollout_is=None, rollout_rs=None)
-
-
-def objective_settings(
-    use_rollout_log_probs: bool, compute_prox_log_prob: bool, correction: RolloutCorrectionConfig | None,
-    on_policy: bool = False, allow_off_policy: bool = False,
-) -> dict[str, Any]:
-    """What the loss of an asynchronous run compares the policy with: settings of the trainer, by dotted key.
-
-    With `use_rollout_log_probs` old log-probs are those of the rollout: each token's of the weights that generated it.
-    With `compute_prox_log_prob`, whatever the former is, they are those of the weights at the start of the step, and
-    every token has the weight pi_old / pi_rollout, truncated (decoupled PPO, arXiv 2110.00641 and 2505.24298): the
-    weights of `correction`, or those of each token where it has none. With neither, no weights are added: ValueError,
-    unless all samples are `on_policy` (made by the weights that are trained), or `allow_off_policy`.
-    """
-    bypasses = correction is not None and correction.bypass_mode
-    if compute_prox_log_prob and bypasses:
-        raise ValueError(
-            "async_training.compute_prox_log_prob=true computes old log-probs, which "
-            "algorithm.rollout_correction.bypass_mode=true leaves out. Set one of them to false."
-        )
-    if not (use_rollout_log_probs or compute_prox_log_prob or bypasses or on_policy or allow_off_policy):
-        raise ValueError(
-            "async_training.use_rollout_log_probs=false with async_training.compute_prox_log_prob=false takes ratios "
-            "against other weights than those that made the samples. Set one of them to true, or "
-            "async_training.allow_off_policy=true."
-        )
-    if compute_prox_log_prob and not allow_off_policy:
-        correction = RolloutCorrectionConfig.disabled() if correction is None else correction
-        if correction.rollout_is is None:
-            correction = replace(correction, rollout_is="token")
-    return {
-        "actor_rollout_ref.actor.use_rollout_log_probs": use_rollout_log_probs and not compute_prox_log_prob,
-        "actor_rollout_ref.rollout.calculate_log_probs": True,
-        "algorithm.rollout_correction": correction,
-    }
-
-
-def _rejects(option: str, threshold: float | str) -> dict[str, Any]:
-    """Rejection by one option."""
-    return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
 def check_reweight_method(method: str) -> None:

@@ -16,7 +16,7 @@ from verl.config.asynchronous import AsyncTrainingConfig, RolloutPoolConfig
 from verl.config.compose import leaves, to_plain
 from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
-from verl.utils.problems import ConfigError, wrong
+from verl.utils.problems import ConfigError, Problem, wrong
 
 ABSENT = object()
 _PLAIN = (str, bool, int, float, type(None))
@@ -102,35 +102,72 @@ def with_current_names(config: DictConfig, given: Collection[str] = ()) -> DictC
     present = [alias for alias in table if alias.changes(_select(config, alias.old))]
     if not present and all(_select(config, section) is ABSENT for section in sections):
         return config
-    config, problems, origin = copy.deepcopy(config), [], {}
-    defaults = PPOConfig() if rl else {}
-    with open_dict(config):
+    renaming = _Renaming(copy.deepcopy(config), given, PPOConfig() if rl else {})
+    with open_dict(renaming.config):
         for alias in present:
-            value = _take(config, alias.old)
-            if alias.no_effect:
-                logger.info("{}={} of verl {} is {}", alias.old, text(value), alias.since, alias.text)
-            for leaf, below in _leaves(alias, value):
-                try:
-                    settings = alias.settings(below) if not leaf else {f"{alias.new}.{leaf}": below}
-                except ValueError as e:
-                    problems.append(wrong(alias.old, f"{alias.old}={text(below)}: {e}"))
-                    continue
-                old = f"{alias.old}.{leaf}" if leaf else alias.old
-                for new, wanted in settings.items():
-                    if other := _conflict(config, new, wanted, old, given, origin, defaults):
-                        problems.append(wrong(new, f"{old}={text(wanted)} and {other} are one setting. Give one."))
-                    origin[new] = (old, wanted)
-                    OmegaConf.update(config, new, wanted, force_add=True)
+            renaming.apply(alias)
         for section in sections:
-            rest = _select(config, section)
-            if rest is ABSENT:
-                continue
-            left = leaves({section: _take(config, section)})
-            names = [name for name, value in left if value != {} and not name.endswith("_target_")]
-            problems += [wrong(n, f"{n} of verl 0.9 has no counterpart here; leave it out.") for n in names]
-    if problems:
-        raise ConfigError(problems)
-    return config
+            renaming.refuse_rest_of(section)
+    if renaming.problems:
+        raise ConfigError(renaming.problems)
+    return renaming.config
+
+
+class _Renaming:
+    """Moves the values of old names within `config`, and collects the problems of those that cannot be moved.
+
+    `given`: keys that the user sets; `defaults`: the tree of defaults, where other values are the user's as well.
+    """
+
+    def __init__(self, config: DictConfig, given: Collection[str], defaults: Mapping[str, Any]) -> None:
+        self.config, self.given, self.defaults = config, given, defaults
+        self.problems: list[Problem] = []
+        self._sources: dict[str, tuple[str, Any]] = {}  # current name -> the old name that set it, and the value
+
+    def apply(self, alias: Alias) -> None:
+        """Remove the old name, and set the current ones to what it means."""
+        value = _take(self.config, alias.old)
+        if alias.no_effect:
+            logger.info("{}={} of verl {} is {}", alias.old, text(value), alias.since, alias.text)
+        if alias.new and isinstance(value, Mapping) and not alias.is_schedule:  # a section that is renamed as a whole
+            for name, below in _settings_in(value):
+                self._move(f"{alias.old}.{name}", f"{alias.new}.{name}", below)
+            return
+        try:
+            settings = alias.settings(value)
+        except ValueError as e:
+            self.problems.append(wrong(alias.old, f"{alias.old}={text(value)}: {e}"))
+            return
+        for new, wanted in settings.items():
+            self._move(alias.old, new, wanted)
+
+    def refuse_rest_of(self, section: str) -> None:
+        """Remove a section, with a problem for each setting that is left in it."""
+        if _select(self.config, section) is not ABSENT:
+            for name, _ in _settings_in({section: _take(self.config, section)}):
+                self.problems.append(wrong(name, f"{name} of verl 0.9 has no counterpart here; leave it out."))
+
+    def _move(self, old: str, new: str, value: Any) -> None:
+        if other := self._other_value(old, new, value):
+            self.problems.append(wrong(new, f"{old}={text(value)} and {other} are one setting. Give one."))
+        self._sources[new] = (old, value)
+        OmegaConf.update(self.config, new, value, force_add=True)
+
+    def _other_value(self, old: str, new: str, wanted: Any) -> str:
+        """`name=value` of another name by which the user sets `new`, to another value; else empty."""
+        if new in self._sources:
+            other, value = self._sources[new]
+            return f"{other}={text(value)}" if value != wanted else ""
+        value, default = _select(self.config, new), _select(self.defaults, new)
+        if value is ABSENT or value == wanted or new == old or str(value).startswith("${"):
+            return ""
+        is_set = new in self.given or (default is not ABSENT and value != default)
+        return f"{new}={text(value)}" if is_set else ""
+
+
+def _settings_in(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of the settings in a section."""
+    return ((name, value) for name, value in leaves(section) if value != {} and not name.endswith("_target_"))
 
 
 def _with_separate_ranks(config: DictConfig) -> DictConfig:
@@ -168,31 +205,6 @@ def current_names_or_exit(config: DictConfig) -> DictConfig:
         return with_current_names(config, given)
     except ConfigError as e:
         sys.exit(str(e))
-
-
-def _leaves(alias: Alias, value: Any) -> Iterator[tuple[str, Any]]:
-    """(path below the alias, value) of each key of a section that is renamed as a whole; else ("", value)."""
-    if not alias.new or alias.is_schedule or not isinstance(value, Mapping):
-        yield "", value
-        return
-    for name, below in value.items():
-        if name != "_target_":
-            yield from ((f"{name}.{rest}".rstrip("."), leaf) for rest, leaf in _leaves(alias, below))
-
-
-def _conflict(
-    config: DictConfig, new: str, wanted: Any, old: str, given: Collection[str], origin: Mapping[str, Any],
-    defaults: Any,
-) -> str:
-    """The other name with its value, where that is given too and differs; else empty."""
-    if new in origin:
-        other, value = origin[new]
-        return f"{other}={text(value)}" if value != wanted else ""
-    value = _select(config, new)
-    if value is ABSENT or value == wanted or new == old or str(value).startswith("${"):
-        return ""
-    default = _select(defaults, new)
-    return f"{new}={text(value)}" if new in given or default is not ABSENT and value != default else ""
 
 
 def _select(node: Any, path: str) -> Any:

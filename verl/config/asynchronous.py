@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.config.algorithm import RolloutCorrectionConfig, objective_settings
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.base import BaseConfig
 from verl.config.fields import setting
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
@@ -113,20 +113,19 @@ class AsyncPPOConfig(PPOConfig, section=""):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bound, roles = self.async_training, self.actor_rollout_ref
-        objective_of(bound, self.algorithm["rollout_correction"])
+        bound, rollout = self.async_training, self.actor_rollout_ref["rollout"]
+        objective_settings(bound, self.algorithm["rollout_correction"])
         least, most = bound["trigger_parameter_sync_step"] - 1, bound["max_staleness"]
         if most is not None and most < least:
             raise ValueError(
                 f"async_training.max_staleness={most}: the last update before a weight sync has samples that are "
                 f"{least} versions old (trigger_parameter_sync_step - 1). Set it to {least} or more."
             )
-        if roles["rollout"]["mode"] != "async":
+        if rollout["mode"] != "async":
             raise ValueError(
-                f"actor_rollout_ref.rollout.mode={roles['rollout']['mode']}: asynchronous training generates by "
+                f"actor_rollout_ref.rollout.mode={rollout['mode']}: asynchronous training generates by "
                 "rollout servers. Set it to async."
             )
-        rollout = roles["rollout"]
         unused = {
             "trainer.local": self.trainer["local"], "actor_rollout_ref.rollout.skip_rollout": rollout["skip_rollout"],
             "actor_rollout_ref.rollout.over_sample_rate": rollout["over_sample_rate"],
@@ -145,16 +144,42 @@ def versions_allowed(bound: Mapping[str, Any]) -> int:
     return math.ceil(round((1 + bound["staleness_threshold"]) * bound["trigger_parameter_sync_step"], 6)) - 1
 
 
-def objective_of(bound: Mapping[str, Any], correction: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`objective_settings` of the sections async_training and algorithm.rollout_correction."""
+def objective_settings(bound: Mapping[str, Any], correction: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the loss of an asynchronous run compares the policy with: settings of the trainer, by dotted key.
+
+    `bound` and `correction` are the sections async_training and algorithm.rollout_correction. With
+    `use_rollout_log_probs` old log-probs are those of the rollout: each token's of the weights that generated it. With
+    `compute_prox_log_prob`, whatever the former is, they are those of the weights at the start of the step, and every
+    token has the weight pi_old / pi_rollout, truncated (decoupled PPO, arXiv 2110.00641 and 2505.24298): the weights of
+    `correction`, or those of each token where it has none. With neither, no weights are added: ValueError, unless all
+    samples are made by the weights that are trained, or `allow_off_policy`.
+    """
     if correction is not None and not isinstance(correction, RolloutCorrectionConfig):
         correction = RolloutCorrectionConfig(**correction)
+    uses_rollout, computes = bound["use_rollout_log_probs"], bound["compute_prox_log_prob"]
+    bypasses = correction is not None and correction.bypass_mode
+    if computes and bypasses:
+        raise ValueError(
+            "async_training.compute_prox_log_prob=true computes old log-probs, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out. Set one of them to false."
+        )
     trains_newest = bound["staleness_threshold"] == 0 or bound["max_staleness"] == 0
-    return objective_settings(
-        bound["use_rollout_log_probs"], bound["compute_prox_log_prob"], correction,
-        on_policy=trains_newest and bound["trigger_parameter_sync_step"] == 1,
-        allow_off_policy=bound["allow_off_policy"],
-    )  # fmt: skip
+    on_policy = trains_newest and bound["trigger_parameter_sync_step"] == 1
+    if not (uses_rollout or computes or bypasses or on_policy or bound["allow_off_policy"]):
+        raise ValueError(
+            "async_training.use_rollout_log_probs=false with async_training.compute_prox_log_prob=false takes ratios "
+            "against other weights than those that made the samples. Set one of them to true, or "
+            "async_training.allow_off_policy=true."
+        )
+    if computes and not bound["allow_off_policy"]:
+        correction = RolloutCorrectionConfig.disabled() if correction is None else correction
+        if correction.rollout_is is None:
+            correction = replace(correction, rollout_is="token")
+    return {
+        "actor_rollout_ref.actor.use_rollout_log_probs": uses_rollout and not computes,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "algorithm.rollout_correction": correction,
+    }
 
 
 def with_derived_settings(config: DictConfig) -> DictConfig:
@@ -168,7 +193,7 @@ def with_derived_settings(config: DictConfig) -> DictConfig:
     prompts = config.data.train_batch_size or bound.require_batches * roles.actor.ppo_mini_batch_size
     values = {"data.train_batch_size": prompts, "data.gen_batch_size": prompts}
     with suppress(ValueError):
-        values |= objective_of(bound, config.algorithm.rollout_correction)
+        values |= objective_settings(bound, config.algorithm.rollout_correction)
     for key, value in values.items():
         OmegaConf.update(config, key, asdict(value) if is_dataclass(value) else value)
     return config

@@ -11,6 +11,13 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict, read_write
 
 ValueOf = Callable[[str], Any]  # the value of a dotted key in the tree that is being composed; None for an absent one
+PROMPT_BATCHES = ("data.train_batch_size", "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
+# Key of the samples in a micro-batch over all ranks (with _per_gpu: on one rank) -> key that cuts by tokens instead.
+MICRO_BATCHES = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor_rollout_ref.actor.use_dynamic_bsz",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+}
 
 
 def on_cpu(value_of: ValueOf) -> bool:
@@ -40,31 +47,26 @@ def gradient_checkpointing(value_of: ValueOf) -> bool | None:
 def share_prompt_forward(value_of: ValueOf) -> bool:
     """Whether the samples of a prompt share its forward: on a CPU, unless other settings do not permit it.
 
-    Those are padding that is kept, one sample a prompt, PF-PPO, a policy other than causal_lm,
-    batches whose prompts the ranks cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes
-    that are not positive integers do not permit it either: the checks of the settings report them.
+    Those are padding that is kept, one sample a prompt, PF-PPO, a policy other than causal_lm, batches whose prompts
+    the ranks cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes that are not positive
+    integers do not permit it either: the checks of the settings report them.
     """
     if not (on_cpu(value_of) and value_of("actor_rollout_ref.model.use_remove_padding")):
         return False
     if value_of("actor_rollout_ref.model.policy.name") != "causal_lm" or value_of("algorithm.use_pf_ppo"):
         return False
-    names = ("data.train_batch_size", "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
-    n, nodes, a_node, *prompts = counts = [
-        value_of(name)
-        for name in ("actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node", *names)
-    ]
-    of_rank, of_all = [], []  # samples in a micro-batch
-    for size, switch in (("actor.ppo_", "actor."), *((f"{role}.log_prob_",) * 2 for role in ("rollout", "ref"))):
-        key = f"actor_rollout_ref.{size}micro_batch_size"
-        if not value_of(f"actor_rollout_ref.{switch}use_dynamic_bsz"):
-            of_rank.append(value_of(f"{key}_per_gpu"))
-            of_all.append(value_of(key))
-    of_rank, of_all = ([size for size in sizes if size is not None] for sizes in (of_rank, of_all))
-    if any(type(count) is not int or count < 1 for count in (*counts, *of_rank, *of_all)):
+    n, nodes, per_node = map(value_of, ("actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node"))
+    batches = [value_of(key) for key in PROMPT_BATCHES]
+    cut_by_samples = [key for key, by_tokens in MICRO_BATCHES.items() if not value_of(by_tokens)]
+    of_one_rank = [value_of(f"{key}_per_gpu") for key in cut_by_samples]
+    of_all_ranks = [value_of(key) for key in cut_by_samples]
+    sizes = [n, nodes, per_node, *batches, *(size for size in of_one_rank + of_all_ranks if size is not None)]
+    if any(type(size) is not int or size < 1 for size in sizes):
         return False
-    ranks = nodes * a_node
-    smallest = min([*of_rank, *(size // ranks for size in of_all)], default=n)
-    return 1 < n <= smallest and all(count % ranks == 0 for count in prompts)
+    ranks = nodes * per_node
+    micro_batches = [size for size in of_one_rank if size is not None]
+    micro_batches += [size // ranks for size in of_all_ranks if size is not None]
+    return n > 1 and all(size >= n for size in micro_batches) and all(prompts % ranks == 0 for prompts in batches)
 
 
 DEFAULTS = {

@@ -96,6 +96,4 @@ class PPOConfig(BaseConfig, section=""):
     algorithm: AlgoConfig = setting(AlgoConfig, "How scores become advantages.")
     trainer: TrainerConfig = setting(TrainerConfig, "The run: its length, its ranks, what it writes.")
     ray_kwargs: RayConfig = setting(RayConfig, "How Ray is started.")
-    global_profiler: GlobalProfilerConfig = setting(
-        GlobalProfilerConfig, "Profiling of full steps."
-    )
+    global_profiler: GlobalProfilerConfig = setting(GlobalProfilerConfig, "Profiling of full steps.")

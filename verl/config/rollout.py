@@ -320,13 +320,19 @@ class RolloutConfig(BaseConfig, section="rollout"):
                 "rollout.prompt_queue=true does not work with rollout.speculative.refresh_every, which trains an "
                 "engine's draft model on the samples of its own ranks. Leave one of them out."
             )
-        method, kind = self.speculative["method"], self.logprobs_mode
-        for key, is_set, instead in (
-            (f"logprobs_mode={kind}", kind not in (None, RolloutConfig.logprobs_mode),
-             "SGLang returns log-probs after temperature, before top-k and top-p. Leave the key out"),
-            (f"speculative.method={method}", method is not None,
-             "leave it out, and set SGLang's own options (speculative_algorithm) in rollout.engine_kwargs.sglang"),
-            ("lora_as_adapter=true", self.lora_as_adapter, "SGLang receives merged weights. Set the key to false"),
-        ):  # fmt: skip
-            if self.name == "sglang" and is_set:
-                raise ValueError(f"rollout.{key} does not work with rollout.name=sglang: {instead}.")
+        if self.name == "sglang":
+            self._check_sglang()
+
+    def _check_sglang(self) -> None:
+        """Raise ValueError for settings that only vLLM has."""
+        if self.logprobs_mode not in (None, RolloutConfig.logprobs_mode):
+            key = f"logprobs_mode={self.logprobs_mode}"
+            instead = "SGLang returns log-probs after temperature, before top-k and top-p. Leave the key out"
+        elif (method := self.speculative["method"]) is not None:
+            key = f"speculative.method={method}"
+            instead = "leave it out; SGLang's own options (speculative_algorithm) go into rollout.engine_kwargs.sglang"
+        elif self.lora_as_adapter:
+            key, instead = "lora_as_adapter=true", "SGLang receives merged weights. Set the key to false"
+        else:
+            return
+        raise ValueError(f"rollout.{key} does not work with rollout.name=sglang: {instead}.")

@@ -3,18 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config import common
 from verl.config.base import BaseConfig
-from verl.config.common import (
-    EXTERNAL_LIB,
-    LAYER_RANKS,
-    LIGER,
-    RECOMPUTED,
-    SEQUENCE_RANKS,
-    TOKEN_PARTS,
-    CheckpointConfig,
-    ModuleConfig,
-    RunConfig,
-)
+from verl.config.common import CheckpointConfig, ModuleConfig, RunConfig
 from verl.config.engine import STABLE_DTYPES
 from verl.config.fields import setting
 from verl.config.optimizer import SCHEDULES
@@ -97,8 +88,8 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     cpu_offload: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
     offload_params: bool = setting(False, "Keep weights and optimizer state on the CPU between steps.")
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
-    tensor_parallel_size: int = setting(1, LAYER_RANKS, low=1)
-    sequence_parallel: bool = setting(False, TOKEN_PARTS)
+    tensor_parallel_size: int = setting(1, common.LAYER_RANKS, low=1)
+    sequence_parallel: bool = setting(False, common.TOKEN_PARTS)
     full_determinism: bool = setting(False, "Use deterministic kernels, which are slower; warn where none exists.")
 
 
@@ -109,13 +100,13 @@ class SFTModelConfig(BaseConfig, section="model"):
     partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Folder or hub name of the model to start from.")
     use_shm: bool = setting(False, "Copy the model's files to shared memory first.")
     fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
-    external_lib: str | None = setting(None, EXTERNAL_LIB)
-    enable_gradient_checkpointing: bool | None = setting(True, RECOMPUTED)
+    external_lib: str | None = setting(None, common.EXTERNAL_LIB)
+    enable_gradient_checkpointing: bool | None = setting(True, common.RECOMPUTED)
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
-    use_liger: bool = setting(False, LIGER)
+    use_liger: bool = setting(False, common.LIGER)
 
 
 @dataclass
@@ -173,6 +164,6 @@ class SFTConfig(BaseConfig, section=""):
     data: SFTDataConfig = setting(SFTDataConfig, "The data and its batches.")
     model: SFTModelConfig = setting(SFTModelConfig, "The model that is trained.")
     optim: SFTOptimConfig = setting(SFTOptimConfig, "The optimizer and its schedule.")
-    ulysses_sequence_parallel_size: int = setting(1, SEQUENCE_RANKS, low=1)
+    ulysses_sequence_parallel_size: int = setting(1, common.SEQUENCE_RANKS, low=1)
     use_remove_padding: bool = setting(False, "Remove padding before the forward; data.packing does so too.")
     trainer: SFTTrainerConfig = setting(SFTTrainerConfig, "The run.")

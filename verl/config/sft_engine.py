@@ -61,19 +61,15 @@ def engine_parts(config: SFTConfig, tokenizer: Any, total_steps: int) -> EngineP
     optim = to_plain(config.optim)
     checkpoint = to_plain(config.trainer.checkpoint)
     checkpoint.pop("_target_", None)
+    same = ("model_dtype", "dtype", "wrap_policy", "fsdp_size", "tensor_parallel_size", "sequence_parallel",
+            "full_determinism")  # fmt: skip
     engine = FSDPEngineConfig(
-        model_dtype=fsdp["model_dtype"],
-        dtype=fsdp["dtype"],
-        wrap_policy=fsdp["wrap_policy"],
         offload_policy=fsdp["cpu_offload"],
         param_offload=fsdp["offload_params"],
         optimizer_offload=fsdp["offload_params"],
-        fsdp_size=fsdp["fsdp_size"],
-        tensor_parallel_size=fsdp["tensor_parallel_size"],
-        sequence_parallel=fsdp["sequence_parallel"],
-        full_determinism=fsdp["full_determinism"],
         ulysses_sequence_parallel_size=config.ulysses_sequence_parallel_size,
         seed=config.trainer.seed,
+        **{name: fsdp[name] for name in same},
     )
     schedule = optim["lr_scheduler"]
     shared = {f.name: optim[f.name] for f in fields(SFTOptimConfig) if f.name not in ("_target_", "lr_scheduler")}

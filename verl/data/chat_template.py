@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LIMIT_S = 5.0  # seconds of processor time of one rendering, which usually takes a tenth of a millisecond
-
-
 _PROBE = "4217"
 _ROLES = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _PADDING = re.compile(r"(?:^|[\W_])pad\W*$", re.IGNORECASE)  # <|image_pad|>, but not <scratchpad>

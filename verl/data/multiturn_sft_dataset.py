@@ -95,25 +95,31 @@ class MultiTurnSFTDataset(SFTDataset):
         if (closed := re.search(r"(<think>\s*)?</think>\s*$", before)) and after.startswith(before[: closed.start()]):
             return [(before, False), (after[closed.start() :], True)]
         begun = re.search(r"<think>\s*$", before)
-        thought, ended, answer = str(message["content"]).partition("</think>")
         shown = after[begun.start() :] if begun and after.startswith(before[: begun.start()]) else ""
-        space = len(shown) - len(shown.lstrip())
-        if ended and answer.strip() and shown[space:].startswith(answer.strip()):
-            thought = thought.removeprefix(begun[0]).removeprefix("<think>")
-            lead = answer[: len(answer) - len(answer.lstrip())]
-            return [(before, False), (f"{thought}</think>{lead}{shown[space:]}", True)]
-        if shown:
+        if not shown:
             raise self.error(
                 item,
-                f"the chat template's generation prompt ends with {begun[0]!r}, but the content of message {number} "
-                "has no reasoning that ends with </think>, and an answer after it. Write it into the content, or set "
-                "data.chat_template to one without it, or a key of data.apply_chat_template_kwargs that turns it off.",
+                f"the chat template's text up to message {number} is not its prompt for that, {before[-40:]!r}, and "
+                "what follows: what is learned would not be what the model has to generate. Set data.chat_template.",
             )
-        raise self.error(
-            item,
-            f"the chat template's text up to message {number} is not its prompt for that, {before[-40:]!r}, and what "
-            "follows: what is learned would not be what the model has to generate. Set data.chat_template.",
-        )
+        return [(before, False), (self._rest_of_thought(item, messages, begun[0], shown), True)]
+
+    def _rest_of_thought(self, item: int, messages: list[dict[str, Any]], begun: str, shown: str) -> str:
+        """What the last message adds to a prompt that ends with `begun`, the beginning of a thought, where the template
+        writes the answer alone (`shown`): the rest of the thought, </think>, the answer, and the end of the turn.
+        """
+        thought, ended, answer = str(messages[-1]["content"]).partition("</think>")
+        answer_and_end = shown.lstrip()
+        if not (ended and answer.strip() and answer_and_end.startswith(answer.strip())):
+            raise self.error(
+                item,
+                f"the chat template's generation prompt ends with {begun!r}, but the content of message "
+                f"{len(messages) - 1} has no reasoning that ends with </think>, and an answer after it. Write it into "
+                "the content, or set data.chat_template to one without it, or a key of "
+                "data.apply_chat_template_kwargs that turns it off.",
+            )
+        space = answer[: len(answer) - len(answer.lstrip())]
+        return thought.removeprefix(begun).removeprefix("<think>") + "</think>" + space + answer_and_end
 
     def _row_settings(self, item: int) -> dict[str, Any]:
         """Template settings of the row itself."""

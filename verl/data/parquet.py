@@ -37,18 +37,19 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
     with contextlib.ExitStack() as refused:  # closes the file unless it is returned
         # pre_buffer reads ahead: 100,000 rows of token ids took a third more memory.
         file = refused.enter_context(pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False))
-        metadata, columns = file.metadata, range(file.metadata.num_columns)
-        chunks = [(metadata.row_group(i).column(j), file.schema.column(j).length or 0)
-                  for i in range(metadata.num_row_groups) for j in columns]  # fmt: skip
-        values = sum(chunk.num_values for chunk, _ in chunks)
-        stored = sum(chunk.total_uncompressed_size for chunk, _ in chunks)
-        rows = f"{metadata.num_rows} rows of {len(columns)} columns, {values} values"
-        in_python = sum(chunk.num_values * max(_VALUE_BYTES, width) for chunk, width in chunks)
+        metadata, values, stored, in_python = file.metadata, 0, 0, 0
+        encoded: dict[str, int] = {}  # column of dictionary-encoded strings -> bytes of a chunk
+        for chunk, width in _chunks(file):
+            size = chunk.total_uncompressed_size
+            values += chunk.num_values
+            stored += size
+            in_python += chunk.num_values * max(_VALUE_BYTES, width)
+            # Each value of a chunk with a dictionary may be as long as the whole dictionary.
+            has_dictionary = not set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
+            if chunk.physical_type == "BYTE_ARRAY" and has_dictionary and chunk.num_values * size > SMALL_BYTES:
+                encoded[chunk.path_in_schema] = size
+        rows = f"{metadata.num_rows} rows of {metadata.num_columns} columns, {values} values"
         _check_size(path, rows, whole, stored, in_python)
-        # In a dictionary-encoded chunk, each value may be as long as the whole dictionary.
-        encoded = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk, _ in chunks
-                  if chunk.physical_type == "BYTE_ARRAY" and not set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
-                  and chunk.num_values * chunk.total_uncompressed_size > SMALL_BYTES}  # fmt: skip
         if encoded:
             at_once = max(1, min(_ROWS, SMALL_BYTES // 4 // max(encoded.values())))
             with pq.ParquetFile(path, read_dictionary=list(encoded), page_checksum_verification=True) as indices:
@@ -58,6 +59,13 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
                     _check_size(path, rows, whole, length)
         refused.pop_all()
     return file
+
+
+def _chunks(file: pq.ParquetFile) -> Iterator[tuple[pq.ColumnChunkMetaData, int]]:
+    """The metadata of each chunk of a column, and the bytes of a value where all have the same number, else 0."""
+    for group in range(file.metadata.num_row_groups):
+        for column in range(file.metadata.num_columns):
+            yield file.metadata.row_group(group).column(column), file.schema.column(column).length or 0
 
 
 def _check_size(path: Path, rows: str, whole: bool, needed: int, in_python: int = 0) -> None:

@@ -130,50 +130,61 @@ def estimate_memory(
         logits = min(micro * data["max_response_length"], chunk)
         checkpointed = roles["model"]["enable_gradient_checkpointing"]
         update = training_memory(size, engine, shards, tokens, logits, checkpointed, engine["defer_gradient_sync"])
-    phases = {"update": dict(update), "generation": {}}
-    shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
-    if shares or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
-        phases["generation"]["weights"] = update["weights"]
+    with_actor = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
+    generation: dict[str, int] = {}
+    if with_actor or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
+        generation["weights"] = update["weights"]
     if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
-        phases["generation"]["optimizer (two moments)"] = update["optimizer (two moments)"]
-    around = {} if on_gpu else {PROCESS: PROCESS_BYTES}
-
-    def kept(held: Mapping[str, Any], moments: int = 0) -> int:
-        """Bytes that a further model, of the actor's size, keeps on the rank's device while others compute."""
-        if on_gpu and held["offload_policy"]:
-            return 0
-        copies = (not (on_gpu and held["param_offload"])) + moments * (not (on_gpu and held["optimizer_offload"]))
-        return copies * size.parameters * BYTES[held["model_dtype"]] // shards
-
-    if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
-        around["reference weights"] = kept(roles["ref"]["fsdp_config"])
-    if need_critic(config):
-        around["critic: weights and moments"] = kept(config["critic"]["model"]["fsdp_config"], moments=2)
-    reward = config["reward_model"]
-    if reward["enable"] and not reward["enable_resource_pool"]:
-        served = reward["rollout"]
-        if serves_reward_model(config):
-            weights = size.parameters * BYTES[served["dtype"]] // served["tensor_model_parallel_size"]
-            share = int(served["gpu_memory_utilization"] * (gpu_bytes or 0))
-            around["reward model's server"] = share if on_gpu else weights
-        else:
-            around["reward model"] = kept(reward["model"]["fsdp_config"])
-    sequence = 2 * size.layers * size.kv_heads * size.head_dim * length * min(samples, rollout["max_num_seqs"])
-    engine_parts: dict[str, int] = {}
-    if shares:
+        generation["optimizer (two moments)"] = update["optimizer (two moments)"]
+    rollout_engine: dict[str, int] = {}
+    if with_actor:
         if shards > 1:
-            phases["generation"]["gathered weights"] = size.parameters * compute
-        phases["generation"]["KV cache of the rollout"] = sequence * compute
-    elif gpu_bytes is not None:
-        engine_parts["rollout engine"] = int(rollout["gpu_memory_utilization"] * gpu_bytes)
+            generation["gathered weights"] = size.parameters * compute
+        cached = length * min(samples, rollout["max_num_seqs"])  # tokens
+        generation["KV cache of the rollout"] = 2 * size.layers * size.kv_heads * size.head_dim * cached * compute
+    elif on_gpu:
+        rollout_engine["rollout engine"] = int(rollout["gpu_memory_utilization"] * gpu_bytes)
     else:
         split, kept_as = rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]]
-        engine_parts["rollout weights"] = size.parameters * kept_as // split
         own = rollout["engine_kwargs"].get(rollout["name"]) or {}
-        engine_parts["KV cache of the rollout"] = own.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+        rollout_engine["rollout weights"] = size.parameters * kept_as // split
+        rollout_engine["KV cache of the rollout"] = own.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
         if rollout["name"] == "vllm":
-            engine_parts["rollout's packed copy of the head"] = size.vocabulary * size.hidden * kept_as // split
-    phases["generation"] |= around | engine_parts
+            rollout_engine["rollout's packed copy of the head"] = size.vocabulary * size.hidden * kept_as // split
+    others = _other_models(size, config, shards, gpu_bytes)
     sleeps = on_gpu and rollout["free_cache_engine"] and rollout["enable_sleep_mode"]
-    phases["update"] |= around | ({} if sleeps else engine_parts)
+    phases = {
+        "update": {**update, **others, **({} if sleeps else rollout_engine)},
+        "generation": {**generation, **others, **rollout_engine},
+    }
     return {phase: {name: count for name, count in parts.items() if count} for phase, parts in phases.items()}
+
+
+def _other_models(
+    size: ModelSize, config: Mapping[str, Any], shards: int, gpu_bytes: float | None
+) -> dict[str, int]:
+    """Bytes of one rank by part, in every phase: the process on a CPU, reference, critic and reward model."""
+    roles, reward, on_gpu = config["actor_rollout_ref"], config["reward_model"], gpu_bytes is not None
+
+    def kept(engine: Mapping[str, Any], moments: int = 0) -> int:
+        """Bytes that a further model, of the actor's size, keeps on the rank's device while others compute."""
+        if on_gpu and engine["offload_policy"]:
+            return 0
+        copies = (not (on_gpu and engine["param_offload"])) + moments * (not (on_gpu and engine["optimizer_offload"]))
+        return copies * size.parameters * BYTES[engine["model_dtype"]] // shards
+
+    parts = {} if on_gpu else {PROCESS: PROCESS_BYTES}
+    if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
+        parts["reference weights"] = kept(roles["ref"]["fsdp_config"])
+    if need_critic(config):
+        parts["critic: weights and moments"] = kept(config["critic"]["model"]["fsdp_config"], moments=2)
+    if reward["enable"] and not reward["enable_resource_pool"]:
+        served = reward["rollout"]
+        if not serves_reward_model(config):
+            parts["reward model"] = kept(reward["model"]["fsdp_config"])
+        elif on_gpu:
+            parts["reward model's server"] = int(served["gpu_memory_utilization"] * gpu_bytes)
+        else:
+            weights = size.parameters * BYTES[served["dtype"]]
+            parts["reward model's server"] = weights // served["tensor_model_parallel_size"]
+    return parts

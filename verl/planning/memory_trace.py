@@ -40,7 +40,8 @@ from verl.utils.problems import one_line
 # Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
 # next one's weights, the last one's gradients) is not there in full.
 LAYERS = (4, 5)
-WEIGHTS, GRADIENTS, OPTIMIZER = HELD = "weights", "gradients", "optimizer (two moments)"
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer (two moments)"
+HELD = (WEIGHTS, GRADIENTS, OPTIMIZER)
 GATHERED = "gathered weights, gradients in exchange"
 ACTIVATIONS = "activations of a micro-batch"
 LOGITS = "logits of a micro-batch"

@@ -11,15 +11,7 @@ from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.data.generation import GenerationPrompts, PartialAnswers, own_keys
 from verl.data.rl_dataset import read_rows
-from verl.planning.checks import (
-    Findings,
-    check_gpus,
-    check_length,
-    check_liger,
-    check_models,
-    check_written,
-    row_problems,
-)
+from verl.planning import checks
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.utils.problems import Problem, one_line, wrong
 
@@ -28,7 +20,7 @@ def generation_entry(rows: int | None = None) -> Entry:
     """main_generation; its start tokenizes the first `rows` prompts, None for all."""
 
     def plan(console: Console, config: GenerationConfig, known: list[Problem]) -> list[Problem]:
-        prompts, problems = check_inputs(config, Findings())
+        prompts, problems = check_inputs(config, checks.Findings())
         count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
         kept = 0 if prompts is None else len(PartialAnswers(config).read())
         left = count and count - kept
@@ -44,7 +36,7 @@ def generation_entry(rows: int | None = None) -> Entry:
         return problems
 
     def start_problems(config: GenerationConfig) -> list[Problem]:
-        return check_inputs(config, Findings(to_start=True), rows)[1]
+        return check_inputs(config, checks.Findings(to_start=True), rows)[1]
 
     return Entry(GenerationConfig, _generation_rules, plan, start_problems)
 
@@ -63,21 +55,21 @@ def _generation_rules(config: GenerationConfig, problems: list[Problem]) -> Iter
 
 
 def check_inputs(
-    config: GenerationConfig, findings: Findings, rows: int | None = None
+    config: GenerationConfig, findings: checks.Findings, rows: int | None = None
 ) -> tuple[Sequence[Any] | None, list[Problem]]:
     """The prompts (rows without a tokenizer; None where they cannot be read), and the problems of model, prompts,
     machine and kept answers. The first `rows` prompts are tokenized; None for all.
     """
-    check_models(config.model, findings, "model", "model.path")
-    findings.problems += check_length(config.rollout, findings, "rollout")
-    findings.problems += [*check_liger(config, "model"), *check_gpus(config.trainer)]
+    checks.check_models(config.model, findings, "model", "model.path")
+    findings.problems += checks.check_length(config.rollout, findings, "rollout")
+    findings.problems += [*checks.check_liger(config, "model"), *checks.check_gpus(config.trainer)]
     tokenizer, problems = findings.tokenizer, findings.problems
     read = read_rows if tokenizer is None else lambda _: GenerationPrompts(config, tokenizer)
     prompts = _tried(problems, "data.path", lambda: read(config.data.path))
-    problems += check_written("data.output_path", config.data.output_path, is_folder=False)
-    problems += check_written("data.output_path", f"{config.data.output_path}.partial")
+    problems += checks.check_written("data.output_path", config.data.output_path, is_folder=False)
+    problems += checks.check_written("data.output_path", f"{config.data.output_path}.partial")
     if isinstance(prompts, GenerationPrompts):
-        problems += row_problems(prompts, "data.path", len(prompts) if rows is None else rows, lambda row: None)
+        problems += checks.row_problems(prompts, "data.path", len(prompts) if rows is None else rows, lambda row: None)
         problems += PartialAnswers(config).problems()
     return prompts, [replace(problem, message=own_keys(problem.message)) for problem in problems]
 

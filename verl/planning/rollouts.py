@@ -35,86 +35,118 @@ CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_agent_loops(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     """Files load, names are known, tools answer their example call, the template allows for added messages."""
     rollout = config.actor_rollout_ref.rollout
-    settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
-    rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
-    environment = config.data.environment
-    turns = environment.max_turns if environment.name is not None and environment.max_turns > 1 else None
+    loops = _AgentLoops(config, findings)
+    if RolloutReplicaRegistry.serves(rollout):
+        yield from loops.check_names()
+        loops.load()
+        yield from loops.check_template()
+        yield from loops.check_rows()
+        yield from loops.failures
+        return
     needs = {
-        "data.environment.max_turns": turns,
-        f"{MULTI_TURN}.enable": settings.enable,
-        f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
-        f"{MULTI_TURN}.function_tool_path": settings.function_tool_path,
-        f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
+        "data.environment.max_turns": loops.turns,
+        f"{MULTI_TURN}.enable": rollout.multi_turn.enable,
+        f"{MULTI_TURN}.tool_config_path": rollout.multi_turn.tool_config_path,
+        f"{MULTI_TURN}.function_tool_path": rollout.multi_turn.function_tool_path,
+        f"{MULTI_TURN}.interaction_config_path": rollout.multi_turn.interaction_config_path,
         f"{ROLLOUT}.agent.command": rollout.agent.command,
     }
-    if not serves:
-        for key, value in needs.items():
-            if value:
-                how = f"{ROLLOUT}.mode=async and {ROLLOUT}.name=vllm, or sglang"
-                yield wrong(key, f"{key}={value} needs conversations with a server: set {how}.")
-        return
-    problems: list[Problem] = []
+    for key, value in needs.items():
+        if value:
+            how = f"{ROLLOUT}.mode=async and {ROLLOUT}.name=vllm, or sglang"
+            yield wrong(key, f"{key}={value} needs conversations with a server: set {how}.")
 
-    def try_call(key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+
+class _AgentLoops:
+    """The parts of a run's agent loops. `failures` are those that raise; what needs them is not checked then."""
+
+    def __init__(self, config: PPOConfig, findings: Any) -> None:
+        self.config, self.findings = config, findings
+        self.rollout = config.actor_rollout_ref.rollout
+        self.settings = self.rollout.multi_turn
+        environment = config.data.environment
+        # Of an environment that has several turns, else None.
+        self.turns = environment.max_turns if environment.name is not None and environment.max_turns > 1 else None
+        self.failures: list[Problem] = []
+        self.tools: list[BaseTool] = []
+
+    def _try(self, key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a call; None if it raises, which is a failure of `key`."""
         try:
             return function(*args, **kwargs)
         except Exception as error:  # the user's own classes may raise anything
             text = one_line(error)
-            problems.append(wrong(key, f"{key}={one_line(select(config, key))}: {text}"))
+            self.failures.append(wrong(key, f"{key}={one_line(select(self.config, key))}: {text}"))
             # The data sets read the tools, too: the same error under data.train_files says less.
-            findings.problems[:] = [
-                p for p in findings.problems if not (p.key.startswith("data.") and p.message.endswith(text))
+            self.findings.problems[:] = [
+                p for p in self.findings.problems if not (p.key.startswith("data.") and p.message.endswith(text))
             ]
 
-    try_call(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
-    names = set(_agent_loop_registry)
-    if path := rollout.agent.agent_loop_config_path:
-        key = f"{ROLLOUT}.agent.agent_loop_config_path"
-        entries = try_call(key, loops_in_file, path)
-        names |= set(entries or ())
-    if rollout.agent.default_agent_loop not in names:
-        key = f"{ROLLOUT}.agent.default_agent_loop"
-        yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
-    if rollout.agent.command and (missing := missing_file(rollout.agent.command)):
-        key = f"{ROLLOUT}.agent.command"
-        yield wrong(key, f"{key}={rollout.agent.command}: {missing} does not exist. Give a program in PATH, or a path.")
-    tools = []
-    for name in ("tool_config_path", "function_tool_path"):
-        called = try_call(f"{MULTI_TURN}.{name}", _call_examples, settings, **{name: settings[name]}) or {}
-        tools += called
-        findings.tools |= {tool.name: answer for tool, answer in called.items()}
-    key = f"{MULTI_TURN}.interaction_config_path"
-    path = settings.interaction_config_path
-    interactions = try_call(key, initialize_interactions_from_config, path) if path else None
-    parser = try_call(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
-    if findings.tokenizer is not None and (tools or interactions or turns):
-        stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
-        stops += parser.stop_token_ids if parser else []
-        encoder = MessageEncoder(findings.tokenizer, stops, **config.data.apply_chat_template_kwargs)
-        roles = [role for role, used in (("tool", tools), ("user", interactions or turns)) if used]
-        schemas = tool_schemas(tools)
-        try_call("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
-        if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):
-            key = f"{MULTI_TURN}.{'tool_config_path' if settings.tool_config_path else 'function_tool_path'}"
-            what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
+    def check_names(self) -> Iterator[Problem]:
+        """The server's class, the agent loop and the program exist."""
+        agent = self.rollout.agent
+        self._try(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, self.rollout)
+        names = set(_agent_loop_registry)
+        if path := agent.agent_loop_config_path:
+            names |= set(self._try(f"{ROLLOUT}.agent.agent_loop_config_path", loops_in_file, path) or ())
+        if agent.default_agent_loop not in names:
+            key = f"{ROLLOUT}.agent.default_agent_loop"
+            yield wrong(key, f"{key}={agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
+        if agent.command and (missing := missing_file(agent.command)):
+            key = f"{ROLLOUT}.agent.command"
+            yield wrong(key, f"{key}={agent.command}: {missing} does not exist. Give a program in PATH, or a path.")
+
+    def load(self) -> None:
+        """Load tools, which answer their example calls, interactions, and the parser of calls."""
+        for name in ("tool_config_path", "function_tool_path"):
+            path = {name: self.settings[name]}
+            answers = self._try(f"{MULTI_TURN}.{name}", _call_examples, self.settings, **path) or {}
+            self.tools += answers
+            self.findings.tools |= {tool.name: answer for tool, answer in answers.items()}
+        key, path = f"{MULTI_TURN}.interaction_config_path", self.settings.interaction_config_path
+        self.interactions = self._try(key, initialize_interactions_from_config, path) if path else None
+        tokenizer = self.findings.tokenizer
+        self.parser = self._try(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, self.settings.format, tokenizer)
+
+    def check_template(self) -> Iterator[Problem]:
+        """The chat template renders the messages that are added, the tools, and calls as the parser reads them."""
+        tokenizer, model = self.findings.tokenizer, self.config.actor_rollout_ref.model
+        users = self.interactions or self.turns
+        if tokenizer is None or not (self.tools or users):
+            return
+        stops = stop_ids(tokenizer, model.path, self.rollout.stop_token_ids)
+        stops += self.parser.stop_token_ids if self.parser else []
+        encoder = MessageEncoder(tokenizer, stops, **self.config.data.apply_chat_template_kwargs)
+        roles = [role for role, used in (("tool", self.tools), ("user", users)) if used]
+        schemas, at_once = tool_schemas(self.tools), self.settings.row_per_turn
+        self._try("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=at_once)
+        if not self.tools or self.failures:
+            return
+        if encoder.prompt([USER], schemas) == encoder.prompt([USER]):
+            name = "tool_config_path" if self.settings.tool_config_path else "function_tool_path"
+            key = f"{MULTI_TURN}.{name}"
+            what = f"{key}={self.settings[name]}: the chat template leaves out the schemas of the tools"
             how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
             yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
-        elif tools and not problems and parser:
+        elif self.parser:
             key = f"{MULTI_TURN}.format"
-            if text := try_call(key, _call_not_read, encoder, parser, schemas):
-                what = f"{key}={settings.format} finds no call in what the chat template writes for one"
+            if text := self._try(key, _call_not_read, encoder, self.parser, schemas):
+                what = f"{key}={self.settings.format} finds no call in what the chat template writes for one"
                 how = "Unless the model calls tools in another format, set its parser."
                 yield Problem(UNUSED, key, f"{what}, {one_line(text)!r}. {how}")
-    unnamed = rows and not any(row.get("agent_name") for row in rows)
-    if (tools or interactions) and unnamed and rollout.agent.default_agent_loop == "single_turn_agent":
-        key = f"{ROLLOUT}.agent.default_agent_loop"
-        what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in column "
-        what += "agent_name"
-        yield wrong(key, f"{what}. Set {key}=tool_agent.")
-    elif tools and not problems:
-        checked = ROWS_AT_START if findings.to_start else ROWS_CHECKED
-        yield from _rows_that_the_tools_refuse(tools, findings.datasets, checked)
-    yield from problems
+
+    def check_rows(self) -> Iterator[Problem]:
+        """Rows have an agent loop that uses the tools, and arguments that the tools take."""
+        rows = getattr(self.findings.datasets.get("data.train_files"), "rows", None)
+        unnamed = rows and not any(row.get("agent_name") for row in rows)
+        uses_none = self.rollout.agent.default_agent_loop == "single_turn_agent"
+        if (self.tools or self.interactions) and unnamed and uses_none:
+            key = f"{ROLLOUT}.agent.default_agent_loop"
+            what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in"
+            yield wrong(key, f"{what} column agent_name. Set {key}=tool_agent.")
+        elif self.tools and not self.failures:
+            checked = ROWS_AT_START if self.findings.to_start else ROWS_CHECKED
+            yield from _rows_that_the_tools_refuse(self.tools, self.findings.datasets, checked)
 
 
 def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[dict[str, Any]]) -> str:
@@ -203,15 +235,15 @@ def check_drafter(config: PPOConfig, findings: Any) -> Iterator[Problem]:
     path = rollout.speculative.draft_path
     if rollout.name != "vllm" or path is None:
         return
-    if rollout.speculative.refresh_every and rollout.mode != "sync":
+    if refreshed := rollout.speculative.refresh_every:
         every = f"{ROLLOUT}.speculative.refresh_every"
-        rule = f"{every}={rollout.speculative.refresh_every} needs {ROLLOUT}.mode=sync, not {rollout.mode}"
-        yield wrong(every, f"{rule}: the draft model is trained on the batches that its own rank generates.")
-    if rollout.speculative.refresh_every and config.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
-        every = f"{ROLLOUT}.speculative.refresh_every"
-        sharing = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        rule = f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own samples."
-        yield wrong(every, f"{rule} Set one of them to its default.")
+        if rollout.mode != "sync":
+            rule = f"{every}={refreshed} needs {ROLLOUT}.mode=sync, not {rollout.mode}"
+            yield wrong(every, f"{rule}: the draft model is trained on the batches that its own rank generates.")
+        if config.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
+            sharing = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+            rule = f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own samples."
+            yield wrong(every, f"{rule} Set one of them to its default.")
     from transformers import AutoConfig
 
     try:

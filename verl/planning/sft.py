@@ -8,41 +8,15 @@ from typing import Any
 from loguru import logger
 from rich.console import Console
 
+from verl.config import sft_engine
 from verl.config.batch_sizes import divides_ranks, rank_count, sharding_ranks, splits_ranks
 from verl.config.compose import with_values
 from verl.config.model import LOGITS_CHUNK
 from verl.config.sft import SFTConfig
-from verl.config.sft_engine import (
-    engine_parts,
-    model_settings,
-    samples_per_forward,
-    steps_of_epochs,
-    tokens_per_forward,
-)
 from verl.data.sft_dataset import get_sft_dataset_class
-from verl.planning.checks import (
-    ROWS_AT_START,
-    ROWS_CHECKED,
-    Findings,
-    check_fills_a_batch,
-    check_liger,
-    check_machine,
-    check_models,
-    check_outputs,
-    check_splits,
-    check_tensor_parallel,
-    row_problems,
-)
+from verl.planning import checks, machine
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.machine import (
-    SAVE_COPIES,
-    check_disk,
-    check_memory,
-    checkpoint_bytes,
-    checkpoints_layers,
-    copied_bytes,
-)
 from verl.planning.memory_estimate import PROCESS, PROCESS_BYTES, measure_model, training_memory
 from verl.utils.import_utils import import_external_libs
 from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
@@ -65,20 +39,20 @@ def data_parallel_groups(config: SFTConfig, ranks: int) -> int:
 def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
     """The checks and the dry run of FSDPSFTTrainer or a subclass; `ranks`: those that checks count (None: ranks_of)."""
 
-    def checks(config: SFTConfig, problems: list[Problem]) -> list[Problem]:
+    def rules(config: SFTConfig, problems: list[Problem]) -> list[Problem]:
         return [] if problems else _tree_problems(config, ranks or ranks_of(config))
 
-    def check_model(config: SFTConfig, findings: Findings) -> None:
-        model = dataclasses.replace(model_settings(config), custom_chat_template=config.data.chat_template)
-        check_models(model, findings, "model", "model.partial_pretrain", template_key="data.chat_template")
-        findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-        findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
+    def check_model(config: SFTConfig, findings: checks.Findings) -> None:
+        model = dataclasses.replace(sft_engine.model_settings(config), custom_chat_template=config.data.chat_template)
+        checks.check_models(model, findings, "model", "model.partial_pretrain", template_key="data.chat_template")
+        findings.problems += checks.check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+        findings.problems += checks.check_liger(config, "model", TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)
 
     def start_problems(config: SFTConfig) -> list[Problem]:
-        findings = Findings(to_start=True)
+        findings = checks.Findings(to_start=True)
         check_model(config, findings)
-        findings.problems += check_outputs(config.trainer)
+        findings.problems += checks.check_outputs(config.trainer)
         if config.trainer.device == "cuda":
             import torch
 
@@ -88,7 +62,7 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
         return findings.problems
 
     def plan(console: Console, config: SFTConfig, problems: list[Problem]) -> list[Problem]:
-        findings = Findings()
+        findings = checks.Findings()
         check_model(config, findings)
         data, tokenizer = config.data, findings.tokenizer
 
@@ -97,12 +71,12 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
             return build(files, config, tokenizer, data[f"{split}_max_samples"])
 
         find_class = lambda: get_sft_dataset_class(data)  # noqa: E731
-        if check_splits(data, findings, ROWS_CHECKED, find_class, make, _missing_columns, _learns):
-            check_fills_a_batch(findings, "samples", {"data.train_batch_size": data.train_batch_size})
+        if checks.check_splits(data, findings, checks.ROWS_CHECKED, find_class, make, _missing_columns, _learns):
+            checks.check_fills_a_batch(findings, "samples", {"data.train_batch_size": data.train_batch_size})
         _print_plan(console, config, findings, trainer_class)
-        return [*findings.problems, *check_machine(config.trainer)]
+        return [*findings.problems, *checks.check_machine(config.trainer)]
 
-    return Entry(trainer_class.config_type, checks, plan, start_problems)
+    return Entry(trainer_class.config_type, rules, plan, start_problems)
 
 
 def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
@@ -117,12 +91,12 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
     problems += splits_ranks("model.fsdp_config", engine, ranks, sequences)
     problems += resume_problems(config.trainer)
     try:
-        samples_per_forward(config.data, data_parallel_groups(config, ranks))
+        sft_engine.samples_per_forward(config.data, data_parallel_groups(config, ranks))
     except ValueError as e:
         problems.append(wrong("data.micro_batch_size", str(e)))
     try:
         import_external_libs(config.model.external_lib)
-        engine_parts(config, None, 1)  # raises for what the engine's settings refuse
+        sft_engine.engine_parts(config, None, 1)  # raises for what the engine's settings refuse
     except ImportError as e:
         rule = f"model.external_lib={config.model.external_lib} cannot be imported: {e}."
         problems.append(wrong("model.external_lib", rule))
@@ -133,7 +107,7 @@ def _tree_problems(config: SFTConfig, ranks: int) -> list[Problem]:
 
 def refuse_bad_rows(dataset: Any, key: str, warn: bool = True) -> None:
     """Raise one ConfigError for bad rows at the start of the files of `key`; `warn`: log rows that train nothing."""
-    problems = list(row_problems(dataset, key, ROWS_AT_START, _missing_columns, _learns))
+    problems = list(checks.row_problems(dataset, key, checks.ROWS_AT_START, _missing_columns, _learns))
     if fatal := [p for p in problems if p.kind in (WRONG, ABSENT)]:
         raise ConfigError(fatal)
     for problem in problems if warn else ():
@@ -150,57 +124,75 @@ def _missing_columns(row: Mapping[str, Any]) -> str | None:
     return f"a sample has no {', '.join(missing)} (it has {', '.join(sorted(row))})." if missing else None
 
 
-def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer_class: type[Any]) -> None:
-    """Print the run's numbers and a rank's memory; `findings` gets what this machine lacks, memory and disk space."""
+def _print_plan(console: Console, config: SFTConfig, findings: checks.Findings, trainer_class: type[Any]) -> None:
+    """Print the run's numbers and a rank's memory; `findings` gets what this machine lacks."""
     console.rule("Plan")
     data, run, ranks = config.data, config.trainer, ranks_of(config)
     size, groups = data.train_batch_size, data_parallel_groups(config, ranks)
-    micro = samples_per_forward(data, groups)
+    micro = sft_engine.samples_per_forward(data, groups)
     samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None  # steps; None: unknown
     steps = run.total_training_steps or (None if epoch is None else epoch * run.total_epochs)
-    budget = tokens_per_forward(data, micro) if data.packing else micro * data.max_length
     warm_up = config.optim.lr_warmup_steps
     if warm_up < 0:
         warm_up = int((steps or 0) * config.optim.lr_warmup_steps_ratio)
-    rows = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
-    numbers = {
+    if data.packing:
+        micro_batches = f"of at most {sft_engine.tokens_per_forward(data, micro):,} tokens"
+    else:
+        micro_batches = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
+    print_rows(console, {
         "samples for training": count_text(samples),
         "samples for validation": count_text(findings.val_prompts),
         "ranks": str(ranks),
         "samples a step": count_text(size),
         "samples a step and rank": count_text(size // ranks),
-        "micro-batches a step and rank": f"of at most {budget:,} tokens" if data.packing else rows,
+        "micro-batches a step and rank": micro_batches,
         "steps per epoch": count_text(epoch),
         "steps in all": count_text(steps),
         "warm-up steps": count_text(None if steps is None else warm_up),
-    }
-    print_rows(console, numbers)
+    })
     if findings.hf_config is None:
         console.print("No memory estimate: it needs the model's config.")
-        return
+    else:
+        _print_memory(console, config, findings, trainer_class, epoch, steps)
+
+
+def _print_memory(
+    console: Console, config: SFTConfig, findings: checks.Findings, trainer_class: type[Any], epoch: int | None,
+    steps: int | None,
+) -> None:
+    """Print a rank's memory by part; `findings` gets what this machine lacks, memory and disk space.
+
+    `epoch` and `steps` are the steps of an epoch and of the run; None: unknown.
+    """
     from verl.planning.memory_trace import MicroBatch, traced_update  # slow
 
-    model, engine, optimizer, checkpoint = engine_parts(config, None, steps or 1)
+    data, run, ranks = config.data, config.trainer, ranks_of(config)
+    groups = data_parallel_groups(config, ranks)
+    micro = sft_engine.samples_per_forward(data, groups)
+    tokens = sft_engine.tokens_per_forward(data, micro) if data.packing else micro * data.max_length
+
+    model, engine, optimizer, checkpoint = sft_engine.engine_parts(config, None, steps or 1)
     measured = measure_model(findings.hf_config, model.lora_rank)
     # A prompt of one token: the loss covers the rest of the row.
-    batch = MicroBatch(micro, 1, data.max_length - 1, several=data.packing or size // groups > micro)
+    several = data.packing or data.train_batch_size // groups > micro
+    batch = MicroBatch(micro, 1, data.max_length - 1, several=several)
     on_gpu, processes = run.device == "cuda", run.n_gpus_per_node
     checkpointed = model.enable_gradient_checkpointing
     if not on_gpu:
-        checkpointed = checkpoints_layers(checkpointed, findings.hf_config, budget, engine.dtype, processes)
+        checkpointed = machine.checkpoints_layers(checkpointed, findings.hf_config, tokens, engine.dtype, processes)
         model = dataclasses.replace(model, enable_gradient_checkpointing=checkpointed)
     parts = traced = None
     if trainer_class.has_plain_loss():
         parts = traced = traced_update(findings.hf_config, model, engine, optimizer, batch, ranks, on_gpu)
     if parts is None:
-        shards, logits = sharding_ranks(engine, ranks), min(budget, LOGITS_CHUNK)
-        parts = training_memory(measured, engine, shards, budget, logits, checkpointed)
-    one = checkpoint_bytes(measured, engine, checkpoint.save_contents)
+        shards, logits = sharding_ranks(engine, ranks), min(tokens, LOGITS_CHUNK)
+        parts = training_memory(measured, engine, shards, tokens, logits, checkpointed)
+    one = machine.checkpoint_bytes(measured, engine, checkpoint.save_contents)
     if not on_gpu:
         parts = parts | {PROCESS: PROCESS_BYTES}
-        if copied := copied_bytes(checkpoint, measured, engine):
-            parts[SAVE_COPIES] = copied // ranks
+        if copied := machine.copied_bytes(checkpoint, measured, engine):
+            parts[machine.SAVE_COPIES] = copied // ranks
         key = "model.enable_gradient_checkpointing"
         remedies = {} if checkpointed else {key: f"set {key}=true"}
         name = "micro_batch_size" if data.micro_batch_size else "micro_batch_size_per_gpu"
@@ -208,8 +200,9 @@ def _print_plan(console: Console, config: SFTConfig, findings: Findings, trainer
         keys = [f"data.{name}"] + (["trainer.n_gpus_per_node"] if processes > 1 else [])
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
         remedies |= {key: f"lower {key}" for key in keys}
-        findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
+        findings.problems += machine.check_memory(processes * sum(parts.values()), what, remedies)
     # Frequencies that count epochs as steps; every step where the steps of an epoch are unknown.
-    counted = with_values(config, {f"trainer.{k}": n for k, n in steps_of_epochs(run, epoch or 1).items()}).trainer
-    findings.problems += check_disk(counted, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
+    frequencies = sft_engine.steps_of_epochs(run, epoch or 1)
+    counted = with_values(config, {f"trainer.{name}": every for name, every in frequencies.items()}).trainer
+    findings.problems += machine.check_disk(counted, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

@@ -35,6 +35,8 @@ _SERVICE_KEY = re.compile(
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _SCHEME = re.compile(r"(?i)(?P<name>\b(?:bearer|basic)\s+)[\w.~+/\-]{8,}=*")
+# The name before a value: `name=`, `name: `, `"name": `, `name := `; after a dash (flag) also `--name ` or, in a list
+# of quoted arguments, `"--name", `.
 _ASSIGNED = re.compile(
     r"(?<![\w.\-])(?P<flag>--?)?(?P<name>\w[\w.\-]*)(?P<quote>\\*['\"])?(?P<sign>\s*(?::=|[=:])\s*"
     r"|(?(flag)(?:\s+|(?(quote)\s*,\s*|(?!)))|(?!)))"

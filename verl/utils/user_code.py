@@ -16,15 +16,9 @@ from verl.utils.registry import installed_plugins
 FRAME = re.compile(r'File "([^"<]+)", line (\d+), in (\S+)')
 CHAINED = re.compile(r"\n\s*(?:The above exception was|During handling of the above)")
 PROJECT = Path(__file__).resolve().parents[2]
-NOT_OF_USERS = tuple(
-    str(path)
-    for path in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        PROJECT / "verl",
-        *(PROJECT / name.split(".")[0] for kind in ("rollouts", "auxiliary_losses")
-          for name in installed_plugins(kind).values()),
-    )
-)
+RECIPES = {path.split(".")[0] for kind in ("rollouts", "auxiliary_losses") for path in installed_plugins(kind).values()}
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+NOT_OF_USERS = (*LIBRARIES, *(str(PROJECT / package) for package in ("verl", *RECIPES)))
 
 
 def defined_at(function: Callable[..., Any]) -> str:

@@ -189,7 +189,7 @@ def test_a_start_warns_of_the_rows_that_it_checks_and_reads_on_where_none_of_the
     config = compose_sft(tmp_path, tiny_llama, data__train_files=tmp_path / "half.parquet", **more)
     tokenizer = FSDPSFTTrainer.build_tokenizer(config)
     rows = FSDPSFTTrainer.build_dataset(config.data.train_files, config, tokenizer)
-    monkeypatch.setattr("verl.planning.sft.ROWS_AT_START", 4)
+    monkeypatch.setattr("verl.planning.checks.ROWS_AT_START", 4)
     with logged() as lines:
         refuse_bad_rows(rows, "data.train_files")
         rows._keep([1, 3, 5, 7, 0])
