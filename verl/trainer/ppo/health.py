@@ -1,7 +1,7 @@
 """Metrics `health/*` of a step, and warnings where one of them stays beyond its limits."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
