@@ -330,7 +330,7 @@ class RolloutConfig(BaseConfig, section="rollout"):
             instead = "SGLang returns log-probs after temperature, before top-k and top-p. Leave the key out"
         elif (method := self.speculative["method"]) is not None:
             key = f"speculative.method={method}"
-            instead = "leave it out; SGLang's own options (speculative_algorithm) go into rollout.engine_kwargs.sglang"
+            instead = "leave it out; SGLang's own options (speculative_algorithm) go in rollout.engine_kwargs.sglang"
         elif self.lora_as_adapter:
             key, instead = "lora_as_adapter=true", "SGLang receives merged weights. Set the key to false"
         else:

@@ -58,7 +58,13 @@ class AutoModelForSPDScoring:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
         else:
             backbone = base_model.base_model
-        config.hidden_size = backbone.config.get_text_config().hidden_size
+        width = backbone.config.get_text_config().hidden_size
+        if config.hidden_size not in (0, width):
+            raise ValueError(
+                f"hidden_size={config.hidden_size}, but the model in {config.base_model_path!r} has {width}. "
+                "Leave hidden_size at 0, or name the right model."
+            )
+        config.hidden_size = width
         scorer = SCORERS[config.backbone]
         if not scorer.is_complete(config) and not without_weights:
             given = base_model is not None

@@ -43,9 +43,8 @@ class ScoringActor(nn.Module):
     reads_separator: ClassVar[bool] = False
     #: whether the backbone's weights, or adapters of them, are trained with the head
     trains_backbone: ClassVar[bool] = False
-    #: in errors about another base model: the name of what was trained, and that of the model it was trained on
-    trained_name: ClassVar[str] = "scorer"
-    base_name: ClassVar[str] = "model"
+    #: of an error about another base model: what was trained, on which kind of model, and why it must be that one
+    belongs: ClassVar[tuple[str, str, str]] = ("the scorer in {} belongs", "model", "It was trained on that model")
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()
@@ -177,12 +176,13 @@ class ScoringActor(nn.Module):
     def _check_base(cls, directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
         """Raise ValueError where the two configs have fingerprints of different base models."""
         if not saved.base_fingerprint:
-            logger.warning("{} has no fingerprint of its base model: only shapes are compared.", directory)
+            logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
         elif config.base_fingerprint not in ("", saved.base_fingerprint):
+            what, base, why = cls.belongs
             raise ValueError(
-                f"the {cls.trained_name} in {directory} belongs to the {cls.base_name} {saved.base_model_path!r} "
-                f"(fingerprint {saved.base_fingerprint}); the {cls.base_name} here, {config.base_model_path!r}, has "
-                f"{config.base_fingerprint}: name that one."
+                f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint "
+                f"{saved.base_fingerprint}); the {base} here, {config.base_model_path!r}, has "
+                f"{config.base_fingerprint}. {why}: name that one."
             )
 
     def load_trained(self, directory: str | Path) -> None:

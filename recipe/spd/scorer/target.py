@@ -38,7 +38,7 @@ class TargetHeadScorer(ScoringActor):
     by the ones after that layer.
     """
 
-    trained_name, base_name = "head", "target"
+    belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__(config, backbone)
@@ -93,12 +93,7 @@ class TargetHeadScorer(ScoringActor):
     def read(self, **inputs: Any) -> torch.Tensor:
         """The states [B, P, S] on the inputs of the target's forward."""
         output = self.backbone(**inputs, output_hidden_states=self.config.state_layer is not None)
-        return self._with_layer(output.last_hidden_state, output.hidden_states)
-
-    def _with_layer(self, last: torch.Tensor, layers: Sequence[torch.Tensor] | None) -> torch.Tensor:
-        """States [.., S] from the last hidden states [.., H] and all of them."""
-        layer = self.config.state_layer
-        return last if layer is None else torch.cat([last, layers[layer]], dim=-1)
+        return joined(output.last_hidden_state, output.hidden_states, self.config.state_layer)
 
     def score_features(
         self, states: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor,
@@ -123,7 +118,7 @@ class TargetHeadScorer(ScoringActor):
         """See ScoringActor; reads the hidden states of the verification."""
 
         def z_of(block: Block) -> torch.Tensor:
-            states = self._with_layer(block.target_hidden, block.target_layers)
+            states = joined(block.target_hidden, block.target_layers, self.config.state_layer)
             return self.score_features(states, block.draft_ids, block.target_ids[:, :-1], block.target_logits[:, :-1])
 
         return z_of
@@ -218,3 +213,8 @@ class TargetHeadScorer(ScoringActor):
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         save_head(Path(directory), self.state_dict() if state_dict is None else state_dict, self.config)
+
+
+def joined(last: torch.Tensor, layers: Sequence[torch.Tensor] | None, layer: int | None) -> torch.Tensor:
+    """The last hidden states [.., H], followed by layers[layer] where a layer is given: [.., S]."""
+    return last if layer is None else torch.cat([last, layers[layer]], dim=-1)

@@ -81,9 +81,15 @@ class DropCounts:
             )
 
     def metrics(self) -> dict[str, int]:
-        """Counters of the step; requested samples are the scored and the dropped ones."""
+        """Counters of the step; raises RuntimeError if samples are missing in the counts."""
         reasons = {name: number for name, number in asdict(self).items() if name not in ("requested", "scored")}
-        totals = {"requested": self.requested, "scored": self.scored, "dropped": sum(reasons.values())}
+        dropped = sum(reasons.values())
+        if self.requested != self.scored + dropped:
+            raise RuntimeError(
+                f"{self.requested} samples were requested, but {self.scored} scored + {dropped} dropped ({reasons}) do "
+                "not add up to it."
+            )
+        totals = {"requested": self.requested, "scored": self.scored, "dropped": dropped}
         metrics = {f"training/{name}_samples": number for name, number in totals.items()}
         return metrics | {f"training/dropped_samples/{name}": number for name, number in reasons.items()}
 
