@@ -14,6 +14,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
+from verl.config.rollout import CPU_CACHE_BYTES
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import (
     GIB,
@@ -50,7 +51,10 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     console.print(table)
     problems = list(_disk_problems(config, size, steps))
     if limit is None:
-        return [*problems, *_memory_problems(config, phases)]
+        ranks = config.trainer.n_gpus_per_node
+        needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
+        what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
+        return [*problems, *check_memory(needed, what, memory_remedies(config))]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > USABLE * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
@@ -66,21 +70,18 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     return problems
 
 
-def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
-    """Whether this machine has the memory of its CPU ranks and of the driver."""
+def memory_remedies(config: PPOConfig) -> dict[str, str]:
+    """What lowers the memory of CPU ranks: key -> what to do with it."""
     roles, ranks = config.actor_rollout_ref, config.trainer.n_gpus_per_node
-    actor, rollout, remedies = roles.actor, roles.rollout, {}
-    if roles.model.enable_gradient_checkpointing is False:
-        key = f"{MODEL}.enable_gradient_checkpointing"
-        remedies[key] = f"set {key}=true"
+    actor, rollout, key = roles.actor, roles.rollout, f"{MODEL}.enable_gradient_checkpointing"
+    remedies = {} if roles.model.enable_gradient_checkpointing else {key: f"set {key}=true"}
     batch_key = "ppo_micro_batch_size" if actor.ppo_micro_batch_size else "ppo_micro_batch_size_per_gpu"
     batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else batch_key
-    keys = [f"{ACTOR}.{batch_key}"]
-    keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout.name == "vllm" else []
-    keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []
-    needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
-    what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
-    yield from check_memory(needed, what, remedies | {key: f"lower {key}" for key in keys})
+    cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+    now = {f"{ACTOR}.{batch_key}": actor[batch_key]}
+    now |= {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes": cache} if rollout.name == "vllm" else {}
+    now |= {"trainer.n_gpus_per_node": ranks} if ranks > 1 else {}
+    return remedies | {key: f"lower {key} (now {value})" for key, value in now.items()}
 
 
 def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
