@@ -278,6 +278,8 @@ def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_
     old = per_rank.removesuffix("_per_gpu")  # of all ranks; both are refused
     _, text = plan([*cpu, f"{per_rank}=null", f"{old}=4", f"+{vllm}={2 << 30}", on], capsys)
     assert f"To need less: lower {old} (now 4), lower" in text
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 1 << 20)  # too little: it turns itself on
+    assert f"To need less: lower {per_rank} (now 2), lower" in plan(cpu, capsys)[1]
     monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 8 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10 << 20))
     _, text = plan([*cpu, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=9"], capsys)
