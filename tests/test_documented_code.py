@@ -10,6 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, asked
 from tests.helpers.documents import ROOT, pages
 from tests.helpers.http_server import serving
 from tests.helpers.sft_run import compose_sft
@@ -44,8 +45,8 @@ def names_after(page, number=0, replaced=(), **names):
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2),
-        ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/rewards.md", 0), ("docs/scorers.md", 0),
-        ("docs/serving.md", 0), ("docs/sft.md", 0), ("docs/dllm.md", 0), ("docs/dllm.md", 1),
+        ("docs/extending.md", 0), ("docs/extending.md", 1), ("docs/extending.md", 2), ("docs/rewards.md", 0),
+        ("docs/scorers.md", 0), ("docs/serving.md", 0), ("docs/sft.md", 0), ("docs/dllm.md", 0), ("docs/dllm.md", 1),
     }  # fmt: skip
 
 
@@ -56,8 +57,35 @@ def test_the_judge():
     assert judge(block).tolist() == [[True, False]]
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("48 / 2 = 24. The answer is 72.", (1, 1, 1)),
+        ("The answer is 7. No: The answer is\n$ 72", (1, 1, 1)),
+        ("x" * 400 + " The answer is 72", (0.9, 1, 1)),
+        ("The answer is 7,200", (0, 0, 1)),
+        ("The answer is seventy-two", (0, 0, 1)),
+        ("72", (0, 0, 0)),
+        ("72" * 201, (-0.1, 0, 0)),
+    ],
+)
+def test_the_own_reward_on_gsm8k_reads_the_row_that_the_page_shows(answer, expected):
+    page = (ROOT / "docs/extending.md").read_text().partition("### Your own reward on GSM8K")[2]
+    columns = re.search(r"^`data_source=.*`$", page, re.M)[0].replace("`", "").replace(", ...", "")
+    shown = eval(f"dict({columns})")
+    natalia = {"question": "Natalia sold clips", "answer": "48+24 = 72 clips\n#### 72"}
+    row = asked(CANDIDATES[CHOSEN], natalia, 0, "train")
+    for name, value in shown.items():
+        assert row[name] == value if isinstance(value, str) else value.items() <= row[name].items()
+    assert row["prompt"][-1]["content"] == natalia["question"]
+    function = names_after("docs/extending.md", 1)["compute_score"]
+    truth = shown["reward_model"]["ground_truth"]
+    result = function("openai/gsm8k", answer, ground_truth=truth, extra_info=shown["extra_info"])
+    assert result == pytest.approx(dict(zip(("score", "acc", "marker"), expected, strict=True)))
+
+
 def test_the_reward_manager_takes_a_cost_from_each_token():
-    manager = names_after("docs/extending.md", 1)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
+    manager = names_after("docs/extending.md", 2)["ShortAnswers"](TOKENIZER, 0, lambda **row: 1.0, cost=0.25)
     scores = manager(batch(answers=("1 2 3", "7")))  # 3 tokens and 1
     assert scores.tolist() == [[0, 0, 0.25, 0], [0.75, 0, 0, 0]]
 

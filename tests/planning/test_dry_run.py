@@ -63,9 +63,9 @@ def test_eight_gpu_ranks_are_planned_without_a_gpu(overrides, capsys, monkeypatc
     assert row(text, "samples a step and rank") == "8"
     assert row(text, "mini-batches a step") == "2 of 32 samples"
     assert row(text, "samples a mini-batch and rank") == "4"
-    assert row(text, "micro-batches a mini-batch and rank") == "2 of 3 samples"
+    assert row(text, "micro-batches a mini-batch and rank") == "2 of at most 3 samples"
     assert row(text, "steps per epoch") == "4"
-    assert row(text, "steps in all") == "12"
+    assert row(text, "steps in all") == "12" and " reward function " not in text
     assert "Memory of one rank" in text
     assert "Wrong on every machine: 0" in text
     assert "this machine has 0 GPUs" in text.partition("Absent on this machine: 1")[2]
@@ -111,6 +111,12 @@ def test_a_setting_has_its_sentence_and_its_class(overrides, capsys, settings, c
     done, text = plan([*overrides, "trainer.device=cpu", *settings.split()], capsys)
     assert done == code and said in text
     assert "train_max_samples" in settings or row(text, "prompts for training") == "70"
+
+
+@pytest.mark.parametrize(("n", "end"), [(4, "config. Leave out"), (1, "config, but read the warnings. Leave out")])
+def test_the_last_line_refers_to_warnings(overrides, capsys, n, end):
+    _, text = plan([*overrides, "trainer.device=cpu", f"actor_rollout_ref.rollout.n={n}"], capsys)
+    assert f"Nothing is wrong with this {end} trainer.dry_run=true" in text
 
 
 def test_rows_that_cannot_be_used_are_named(overrides, capsys, tmp_path):
@@ -249,7 +255,8 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     rule = "no rule reward for data_source='openai/gsm8'; did you mean 'openai/gsm8k'?"
     assert code == 1 and f"data.train_files: {tmp_path}/train.parquet, row 0: {rule}" in text
     (tmp_path / "mine.py").write_text("def compute_score(*args, **kwargs): return 1.0\n")
-    assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
+    code, text = plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)
+    assert code == 0 and row(text, "reward function") == "compute_score of mine.py"
 
 
 def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_machine(
@@ -262,13 +269,17 @@ def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_
     code, text = plan([*cpu, "trainer.save_freq=1", f"+{vllm}={2 << 30}"], capsys)
     # Three processes of 600 MiB, and two caches of 2 GiB; the model has 0.1 million parameters.
     assert code == 0 and "the driver and 2 ranks (trainer.n_gpus_per_node) need about 5.8 GiB of memory, and" in text
-    keys = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", vllm, "trainer.n_gpus_per_node")
-    advice = ", ".join(f"lower {key}" for key in keys)
+    keys = {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2, vllm: 2 << 30, "trainer.n_gpus_per_node": 2}
+    advice = ", ".join(f"lower {key} (now {value})" for key, value in keys.items())
+    advice = f"set actor_rollout_ref.model.enable_gradient_checkpointing=true, {advice}"
     assert f"this machine has 3.0 GiB available. To need less: {advice}." in text
     assert "at a time" not in text
-    old = keys[0].removesuffix("_per_gpu")  # of all ranks; both are refused
-    _, text = plan([*cpu, f"{keys[0]}=null", f"{old}=4", f"+{vllm}={2 << 30}"], capsys)
-    assert f"To need less: lower {old}, lower" in text
+    (per_rank, *_), on = keys, "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    old = per_rank.removesuffix("_per_gpu")  # of all ranks; both are refused
+    _, text = plan([*cpu, f"{per_rank}=null", f"{old}=4", f"+{vllm}={2 << 30}", on], capsys)
+    assert f"To need less: lower {old} (now 4), lower" in text
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 1 << 20)  # too little: it turns itself on
+    assert f"To need less: lower {per_rank} (now 2), lower" in plan(cpu, capsys)[1]
     monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 8 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10 << 20))
     _, text = plan([*cpu, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=9"], capsys)

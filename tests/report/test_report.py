@@ -121,7 +121,7 @@ def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_los
     sft.mkdir()
     (sft / "metrics.jsonl").write_text(torn)
     page = write_report(sft).read_text()
-    assert "<span>loss, first and last tenth" in page and "4 → 0.4" in page and page.count("<svg") == 3
+    assert "<span>loss, first and last step" in page and "4 → 0.4" in page and page.count("<svg") == 3
 
 
 @pytest.mark.process

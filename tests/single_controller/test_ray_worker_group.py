@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError
 from tensordict import TensorDict
 
+from tests.helpers.logs import logged
 from verl import DataProto
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base import Worker
@@ -309,3 +311,16 @@ def test_pools_split_and_merge(ray_cluster):
     finally:
         a.release()
         b.release()
+
+
+def test_a_rank_that_has_ended_is_no_second_warning(monkeypatch):
+    errors = [OutOfMemoryError("killed"), RayActorError(), RaySystemError("lost")]
+    monkeypatch.setattr(RayWorkerGroup, "execute_all_async", lambda group, name: [*range(3)])
+    monkeypatch.setattr("ray.wait", lambda calls, **kwargs: (calls, []))
+    monkeypatch.setattr("ray.get", lambda ref: (_ for _ in ()).throw(errors[ref]))
+    group = object.__new__(RayWorkerGroup)
+    group.fused_worker_used, group.sub_cls_name = False, ""
+    with logged() as lines:
+        group.try_execute_all("close", 1.0)
+    (line,) = lines
+    assert line.startswith("close failed on a rank: ") and line.endswith("lost")

@@ -14,10 +14,12 @@ from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 
 from tests.helpers.configs import compose_ppo
+from tests.helpers.logs import logged
+from tests.helpers.rl_run import compose_run
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
-from verl.trainer.main_ppo import TaskRunner, create_rl_sampler
+from verl.trainer.main_ppo import TaskRunner, create_rl_sampler, run_ppo
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, rollout_correction
 from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, stop_left_session, with_worker_env
 from verl.utils.problems import ConfigError
@@ -90,6 +92,13 @@ def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monk
     assert env["env_vars"]["NCCL_DEBUG"] == "INFO"
     assert env["env_vars"]["LOGURU_LEVEL"] == "DEBUG"
     assert env["env_vars"]["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_a_start_names_the_process_to_signal(tmp_path, tiny_llama, monkeypatch):
+    monkeypatch.setattr("verl.trainer.main_ppo.run_here", lambda runner, config: 0)
+    with logged("INFO") as lines:
+        run_ppo(compose_run(tmp_path, tiny_llama, trainer__local="true", reward_model__num_workers=0))
+    assert f"to end this run after a step and save: kill {os.getpid()}" in lines
 
 
 @pytest.mark.process

@@ -32,6 +32,7 @@ class BatchPlan:
         prompts, n, minis = self.prompts, self.samples_per_prompt, self.mini_batches
         share = max(1, self.samples_per_mini_batch // self.ranks)
         micros = math.ceil(share / self.micro_batch_size)
+        most = "at most " if share % self.micro_batch_size else ""
         return {
             "ranks": str(self.ranks),
             "prompts a step": f"{prompts:,}",
@@ -39,7 +40,7 @@ class BatchPlan:
             "samples a step and rank": f"{self.samples_per_rank:,}",
             "mini-batches a step": f"{minis:,} of {self.samples_per_mini_batch:,} samples",
             "samples a mini-batch and rank": f"{share:,}",
-            "micro-batches a mini-batch and rank": f"{micros:,} of {self.micro_batch_size:,} samples",
+            "micro-batches a mini-batch and rank": f"{micros:,} of {most}{self.micro_batch_size:,} samples",
             "optimizer steps a step": f"{minis * self.epochs:,} ({minis:,} mini-batches x {self.epochs} epochs)",
         }
 

@@ -83,7 +83,8 @@ class Entry:
         if any(p.kind == ABSENT for p in problems):
             console.print("Nothing is wrong with this config, but it cannot start on this machine: see what is absent.")
         else:
-            console.print("Nothing is wrong with this config. Leave out trainer.dry_run=true to start it.")
+            warned = ", but read the warnings" if problems else ""
+            console.print(f"Nothing is wrong with this config{warned}. Leave out trainer.dry_run=true to start it.")
         return 0
 
 

@@ -220,7 +220,7 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
 def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     prompts, drawn, wanted = findings.train_prompts, config.data.gen_batch_size, config.data.train_batch_size
-    per_epoch = steps = None
+    per_epoch, steps, own = None, None, config.custom_reward_function
     if prompts is not None and isinstance(drawn, int) and isinstance(wanted, int) and 1 <= drawn <= prompts:
         per_epoch = prompts // max(drawn, wanted)
         steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
@@ -229,6 +229,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         "prompts for training": count_text(findings.train_prompts),
         "prompts for validation": count_text(findings.val_prompts),
         **_longest_prompt(findings),
+        **({"reward function": f"{own.name} of {os.path.basename(own.path)}"} if own.path else {}),
         **(plan.rows() if plan else {}),
         "steps per epoch": count_text(per_epoch),
         "steps in all": count_text(steps),

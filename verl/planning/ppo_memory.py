@@ -14,6 +14,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
+from verl.config.rollout import CPU_CACHE_BYTES
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import (
     GIB,
@@ -42,7 +43,7 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     """
     size, exact = measure_loaded(hf_config, config)
     limit = _gpu_bytes(config.trainer)
-    phases, traced = _memory(config, size, hf_config, limit)
+    phases, traced, planned = _memory(config, size, hf_config, limit)
     table = memory_table(size, phases, traced)
     if not exact:
         loader = config.actor_rollout_ref.model.loader.name
@@ -50,7 +51,10 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     console.print(table)
     problems = list(_disk_problems(config, size, steps))
     if limit is None:
-        return [*problems, *_memory_problems(config, phases)]
+        ranks = config.trainer.n_gpus_per_node
+        needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
+        what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
+        return [*problems, *check_memory(needed, what, memory_remedies(planned))]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > USABLE * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
@@ -66,21 +70,18 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     return problems
 
 
-def _memory_problems(config: PPOConfig, phases: Phases) -> Iterator[Problem]:
-    """Whether this machine has the memory of its CPU ranks and of the driver."""
+def memory_remedies(config: PPOConfig) -> dict[str, str]:
+    """What lowers the memory of CPU ranks: key -> what to do with it."""
     roles, ranks = config.actor_rollout_ref, config.trainer.n_gpus_per_node
-    actor, rollout, remedies = roles.actor, roles.rollout, {}
-    if roles.model.enable_gradient_checkpointing is False:
-        key = f"{MODEL}.enable_gradient_checkpointing"
-        remedies[key] = f"set {key}=true"
+    actor, rollout, key = roles.actor, roles.rollout, f"{MODEL}.enable_gradient_checkpointing"
+    remedies = {} if roles.model.enable_gradient_checkpointing else {key: f"set {key}=true"}
     batch_key = "ppo_micro_batch_size" if actor.ppo_micro_batch_size else "ppo_micro_batch_size_per_gpu"
     batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else batch_key
-    keys = [f"{ACTOR}.{batch_key}"]
-    keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout.name == "vllm" else []
-    keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []
-    needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
-    what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
-    yield from check_memory(needed, what, remedies | {key: f"lower {key}" for key in keys})
+    cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+    now = {f"{ACTOR}.{batch_key}": actor[batch_key]}
+    now |= {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes": cache} if rollout.name == "vllm" else {}
+    now |= {"trainer.n_gpus_per_node": ranks} if ranks > 1 else {}
+    return remedies | {key: f"lower {key} (now {value})" for key, value in now.items()}
 
 
 def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
@@ -109,8 +110,8 @@ def _gpu_bytes(trainer: TrainerConfig) -> float | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_GIB * GIB
 
 
-def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
-    """(bytes by phase and part, whether the update was traced); `limit`: bytes of a GPU, None on CPU ranks."""
+def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool, PPOConfig]:
+    """(bytes by phase and part, whether the update was traced, the config); `limit`: a GPU's bytes, None on CPUs."""
     plan, on_gpu, update = plan_batches(config), limit is not None, None
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     # Other loaders and policies may compute what the trace does not know.
@@ -120,7 +121,8 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
             tokens = micro.rows * micro.response + -(-micro.rows // micro.samples) * micro.prompt
             setting, ranks = model.enable_gradient_checkpointing, config.trainer.n_gpus_per_node
             checkpointed = checkpoints_layers(setting, hf_config, tokens, actor.fsdp_config.dtype, ranks)
-            model = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed}).actor_rollout_ref.model
+            config = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed})
+        model = config.actor_rollout_ref.model
         update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     phases = estimate_memory(size, config, *sizes, update, limit)
@@ -128,7 +130,7 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
     if copied and not on_gpu:
         for parts in phases.values():
             parts[SAVE_COPIES] = copied // plan.ranks
-    return phases, update is not None
+    return phases, update is not None, config
 
 
 def _traced_micro_batch(config: PPOConfig, plan: BatchPlan) -> MicroBatch:
@@ -155,7 +157,7 @@ def _nearest(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float) -
     """Changes with which every phase fits, added from the cheapest on, less needless ones; empty if there are none."""
 
     def fits(changes: Mapping[str, Any]) -> bool:
-        phases, _ = _memory(_changed(config, changes), size, hf_config, limit)
+        phases, *_ = _memory(_changed(config, changes), size, hf_config, limit)
         return all(sum(parts.values()) <= USABLE * limit for parts in phases.values())
 
     changes: dict[str, Any] = {}

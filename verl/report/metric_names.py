@@ -184,7 +184,8 @@ METRICS: dict[str, str] = {
     "perf/cpu_memory_used_gb": "Memory in use on the driver's machine, GiB.",
     "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> at the largest N; the variable is "
     "`acc` if the reward returns it, else `reward`.",
-    "val-aux/*": "Validation: all other statistics, and counts of requested and dropped samples.",
+    "val-aux/*": "Validation: all other statistics, and counts of requested and dropped samples. `score`, as the "
+    "reward function returned it, differs from `reward` only if a manager changes it.",
 }
 
 

@@ -156,7 +156,7 @@ def summary_cards(series: dict[str, Curve], steps: int, planned: int | None = No
             values = series[name].values
             k = max(1, len(values) // 10)
             first, last = sum(values[:k]) / k, sum(values[-k:]) / k
-            cards.append((f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"))
+            cards.append((f"{label}, first and last {'tenth' if k > 1 else 'step'}", f"{first:.3g} → {last:.3g}"))
     if "timing_s/step" in series:
         cards.append(("seconds in steps", f"{sum(series['timing_s/step'].values):.0f}"))
     cards += [(label, f"{sum(series[name].values):.0f}") for name, label in counters.items() if name in series]

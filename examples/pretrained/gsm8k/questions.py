@@ -126,8 +126,10 @@ def main(argv: list[str] | None = None) -> None:
     fetch.add_gsm8k(parser)
     parser.add_argument("--prompt", choices=CANDIDATES, default=CHOSEN, help="how questions are asked (docs/gsm8k.md)")
     parser.add_argument("--tool", action="store_true", help="for the agent loop tool_agent; --prompt is not read then")
-    parser.add_argument("--test", type=int, default=VALIDATION_SIZE, metavar="N", help="questions of test.parquet")
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"))
+    parser.add_argument("--test", type=int, default=VALIDATION_SIZE, metavar="N",
+                        help="questions of test.parquet (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "pretrained" / "gsm8k"),
+                        help="folder of both files (default: outputs/pretrained/gsm8k)")  # fmt: skip
     args = parser.parse_args(argv)
     prompt = None if args.tool else CANDIDATES[args.prompt]
     write(fetch.gsm8k_folder(args.gsm8k), args.out, prompt, {**SIZES, "test": args.test})

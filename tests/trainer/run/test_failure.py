@@ -7,9 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray.exceptions import RayTaskError
+from omegaconf import OmegaConf
+from ray.exceptions import OutOfMemoryError, RayTaskError
 
+from tests.helpers.rl_run import compose_run
 from verl.algos.advantage import estimate_advantages, register_adv_est
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
+from verl.trainer.run.failure import failure_message
 from verl.trainer.run.timing import StepFailed, root_cause, step, timed_step
 from verl.utils.import_utils import load_extern_object
 from verl.utils.user_code import defined_at, full_traceback, user_frame
@@ -104,3 +109,28 @@ def test_ctrl_c_is_no_failed_step():
 def test_failure_survives_the_way_through_ray():
     error = pickle.loads(pickle.dumps(StepFailed("gen", 3, "ValueError: x")))
     assert (str(error), error.step_name) == ("step 'gen' of global step 3 failed: ValueError: x", "gen")
+
+
+RAY_KILLED = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 4)
+was 22.51GB used / 23.54GB limit (0.956034)
+OOM kill reason: Memory usage 24020975616B exceeded threshold of 24012687360B"""
+
+
+def test_a_rank_that_ray_ends_for_want_of_memory_says_so_and_names_the_keys_to_lower(tmp_path):
+    cpu = {"trainer__device": "cpu", "actor_rollout_ref__rollout__name": "vllm", "trainer__n_gpus_per_node": 2}
+    config = compose_run(tmp_path, "unused", **cpu, actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=6)
+    config = to_settings(config, PPOConfig)
+    with pytest.raises(StepFailed) as caught, timed_step("update_actor", defaultdict(float), 3):
+        raise OutOfMemoryError(RAY_KILLED)
+    said = failure_message(caught.value, config).splitlines()[1]
+    assert said == (
+        "Training failed: step 'update_actor' of global step 3 failed: Ray ended a process, since its machine's memory "
+        "was used up (22.51GB used / 23.54GB limit). Close other programs, or let the run need less: set "
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true, lower "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (now 6), lower "
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes (now 1073741824), lower "
+        "trainer.n_gpus_per_node (now 2)."
+    )
+    assert "OOM kill reason" in (tmp_path / "out" / "traceback.txt").read_text()
+    config = OmegaConf.create({"trainer": {"device": "cuda", "default_local_dir": str(tmp_path)}})
+    assert "was used up (22.51GB used / 23.54GB limit).\n" in failure_message(caught.value, config)

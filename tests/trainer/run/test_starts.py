@@ -38,6 +38,34 @@ def test_changed_settings_say_whether_they_apply():
     assert "optim.lr: 0.001 -> 1e-06 (applied)" in lines and "optim.lr" not in in_force
 
 
+def test_settings_that_follow_a_changed_one_and_sections_that_were_empty_have_no_line():
+    old, new = ({"actor": {"tokens": n}, "ref": {"tokens": n}, "rollout": {"tokens": n, "vllm": vllm}, "other": n}
+                for n, vllm in ((2048, {}), (1024, {"cache": 7})))  # fmt: skip
+    lines, in_force = changed_settings(OmegaConf.create(old), OmegaConf.create(new), {}, ["actor.tokens", "other"])
+    applied = ["actor.tokens: 2048 -> 1024", "other: 2048 -> 1024", "rollout.vllm.cache: null -> 7"]
+    assert lines == [f"{line} (applied)" for line in applied] and in_force == {}
+    seeds = ({"trainer": {"seed": n}, "rollout": {"seed": n}, "top": {"rollout": {"seed": n}}} for n in (1, 2))
+    lines, _ = changed_settings(*map(OmegaConf.create, seeds), {}, ["trainer.seed"])
+    assert [line.partition(":")[0] for line in lines] == ["rollout.seed", "top.rollout.seed", "trainer.seed"]
+
+
+def test_a_start_after_a_failed_one_renames_its_tracebacks(tmp_path):
+    for name in ("traceback", "traceback_rank11", "traceback.1"):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / f"{name}.txt").write_text(name)
+    trainer_of(tmp_path).run_log.open(0)
+    left = {file.name: file.read_text() for file in (tmp_path / "out").glob("traceback*")}
+    assert left == {
+        "traceback.1.txt": "traceback.1", "traceback.2.txt": "traceback", "traceback_rank11.1.txt": "traceback_rank11",
+    }  # fmt: skip
+
+
+def test_a_run_says_what_it_computes_until_the_line_of_its_first_step(tmp_path, messages):
+    trainer_of(tmp_path, trainer__val_before_train="true", trainer__test_freq=1).fit()
+    said = [line for line in messages if line.startswith(("validating", "step "))]
+    assert said == ["validating 4 prompts", "step 1: generating 4 answers to each of 8 prompts"]
+
+
 def test_another_seed_of_the_rollouts_applies_to_a_resumed_run():
     old, new = ({"trainer": {"seed": seed}, "actor_rollout_ref": {"rollout": {"seed": seed}}} for seed in (1, 2))
     lines, in_force = changed_settings(OmegaConf.create(old), OmegaConf.create(new), {})

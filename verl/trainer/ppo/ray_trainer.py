@@ -241,7 +241,8 @@ class RayPPOTrainer:
     def _draw_prompts(self) -> tuple[DataProto, Metrics]:
         metrics = {"training/epoch": self.prompt_stream.epoch}
         prompts = self.prompt_stream.draw()
-        logger.debug(f"step {self.global_steps}: {len(prompts)} prompts from the data loader")
+        level = "INFO" if self.global_steps == self.resumed_step + 1 else "DEBUG"  # later, each step has its line
+        logger.log(level, f"step {self.global_steps}: generating {self.n} answers to each of {len(prompts)} prompts")
         return prompts, metrics
 
     @step("gen")
@@ -399,7 +400,7 @@ class RayPPOTrainer:
         for number in tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=None):
             yield number
             if self.stop_requested():
-                logger.warning(f"stop requested: step {number} is finished and saved, the run ends")
+                logger.warning(f"stop requested: step {number} is finished; the run is saved and ends")
                 self._publish_pending(wait=True)
                 if self.checkpoints.saved_step != number:
                     self._save_checkpoint()

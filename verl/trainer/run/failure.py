@@ -1,6 +1,7 @@
 """The message of a failed run, and the error that ends a run whose updates are skipped repeatedly."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from verl.trainer.run.timing import StepFailed, root_cause
 from verl.utils.redact import redact_text
 from verl.utils.user_code import full_traceback, user_frame
 from verl.utils.visible_text import visible
+
+LOW_MEMORY = re.compile(r"due to the node running low on memory.*?\bwas (\S+ used / \S+ limit)", re.DOTALL)
 
 
 def failure_message(error: Exception, config: Any) -> str:
@@ -21,6 +24,12 @@ def failure_message(error: Exception, config: Any) -> str:
         text = f"a process of the run died: {cause}"
     else:
         text = f"{type(cause).__name__}: {cause}"
+    if (use := LOW_MEMORY.search(text)) is not None:
+        text = f"{text.partition(': ')[0]}: Ray ended a process, since its machine's memory was used up ({use[1]})."
+        if config.trainer.device == "cpu":
+            from verl.planning.ppo_memory import memory_remedies  # slow
+
+            text += f" Close other programs, or let the run need less: {', '.join(memory_remedies(config).values())}."
     trace, rank = visible(redact_text(full_traceback(error))), int(os.environ.get("RANK", "0"))
     name = f"traceback_rank{rank}.txt" if rank else "traceback.txt"
     file = Path(config.trainer.default_local_dir).expanduser() / name

@@ -1,9 +1,10 @@
 """The starts of a run: one config and one entry each, so that a resume can say what has changed since."""
 
 import json
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -60,7 +61,8 @@ class Starts:
         lines, in_force = [], {}
         if step and before and (self.run_dir / before[-1]["config"]).is_file():
             old, new = (OmegaConf.load(self.run_dir / name) for name in (before[-1]["config"], file))
-            lines, in_force = changed_settings(old, new, before[-1].get("in_force", {}))
+            given = re.findall(r"(?<!\S)'?\+*([\w.]+)=", f"{before[-1]['command']} {command}")
+            lines, in_force = changed_settings(old, new, before[-1].get("in_force", {}), given)
         self._append(
             start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
         )
@@ -82,13 +84,15 @@ class Starts:
 
 
 def changed_settings(
-    old: Mapping[str, Any], new: Mapping[str, Any], in_force: Mapping[str, Any]
+    old: Mapping[str, Any], new: Mapping[str, Any], in_force: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[list[str], dict[str, Any]]:
     """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead; and the
-    values in use that are not those of `new`. `in_force`: those that are not those of `old`.
+    values in use that are not those of `new`. `in_force`: those that are not those of `old`. A setting with the same
+    change as one of those `given` in the commands is derived from it, and has no line.
     """
-    before, after = dict(leaves(old)) | in_force, dict(leaves(new))
-    lines, kept = [], {}
+    before, after = ({k: v for k, v in leaves(tree) if v != {}} for tree in (old, new))  # {}: an empty section
+    before |= in_force
+    changes, kept = {}, {}
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
             continue
@@ -100,6 +104,7 @@ def changed_settings(
             kept[key] = before.get(key)
         effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
         effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
-        values = ("null" if value is None else value for value in (before.get(key), after.get(key)))
-        lines.append(f"{key}: {' -> '.join(map(str, values))} ({effect})")
-    return lines, kept
+        values = ("null" if value is None else str(value) for value in (before.get(key), after.get(key)))
+        changes[key] = f"{' -> '.join(values)} ({effect})"
+    leading = {changes.get(key) for key in given}
+    return [f"{key}: {text}" for key, text in changes.items() if key in given or text not in leading], kept

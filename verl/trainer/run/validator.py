@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loguru import logger
 
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
@@ -37,7 +38,8 @@ class Validator:
         rows: list[dict[str, Any]] = []
         values: dict[str, list[Any]] = defaultdict(list)
         rollout_metrics: dict[str, list[float]] = defaultdict(list)
-        prompts_seen = 0
+        prompts_seen, dataset = 0, getattr(self.loader, "dataset", ())
+        logger.log("DEBUG" if step else "INFO", f"validating {len(dataset)} prompts")  # later, each step has its line
         for batch in self.loader:
             prompts = DataProto.from_single_dict(batch)
             names = [f"v{prompts_seen + i}" for i in range(len(prompts))]
@@ -70,7 +72,6 @@ class Validator:
         metrics.update(reduce_metrics(dict(rollout_metrics)))
         metrics["val-aux/requested_samples"] = requested
         metrics["val-aux/dropped_samples"] = requested - len(uids)
-        dataset = getattr(self.loader, "dataset", ())
         if overlong := getattr(dataset, "dropped_overlong", 0):
             metrics["val-aux/overlong_prompts"] = overlong / (overlong + len(dataset))
         trainer = self.config.trainer
