@@ -122,7 +122,9 @@ class RunConfig(BaseConfig, section="trainer"):
     dry_run: bool = setting(False, "Print plan and all problems of the settings, and start nothing.")
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
     nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
-    test_freq: int = setting(-1, "Steps between validations; the last step has one too. -1 for none once training has begun.", low=-1)
+    test_freq: int = setting(
+        -1, "Steps between validations; the last step has one too. -1 for none once training has begun.", low=-1
+    )
     val_before_train: bool = setting(True, "Validate before the first step; a resumed run does not do so again.")
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     resume_mode: str = setting(

@@ -176,7 +176,8 @@ class ScoringActor(nn.Module):
     def _check_base(cls, directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
         """Raise ValueError where the two configs have fingerprints of different base models."""
         if not saved.base_fingerprint:
-            logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
+            text = "{} has no fingerprint of its base model: only shapes are compared. Save it again."
+            logger.warning(text, directory)
         elif config.base_fingerprint not in ("", saved.base_fingerprint):
             what, base, why = cls.belongs
             raise ValueError(
