@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl.config.sandbox import SandboxConfig
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import installed_plugins, nearest
 
@@ -38,13 +37,14 @@ def known_sources() -> list[str]:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None,
     sandbox_fusion_url: str | None = None, concurrent_semaphore: Any = None, memory_limit_mb: int | None = None,
-    sandbox: SandboxConfig | None = None, **kwargs: Any,
+    **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
-    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (the service takes its
-    `seconds`). Hostile text may crash the process: `verl.reward.pool` calls it where that is caught.
+    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (a SandboxConfig; the
+    service takes its `seconds`). Hostile text may crash the process: `verl.reward.pool` calls it where that is caught.
     """
+    sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:
         if sandbox_fusion_url:
             from verl.reward.rules.sandbox_fusion import compute_score
