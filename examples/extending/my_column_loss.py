@@ -17,7 +17,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @register_policy_loss("weighted_ratio", reads=("weight",))
 def weighted_ratio_loss(inputs: LossInputs, config: ActorConfig):
-    """-w A r with r = pi / pi_old and a weight w for each sample. Tensors [B, T] -> (tensor [], metrics)."""
+    """-w A r with r = pi / pi_old and a weight w for each sample. Tensors [B, R] -> (tensor [], metrics)."""
     weight = inputs.columns["weight"].unsqueeze(-1)  # [B] -> [B, 1]
     losses = -weight * inputs.advantages * inputs.log_ratio().exp()
     return inputs.aggregate(losses, config.loss_agg_mode), {"actor/weight": weight.mean().item()}

@@ -10,7 +10,7 @@ from verl.config.actor import ActorConfig
 
 @register_policy_loss("squared_ratio")
 def squared_ratio_loss(inputs: LossInputs, config: ActorConfig):
-    """-A r + (r - 1)^2 with r = pi / pi_old: a soft bound on the ratio. Tensors [B, T] -> (tensor [], metrics).
+    """-A r + (r - 1)^2 with r = pi / pi_old: a soft bound on the ratio. Tensors [B, R] -> (tensor [], metrics).
 
     inputs.aggregate divides by token counts over all ranks, so that the cut into micro-batches does not matter.
     """
