@@ -109,8 +109,9 @@ class RefineRollout(HFRollout):
             )
         noise = settings.noise_token_id
         if noise is None:
-            end = request.eos_ids[0] if request.eos_ids else request.pad_id
-            noise = module.config.to_dict().get(NOISE_KEY, end)
+            noise = module.config.to_dict().get(NOISE_KEY)
+        if noise is None:
+            noise = request.eos_ids[0] if request.eos_ids else request.pad_id
         windows = windows_of(settings.mode, window)
         if len(windows) == 1:
             return AdaptiveWindows(windows, noise)

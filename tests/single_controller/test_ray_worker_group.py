@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import ray
 import torch
-from ray.exceptions import OutOfMemoryError, RayActorError, RaySystemError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from tensordict import TensorDict
 
-from tests.helpers.logs import logged
 from verl import DataProto
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base import Worker
@@ -30,6 +29,7 @@ from verl.single_controller.ray.base import (
     merge_resource_pool,
     split_resource_pool,
 )
+from verl.single_controller.ray.fetch import failure_of
 from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.utils.tensordict_utils import get_tensordict
 
@@ -313,14 +313,11 @@ def test_pools_split_and_merge(ray_cluster):
         b.release()
 
 
-def test_a_rank_that_has_ended_is_no_second_warning(monkeypatch):
-    errors = [OutOfMemoryError("killed"), RayActorError(), RaySystemError("lost")]
-    monkeypatch.setattr(RayWorkerGroup, "execute_all_async", lambda group, name: [*range(3)])
-    monkeypatch.setattr("ray.wait", lambda calls, **kwargs: (calls, []))
-    monkeypatch.setattr("ray.get", lambda ref: (_ for _ in ()).throw(errors[ref]))
-    group = object.__new__(RayWorkerGroup)
-    group.fused_worker_used, group.sub_cls_name = False, ""
-    with logged() as lines:
-        group.try_execute_all("close", 1.0)
-    (line,) = lines
-    assert line.startswith("close failed on a rank: ") and line.endswith("lost")
+def test_a_rank_that_called_a_dead_actor_is_not_the_one_that_died(monkeypatch):
+    """Ray's error is a RayTaskError and a RayActorError then."""
+    error = RayTaskError("f", "Traceback of the rank", ActorDiedError()).as_instanceof_cause()
+    assert isinstance(error, RayActorError)
+    monkeypatch.setattr("verl.single_controller.ray.fetch._failures", lambda refs: [(0, error)])
+    raised = failure_of([None], ["actor rank 0"], "update_actor")
+    assert isinstance(raised, ActorDiedError) and not isinstance(raised, WorkerDiedError)
+    assert "raised by actor rank 0 in update_actor; traceback of the worker:" in raised.__notes__[0]

@@ -95,7 +95,7 @@ def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monk
 
 
 def test_a_start_names_the_process_to_signal(tmp_path, tiny_llama, monkeypatch):
-    monkeypatch.setattr("verl.trainer.main_ppo.run_here", lambda runner, config: 0)
+    monkeypatch.setattr("verl.trainer.main_ppo.TaskRunner.run", lambda *arguments: True)
     with logged("INFO") as lines:
         run_ppo(compose_run(tmp_path, tiny_llama, trainer__local="true", reward_model__num_workers=0))
     assert f"to end this run after a step and save: kill {os.getpid()}" in lines

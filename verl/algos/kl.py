@@ -90,4 +90,7 @@ def get_kl_controller(kl_ctrl) -> FixedKLController:
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":
         raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown. Known: fixed, adaptive.")
+    for field in ("horizon", "target_kl"):
+        if getattr(kl_ctrl, field) <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.{field}={getattr(kl_ctrl, field)} must be above 0 for type=adaptive.")
     return AdaptiveKLController(init_kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon)

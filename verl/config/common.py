@@ -37,7 +37,8 @@ class CheckpointConfig(BaseConfig, section="checkpoint"):
         lambda: list(CHECKPOINT_CONTENTS[:3]), "Parts to load.", each_of=CHECKPOINT_CONTENTS
     )
     async_save: bool = setting(
-        False, "Copy weights and state to the CPU, and write them during the next steps. hf_model is written before."
+        False,
+        "Copy weights and state to the CPU, and write them during the next steps; hf_model is written before those.",
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any
 
 import ray
-from loguru import logger
 from omegaconf import DictConfig
 
 from verl.config.aliases import current_names_or_exit
@@ -96,7 +95,6 @@ def run_ppo(
     if config.trainer.dry_run:
         sys.exit(dry_run(config, known=known))
     settings = exit_if_wrong(config, known)
-    logger.info("to end this run after a step and save: kill {}", os.getpid())  # loader processes have its command line
     from verl.trainer.ppo.worker_groups import nsight_options
 
     runner_class, given = TaskRunner, settings

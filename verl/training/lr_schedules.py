@@ -14,6 +14,9 @@ def _schedule(
 
     `cycles` counts the decay's periods of the cosine; 0.5 for the other decays.
     """
+    for name, value in (("init_lr_ratio", start), ("min_lr_ratio", least)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}={value} must lie between 0 and 1")
 
     def factor(step: int) -> float:
         if step < warmup:

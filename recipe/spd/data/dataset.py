@@ -64,7 +64,9 @@ class SPDRLHFDataset(FileRows):
         extra = row["extra_info"]
         if missing := [name for name in (*IDS, "is_correct_baseline") if extra.get(name) is None]:
             raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
-        truth, sep = row["reward_model"].get("ground_truth"), row.get("sep_token_id")
+        if "ground_truth" not in row["reward_model"]:
+            raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
+        truth, sep = row["reward_model"]["ground_truth"], row.get("sep_token_id")
         if error := validate_block(extra, self.vocabulary) or validate_ground_truth(truth):
             raise self.error(item, error)
         if type(sep) is not int or not 0 <= sep < self.vocabulary:

@@ -78,8 +78,10 @@ class CompletionStore:
             ) from error
 
     def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
-        """Index in `contexts`, which are distinct, -> completion, for the stored ones."""
+        """Index in `contexts` -> completion, for the stored ones. Raises ValueError where contexts repeat."""
         wanted = {self._key(ids): i for i, ids in enumerate(contexts)}
+        if len(wanted) != len(contexts):
+            raise ValueError(f"{len(contexts)} rows hold only {len(wanted)} distinct ones; look each up once.")
         keys, values = list(wanted), {}
         for first in range(0, len(keys), _LOOKUP):
             part = keys[first : first + _LOOKUP]

@@ -8,8 +8,16 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 from recipe.spd.vllm_plugin.judge import ServedJudge
+
+#: what the plugin overrides or reads -> its parameters or fields
+INTERFACE = {
+    RejectionSampler.forward: ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+    RejectionSampler.apply_logits_processors: ("self", "logits", "sampling_metadata", "metadata"),
+}
+STATE = (ExecuteModelState, ("logits", "spec_decode_metadata", "sample_hidden_states", "aux_hidden_states"))
 
 
 class JudgedRejectionSampler(RejectionSampler):

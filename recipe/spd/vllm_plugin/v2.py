@@ -3,11 +3,19 @@
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.model_runner import ExecuteModelState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from recipe.spd.vllm_plugin.judge import ServedJudge
+
+#: what the plugin overrides or reads -> its parameters or fields
+INTERFACE = {
+    LogitsProcessor.apply: ("self", "logits", "ctx"),
+    RejectionSampler.__call__: ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+}
+STATE = (ExecuteModelState, ("input_batch", "hidden_states", "aux_hidden_states"))
 
 
 class JudgeProcessor(LogitsProcessor):

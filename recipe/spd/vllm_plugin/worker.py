@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class SPDWorker(PlatformWorker):
             from recipe.spd.vllm_plugin import v2 as hooks
         else:
             from recipe.spd.vllm_plugin import v1 as hooks
+        check_interface(hooks)
         self._hooks = hooks
         head = SCORERS[self.scorer.backbone].make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
@@ -98,6 +100,22 @@ def options_to_check(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str,
                 "logprobs_mode": vllm_config.model_config.logprobs_mode}  # fmt: skip
     names = ("method", "model", "rejection_sample_method")
     return None if speculative is None else {name: getattr(speculative, name) for name in names}, options
+
+
+def check_interface(hooks: Any) -> None:
+    """Raise RuntimeError if vLLM's methods or fields differ from what `hooks` (module v1 or v2) overrides or reads."""
+    wrong = [
+        f"{method.__qualname__}{inspect.signature(method)}, expected {', '.join(names)}"
+        for method, names in hooks.INTERFACE.items()
+        if tuple(inspect.signature(method).parameters) != names
+    ]
+    state, fields = hooks.STATE
+    wrong += [f"{state.__name__} without {name}" for name in fields if name not in state._fields]
+    if wrong:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} has {'; '.join(wrong)}. The scorer's plugin was made for vLLM {TESTED_VLLM}x: "
+            "install that, or adapt recipe/spd/vllm_plugin."
+        )
 
 
 def target_embedding(model: nn.Module, path: str, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -124,8 +124,9 @@ def test_a_rank_that_ray_ends_for_want_of_memory_says_so_and_names_the_keys_to_l
         raise OutOfMemoryError(RAY_KILLED)
     said = failure_message(caught.value, config).splitlines()[1]
     assert said == (
-        "Training failed: step 'update_actor' of global step 3 failed: Ray ended a process, since its machine's memory "
-        "was used up (22.51GB used / 23.54GB limit). Close other programs, or let the run need less: set "
+        "Training failed: step 'update_actor' of global step 3 failed: Ray ended a process because the memory of "
+        "machine 192.0.2.2 was used up (22.51GB used / 23.54GB limit). Close other programs there, or let the run need "
+        "less: set "
         "actor_rollout_ref.model.enable_gradient_checkpointing=true, lower "
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (now 6), lower "
         "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes (now 1073741824), lower "
@@ -133,4 +134,5 @@ def test_a_rank_that_ray_ends_for_want_of_memory_says_so_and_names_the_keys_to_l
     )
     assert "OOM kill reason" in (tmp_path / "out" / "traceback.txt").read_text()
     config = OmegaConf.create({"trainer": {"device": "cuda", "default_local_dir": str(tmp_path)}})
-    assert "was used up (22.51GB used / 23.54GB limit).\n" in failure_message(caught.value, config)
+    said = failure_message(caught.value, config)
+    assert "was used up (22.51GB used / 23.54GB limit). Close other programs there, or let the run need less.\n" in said

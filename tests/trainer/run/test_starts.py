@@ -38,12 +38,14 @@ def test_changed_settings_say_whether_they_apply():
     assert "optim.lr: 0.001 -> 1e-06 (applied)" in lines and "optim.lr" not in in_force
 
 
-def test_settings_that_follow_a_changed_one_and_sections_that_were_empty_have_no_line():
+def test_settings_that_follow_a_changed_one_are_in_its_line_and_empty_sections_have_none():
     old, new = ({"actor": {"tokens": n}, "ref": {"tokens": n}, "rollout": {"tokens": n, "vllm": vllm}, "other": n}
                 for n, vllm in ((2048, {}), (1024, {"cache": 7})))  # fmt: skip
     lines, in_force = changed_settings(OmegaConf.create(old), OmegaConf.create(new), {}, ["actor.tokens", "other"])
-    applied = ["actor.tokens: 2048 -> 1024", "other: 2048 -> 1024", "rollout.vllm.cache: null -> 7"]
-    assert lines == [f"{line} (applied)" for line in applied] and in_force == {}
+    assert lines == [
+        "actor.tokens: 2048 -> 1024 (applied), also ref.tokens, rollout.tokens", "other: 2048 -> 1024 (applied)",
+        "rollout.vllm.cache: null -> 7 (applied)",
+    ] and in_force == {}  # fmt: skip
     seeds = ({"trainer": {"seed": n}, "rollout": {"seed": n}, "top": {"rollout": {"seed": n}}} for n in (1, 2))
     lines, _ = changed_settings(*map(OmegaConf.create, seeds), {}, ["trainer.seed"])
     assert [line.partition(":")[0] for line in lines] == ["rollout.seed", "top.rollout.seed", "trainer.seed"]
@@ -56,7 +58,7 @@ def test_a_start_after_a_failed_one_renames_its_tracebacks(tmp_path):
     trainer_of(tmp_path).run_log.open(0)
     left = {file.name: file.read_text() for file in (tmp_path / "out").glob("traceback*")}
     assert left == {
-        "traceback.1.txt": "traceback.1", "traceback.2.txt": "traceback", "traceback_rank11.1.txt": "traceback_rank11",
+        "traceback.1.txt": "traceback.1", "traceback.2.txt": "traceback", "traceback_rank11.txt": "traceback_rank11",
     }  # fmt: skip
 
 

@@ -131,8 +131,8 @@ class ToolParser(ABC):
         Text that is valid JSON, except for JSON strings, is parsed; other text is a string. If the tool's schema allows
         a string, JSON of a type that the schema does not allow is a string as well.
         """
-        functions = {schema["function"]["name"]: schema["function"] for schema in self.tool_schemas}
-        properties = functions.get(name, {}).get("parameters", {}).get("properties", {})
+        function = next((s["function"] for s in self.tool_schemas if s["function"]["name"] == name), {})
+        properties = function.get("parameters", {}).get("properties", {})
         arguments = {}
         for key, text in parameters:
             types = properties.get(key.strip(), {}).get("type", ())

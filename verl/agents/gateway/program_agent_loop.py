@@ -132,6 +132,7 @@ class ProgramAgentLoop(AgentLoopBase):
         if self.agent.command_reward == "program":
             reward = _reward_of(ending, session) or 0.0  # none from a program that had no room left
         columns = columns_of(session.tree.rows())
+        self.check_prompt(columns["prompt_ids"])  # before the journal calls it good
         columns["extra_fields"]["end_reason"] = "length" if session.is_full or session.is_cut else "stop"
         outside = max(0.0, ending.seconds - session.seconds)
         metrics = AgentLoopMetrics(generate_sequences=session.seconds, tool_calls=outside)

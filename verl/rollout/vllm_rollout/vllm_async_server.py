@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.web_protocol import RequestHandler
 from loguru import logger
 
@@ -292,7 +292,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         connect = functools.partial(_Connection, self._runner.server, loop=self._loop, access_log=None)
-        self._listener = await self._loop.create_server(connect, host, 0)
+        self._listener = await self._loop.create_server(connect, host, 0, backlog=128)
         return self._listener.sockets[0].getsockname()[1]
 
     @web.middleware
@@ -412,7 +412,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 class _Connection(RequestHandler):
     """A client that closes only its sending side gets its reply.
 
-    One that is gone looks the same until something is written to it: interim replies, which clients skip, tell.
+    A client that is gone looks the same until something is written to it. So interim replies (100 Continue), which
+    clients skip, are sent while it waits.
     """
 
     __slots__ = ()
@@ -424,11 +425,11 @@ class _Connection(RequestHandler):
 
     def _reply_or_close(self, seconds: float) -> None:
         request = self._current_request
-        if request is None or not request.content.is_eof():
+        if request is None or not request.content.is_eof() or request.version < HttpVersion11:
             self.force_close()
         elif self.transport is not None and not request.writer.output_size:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._loop.call_later(seconds, self._reply_or_close, 2 * seconds)
+            self._loop.call_later(seconds, self._reply_or_close, min(2 * seconds, 5.0))  # until it is noticed
 
 
 vLLMHttpServerBase = vLLMHttpServer  # noqa: N816 (upstream's name of the class that has these methods)

@@ -20,11 +20,12 @@ def failure_of(refs: list[ray.ObjectRef], labels: list[str], method: str) -> Exc
     A dead process comes first: what the others say then is a broken connection.
     """
     failures = _failures(refs)
-    deaths = [(i, e) for i, e in failures if isinstance(e, RayActorError)]
+    deaths = [(i, e) for i, e in failures if not isinstance(e, RayTaskError)]
     index, error = (deaths or failures)[0]
     others = [labels[i] for i, _ in failures if i != index]
     also = f" ({len(others)} other rank(s) failed after it: {', '.join(others[:4])})" if others else ""
-    if isinstance(error, RayActorError):
+    # A RayTaskError may be a RayActorError, too: that of another actor, which the rank called.
+    if not isinstance(error, RayTaskError):
         what = "could not be constructed" if error.actor_init_failed else f"died while the group was in {method}"
         return WorkerDiedError(f"{labels[index]} {what}{also}: {_reason(error)}")
     cause = error.cause

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from loguru import logger
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
@@ -214,8 +214,7 @@ class RayWorkerGroup(WorkerGroup):
             try:
                 ray.get(ref)
             except RayError as e:
-                level = "DEBUG" if isinstance(e, RayActorError | OutOfMemoryError) else "WARNING"  # the run says why
-                logger.log(level, f"{method_name} failed on a rank: {str(e).strip().splitlines()[-1]}")
+                logger.warning(f"{method_name} failed on a rank: {str(e).strip().splitlines()[-1]}")
         if hanging_calls:
             logger.warning(f"{method_name}: {len(hanging_calls)} of {len(calls)} ranks did not finish in {timeout_s} s")
 

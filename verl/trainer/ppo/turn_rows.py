@@ -122,7 +122,8 @@ class RankRows:
         filled, own = fill_groups(batch, self.n)
         even = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
         padded, pad = pad_dataproto_to_divisor(filled, even)
-        return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
+        output = unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad)
+        return output if own.all() else output.select_idxs(own)
 
     def update(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> dict[str, Any]:
         """The metrics of an update on the samples [B], whose groups the ranks share evenly."""

@@ -182,15 +182,15 @@ class WorkerGroups:
         """
         steps = set(settings.steps or ()) if settings.tool else set()
         joined = steps if settings.profile_continuous_steps else set()
-        groups = [group for group in self.roles.values() if hasattr(group, "start_profile")]
+        profiled = [group for group in self.roles.values() if hasattr(group, "start_profile")]
         if step in steps and step - 1 not in joined:
             with timed("start_profile"):
-                for group in groups:
+                for group in profiled:
                     group.start_profile(step=step)
         yield
         if step in steps and (step + 1 not in joined or is_last):
             with timed("stop_profile"):
-                for group in groups:
+                for group in profiled:
                     group.stop_profile()
 
     def end(self) -> None:

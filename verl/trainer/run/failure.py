@@ -7,12 +7,15 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from verl.config.ppo import PPOConfig
 from verl.trainer.run.timing import StepFailed, root_cause
 from verl.utils.redact import redact_text
 from verl.utils.user_code import full_traceback, user_frame
 from verl.utils.visible_text import visible
 
-LOW_MEMORY = re.compile(r"due to the node running low on memory.*?\bwas (\S+ used / \S+ limit)", re.DOTALL)
+LOW_MEMORY = re.compile(
+    r"due to the node running low on memory.*?\(IP: ([^,)]+).*?\bwas (\S+ used / \S+ limit)", re.DOTALL
+)
 
 
 def failure_message(error: Exception, config: Any) -> str:
@@ -24,12 +27,6 @@ def failure_message(error: Exception, config: Any) -> str:
         text = f"a process of the run died: {cause}"
     else:
         text = f"{type(cause).__name__}: {cause}"
-    if (use := LOW_MEMORY.search(text)) is not None:
-        text = f"{text.partition(': ')[0]}: Ray ended a process, since its machine's memory was used up ({use[1]})."
-        if config.trainer.device == "cpu":
-            from verl.planning.ppo_memory import memory_remedies  # slow
-
-            text += f" Close other programs, or let the run need less: {', '.join(memory_remedies(config).values())}."
     trace, rank = visible(redact_text(full_traceback(error))), int(os.environ.get("RANK", "0"))
     name = f"traceback_rank{rank}.txt" if rank else "traceback.txt"
     file = Path(config.trainer.default_local_dir).expanduser() / name
@@ -39,8 +36,20 @@ def failure_message(error: Exception, config: Any) -> str:
         end = f"Full traceback: {file}"
     except OSError as e:
         end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
+    if (use := LOW_MEMORY.search(text)) is not None:
+        text = f"{text.partition(': ')[0]}: Ray ended a process because the memory of machine {use[1]} was used up "
+        text += f"({use[2]}). Close other programs there, or let the run need less{_remedies(config)}."
     frame = user_frame(trace)
     return "\n".join(["", f"Training failed: {visible(redact_text(text))}", *([f"  at {frame}"] if frame else []), end])
+
+
+def _remedies(config: Any) -> str:
+    """": lower KEY (now 4), ..." for CPU ranks, empty where the config is not a typed one."""
+    if not isinstance(config, PPOConfig) or config.trainer.device != "cpu":
+        return ""
+    from verl.planning.ppo_memory import memory_remedies  # slow
+
+    return f": {', '.join(memory_remedies(config).values())}"
 
 
 class NonFiniteRun(RuntimeError):

@@ -33,6 +33,7 @@ WORKER_ENV = {
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
+HOW_TO_STOP = "to end this run after a step and save: kill {}"  # data loaders have the same command line
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 
 
@@ -188,6 +189,7 @@ def run_here(runner: Any, config: Any) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
         with StopSignals() as signals:
+            logger.info(HOW_TO_STOP, os.getpid())
             finished = runner.run(config, lambda: signals.stop_requested)
         return 0 if finished else signals.exit_code
     except Exception as e:
@@ -207,6 +209,7 @@ def run_until_done(runner: Any, config: Any) -> int:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         stop = StopFlag.options(scheduling_strategy=here).remote()  # no other node can end the run with it
         with StopSignals() as signals:
+            logger.info(HOW_TO_STOP, os.getpid())
             running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
             while not ray.wait([running], timeout=0.5)[0]:
                 if signals.stop_requested:

@@ -111,7 +111,7 @@ class RunLog:
         (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
         for line in self.starts.begin(self.plain_config, resumed_step, self.total_steps, origin.start):
             logger.log("WARNING" if "(not applied" in line else "INFO", "changed since the checkpoint: {}", line)
-        for trace in [file for file in self.run_dir.glob("traceback*.txt") if len(file.suffixes) == 1]:
+        if (trace := self.run_dir / "traceback.txt").exists():
             set_aside(trace)  # of the start before
         self._set_earlier_rows_aside(resumed_step, origin)
         self._log_seeds()

@@ -1,7 +1,6 @@
 """The starts of a run: one config and one entry each, so that a resume can say what has changed since."""
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Collection, Mapping
@@ -61,7 +60,8 @@ class Starts:
         lines, in_force = [], {}
         if step and before and (self.run_dir / before[-1]["config"]).is_file():
             old, new = (OmegaConf.load(self.run_dir / name) for name in (before[-1]["config"], file))
-            given = re.findall(r"(?<!\S)'?\+*([\w.]+)=", f"{before[-1]['command']} {command}")
+            words = shlex.split(f"{before[-1]['command']} {command}")
+            given = [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
             lines, in_force = changed_settings(old, new, before[-1].get("in_force", {}), given)
         self._append(
             start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
@@ -87,8 +87,8 @@ def changed_settings(
     old: Mapping[str, Any], new: Mapping[str, Any], in_force: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[list[str], dict[str, Any]]:
     """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead; and the
-    values in use that are not those of `new`. `in_force`: those that are not those of `old`. A setting with the same
-    change as one of those `given` in the commands is derived from it, and has no line.
+    values in use that are not those of `new`. `in_force`: those that are not those of `old`. Settings with the same
+    change as one of those `given` in the commands, which mostly are derived from it, are in its line.
     """
     before, after = ({k: v for k, v in leaves(tree) if v != {}} for tree in (old, new))  # {}: an empty section
     before |= in_force
@@ -106,5 +106,11 @@ def changed_settings(
         effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
         values = ("null" if value is None else str(value) for value in (before.get(key), after.get(key)))
         changes[key] = f"{' -> '.join(values)} ({effect})"
-    leading = {changes.get(key) for key in given}
-    return [f"{key}: {text}" for key, text in changes.items() if key in given or text not in leading], kept
+    leading = {changes[key] for key in given if key in changes}
+    followers = {text: [key for key in changes if changes[key] == text and key not in given] for text in leading}
+    lines = []
+    for key, text in changes.items():
+        if key in given or text not in leading:
+            also = followers.pop(text, [])
+            lines.append(f"{key}: {text}" + (f", also {', '.join(also)}" if also else ""))
+    return lines, kept

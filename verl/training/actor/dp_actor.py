@@ -90,7 +90,8 @@ class DataParallelPPOActor(BasePPOActor):
         if steps > 1 and "old_log_probs" not in data.batch.keys():
             raise ValueError(
                 f"the batch lacks old_log_probs, which only a single step may leave out; {steps} are taken on its "
-                f"{len(data)} rows (ppo_mini_batch_size={config.ppo_mini_batch_size}, ppo_epochs={config.ppo_epochs})."
+                f"{len(data)} rows (ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, "
+                f"ppo_epochs={config.ppo_epochs})."
             )
         loss_of = partial(self._loss, temperature=data.meta_info["temperature"])
         metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)
@@ -210,7 +211,7 @@ class DataParallelPPOActor(BasePPOActor):
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the other columns are not copied to the device."""
         if "temperature" not in data.meta_info:
-            raise ValueError("the actor's batch has no meta_info['temperature']: the one that it was sampled at.")
+            raise ValueError("the actor's batch has no meta_info['temperature']; set it to that of the samples.")
         optional = [SAMPLING_MASK] if SAMPLING_MASK in data.batch.keys() else []
         groups = ["group_index"] if self.config.share_prompt_forward else []
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns, *optional, *groups]))

@@ -46,7 +46,8 @@ SHARD_BYTES = 5 * 10**9  # of a file of weights for transformers, as in huggingf
 class FSDPCheckpointManager(BaseCheckpointManager):
     """Frozen parameters are left out: they come from model.path again. Every method is called on all ranks.
 
-    A module that is no transformers model writes itself by `save_pretrained(directory, state_dict=weights)`. One around
+    A module that is no transformers model writes itself by `save_pretrained(directory, state_dict=weights)`; until it
+    has, its full weights are on the disk twice. One around
     an adapted model that trains more than adapters writes its other weights next to them, by
     `save_with_adapters(directory, state_dict=weights)`.
     """
@@ -66,8 +67,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees all folders of a step.
 
-        Full weights for transformers are written at once, each when it is gathered. With checkpoint.async_save it
-        returns when this rank's other tensors are copied to the CPU; see `save_is_finished`.
+        Full weights for transformers are written before this returns, one tensor at a time. With checkpoint.async_save
+        it returns when this rank's other tensors are copied to the CPU; see `save_is_finished`.
         """
         folder = _local(local_path, hdfs_path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,9 +224,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return []
         if plain:
             return self._write_weights(folder)
-        gathered = folder / "gathered"  # a file of its own, from which the module takes the weights that it writes
+        gathered = folder / "gathered"  # the module reads the full weights there when it writes its own files
         if first:
-            gathered.mkdir()
+            shutil.rmtree(gathered, ignore_errors=True)  # of a save that failed
         writes = self._write_weights(gathered)
 
         def write_itself() -> None:
@@ -254,6 +255,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
         if dist.get_rank() == 0:
             try:
+                folder.mkdir(parents=True, exist_ok=True)
                 described = described_weights(self.model)
                 largest = max(like.nbytes for like in described.values())
                 write_weights(folder, described, read, max(SHARD_BYTES, largest))

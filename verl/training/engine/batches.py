@@ -86,7 +86,8 @@ def _parts(engine: Any, data: TensorDict, mask: torch.Tensor) -> list[list[int]]
     if get_non_tensor_data(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         tokens = get_non_tensor_data(data, "max_token_len_per_gpu", config.max_token_len_per_gpu)
         if tokens is None:
-            raise ValueError("use_dynamic_bsz is true, but max_token_len_per_gpu is not set; set it.")
+            rule = "use_dynamic_bsz is true, but max_token_len_per_gpu is not set"
+            raise ValueError(f"{rule}; set it, or use_dynamic_bsz=false.")
         group = engine.get_data_parallel_group()
         return rearrange_micro_batches(TensorDict({"attention_mask": mask}, [len(data)]), tokens, group)[1]
     size = get_non_tensor_data(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
