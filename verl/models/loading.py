@@ -186,10 +186,11 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
     """The model's generation_config.json, else one derived from its config; None where there is neither."""
     with suppress(OSError):
         return GenerationConfig.from_pretrained(model)
-    with suppress(OSError):
+    try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        return GenerationConfig.from_model_config(config)
-    return None
+    except OSError:
+        return None
+    return GenerationConfig.from_model_config(config)
 
 
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:

@@ -414,7 +414,7 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
 def concat_batches(parts: list) -> DataProto | TensorDict | DataProtoFuture:
     """Rows of all parts in order, [B_i, ...] -> [sum B_i, ...]; of references a future; TypeError for other parts."""
     kinds = {type(part) for part in parts}
-    if kinds == {DataProto}:
+    if parts and all(isinstance(part, DataProto) for part in parts):
         return DataProto.concat(parts)
     if len(kinds) < 2 and all(isinstance(part, TensorDict) for part in parts):
         return concat_tensordict(parts)
@@ -454,7 +454,11 @@ class DataProtoFuture:
         """Wait for the outputs and join them. TypeError if one is no batch."""
         import ray
 
-        joined = self.collect_fn(ray.get(self.futures))
+        parts = ray.get(self.futures)
+        for part in parts:
+            if not isinstance(part, DataProto | TensorDict):
+                raise TypeError(f"a worker returned a {type(part).__name__}, neither a DataProto nor a TensorDict")
+        joined = self.collect_fn(parts)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
