@@ -134,7 +134,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single mismatches, into "
         "OUTPUT_DIR/supervised, which spd.adapter_path starts GRPO from")
     add("--label-budget", type=int, help="completions that these labels may use, or labels that --blocks have "
-        "(default: no limit)")
+        "(default: no limit). Each block takes one for the target's own answer, and one for each of its labels")
     add("--patience", type=int, default=PATIENCE, help="epochs without a lower cross-entropy on --val-blocks after "
         "which a supervised training ends before its last step; 0: never")
     args, overrides = parser.parse_known_args(argv)

@@ -5,9 +5,8 @@
         --speculative-config '{"method": "eagle", "model": "HEAD", "num_speculative_tokens": 5}'
 
 The server listens on 127.0.0.1; for other machines give --host and --api-key. Scorer, target and drafter are checked
-first. Options that are not listed below, such as --tensor-parallel-size, go to
-vLLM as they are. A request sets its own threshold by "vllm_xargs": {"spd_threshold": 0.5}, and exact acceptance by
-{"spd": 0}.
+first. Options that are not listed below go to vLLM as they are. On a CPU, --kv-cache-memory-bytes is a quarter of the
+free memory. A request sets its own threshold by "vllm_xargs": {"spd_threshold": 0.5}, and exact match by {"spd": 0}.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,9 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(options: dict[str, Any], rest: Sequence[str], *, only_print: bool) -> None:
     """Become vLLM's server with these engine arguments, and `rest` as it is; or print the command."""
-    # vLLM would listen on every interface, and on a CPU take bfloat16 even without instructions for it; of two options
-    # of one name, the later one counts.
-    defaults = {"host": "127.0.0.1"} | ({} if get_device_name() == "cuda" else {"dtype": default_dtype("cpu")})
+    # vLLM would listen on every interface, and on a CPU take bfloat16 even without instructions for it and want 92 % of
+    # the memory to be free; of two options of one name, the later one counts.
+    defaults: dict[str, Any] = {"host": "127.0.0.1"}
+    if get_device_name() != "cuda":
+        defaults["dtype"] = default_dtype("cpu")
+        if not any(part.replace("_", "-").startswith("--gpu-memory-utilization") for part in rest):  # else of no effect
+            defaults["kv-cache-memory-bytes"] = psutil.virtual_memory().available // 4
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options | defaults), *rest]
     if only_print:
         print(shlex.join(command))

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from examples.spd_arithmetic.pair import EXACT, Decoding, Pair, Recorded
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress
+from recipe.spd.data.blocks import mismatches
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def own_paths(
             raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
                              "nothing to judge; use another draft")
     sampled = [sample(part.blocks, count, seed) for part, (_, count, _) in zip(met, asked, strict=True)]
-    completed = iter(pair.complete_blocks(list(chain(*sampled)), progress))
+    completed = iter(pair.complete_blocks(list(chain(*sampled)), lambda *at: progress(*at, "(blocks)")))
     return [_own_path(pair, questions, part, list(islice(completed, len(drawn))))
             for (questions, *_), part, drawn in zip(asked, met, sampled, strict=True)]
 
@@ -113,7 +114,7 @@ def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str,
 
     Counterfactual: the target completes the context with the draft up to and including the mismatch.
     """
-    places = [(b, i) for b in blocks if b.is_correct_baseline for i in mismatches(b)]
+    places = [(b, i) for b in blocks if b.is_correct_baseline for i in mismatches(b.draft_ids, b.target_ids)]
     asked = [questions[b.question_id] for b, _ in places]
     answers = pair.answers(asked, [b.context_ids + b.draft_ids[: i + 1] for b, i in places], progress)
     labels: list[HarmLabel] = []
@@ -125,11 +126,6 @@ def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str,
         if harmful:
             broken.add(block.block_id)
     return labels
-
-
-def mismatches(block: DraftedBlock) -> list[int]:
-    """Positions where draft and target differ."""
-    return [i for i, (d, t) in enumerate(zip(block.draft_ids, block.target_ids, strict=False)) if d != t]
 
 
 def sample(rows: list, count: int, seed: int) -> list:

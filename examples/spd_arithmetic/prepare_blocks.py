@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> Path:
     console = Console()
     key = fingerprint(args)
     if made_by(args.out, key):
-        logger.info("test bed {} was made with the same arguments and code: reused", args.out)
+        logger.info("{} was made with the same arguments and code: reused", args.out)
         console.print(figures_table(json.loads((args.out / "testbed.json").read_text())["figures"]))
         return args.out
     refuse_foreign_folder(args.out)
@@ -139,24 +139,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=output_folder, required=True, help="folder of the test bed")
+    add("--out", type=output_folder, required=True, help="folder of the results, which a later run replaces")
     add("--seed", type=int, default=0)
     for name, text in MODEL_SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), help=f"{text} (default {DEFAULTS[name]})")
-    add("--n-train-questions", type=int, default=1000)
-    add("--n-val-questions", type=int, default=600)
-    add("--n-test-questions", type=int, default=1200)
-    add("--n-train-blocks", type=int, default=4000, help="at most this many")
-    add("--n-val-blocks", type=int, default=1000, help="at most this many")
-    add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels")
+    for name, most in (("train-questions", 1000), ("val-questions", 600), ("test-questions", 1200),
+                       ("train-blocks", 4000), ("val-blocks", 1000)):
+        add(f"--n-{name}", type=int, default=most, help="at most this many blocks (default %(default)d)"
+            if "blocks" in name else "how many of them (default %(default)d)")
+    add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels "
+        "(default %(default)d)")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "
         "mismatches within --drift-margin, as contexts contain them when a scorer serves")
     add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
         "logit of its own token is larger by at most this (default %(default)g)")
     add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "
         "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
-    add("--gamma", type=int, default=8, help="drafted tokens per round")
-    add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
+    add("--gamma", type=int, default=8, help="drafted tokens per round (default %(default)d)")
+    add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong (default %(default)d)")
     add("--batch-size", type=int, help="rows that a process decodes together, and that are lost when it is killed "
         "(default 200; 1000 for vLLM, which batches them by itself)")
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
@@ -167,7 +167,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                                                         if split == "val" else ""))
     add("--instruction", default=INSTRUCTION, help="follows each question")
     add("--system", help="system prompt")
-    add("--few-shot", type=Path, help="jsonl of question and answer: worked examples before each question")
+    add("--few-shot", type=Path, help="jsonl in GSM8K's format: worked examples before each question")
     add("--thinking", action=argparse.BooleanOptionalAction, help="the chat template's enable_thinking")
     add("--template-args", type=json.loads, default={}, help="further arguments of the chat template, as JSON")
     add("--device", default="cpu", help="cpu or cuda: where blocks are made")
@@ -274,8 +274,8 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             write_questions(out / f"questions_{split}.jsonl", splits[split])
     longest = max(len(q.prompt_ids) for split in SPLITS for q in splits[split])
     files = PairFiles(out, args.device, args.threads or args.default_threads, args.gamma, args.max_new_tokens,
-                      args.batch_size, args.engine,
-                      longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares), args.dtype)
+                      args.batch_size, args.engine, longest, args.tensor_parallel, out / KEPT,
+                      tuple(args.memory_shares), args.dtype)
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
     written, drifted, n_drifted = {}, [], round(args.drift_share * args.n_train_blocks)
     # About two blocks of a question have a mismatch.
@@ -389,7 +389,7 @@ def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train
 
 def figures_table(figures: dict[str, float]) -> Table:
     """The results as a table."""
-    table = Table("figure", "value", title="SPD test bed")
+    table = Table("figure", "value", title="questions and blocks")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     return table

@@ -20,8 +20,8 @@ from loguru import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
-Progress = Callable[[float, int], None]
-"""Called with (done, in all)."""
+Progress = Callable[..., None]
+"""Called with (done, in all), and with a name where a phase has several parts."""
 SECONDS_BETWEEN_LOOKS = 0.5
 START_TIMEOUT_S = 600  # of Ray's actors
 _channel: tuple[Any, Any] | None = None  # in a worker: the queue of messages, and the event that asks it to end

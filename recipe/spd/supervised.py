@@ -51,6 +51,7 @@ MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from wh
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
 
 BLOCKS_AT_A_TIME = 512  # labelled together
+FEW_LABELS = 100  # below it, training warns
 
 # Number of a block -> the labels of its first mismatches: 1 harmless, 0 harmful, or a share between.
 Labels = Mapping[int, Sequence[float]]
@@ -66,13 +67,18 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     """
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
-    labelled, completions = _labelled(config, tokenizer, budget)
-    below = sum(min(values) < 0.5 for values in labelled[0].labels.values())
+    labelled, tried, completions = _labelled(config, tokenizer, budget)
+    labels = labelled[0].labels.values()
+    below, count = sum(min(values) < 0.5 for values in labels), sum(map(len, labels))
     logger.info(
-        "{} of {} blocks labelled by {} completions, {} with a label below 1/2; left out: those whose own answer by "
-        "the target is wrong, and those beyond --label-budget",
-        len(labelled[0]), len(labelled[0].blocks), completions, below,
+        "{} labels on {} blocks, {} of which have one below 1/2; {} of {} blocks were tried, by {} completions. Blocks "
+        "get no label if the target's own answer is wrong", count, len(labels), below, tried, len(labelled[0].blocks),
+        completions,
     )  # fmt: skip
+    few = (f"{count} labels are too few to train a scorer (fewer than {FEW_LABELS}): it memorises them. Prepare blocks "
+           "of more questions that the target answers right, or raise --label-budget if it is given.")  # fmt: skip
+    if count < FEW_LABELS:
+        logger.warning(few)
     trainer = SupervisedScorerTrainer(config, patience, _settings(config, len(labelled[0])), tokenizer, *labelled)
     code = trainer.fit()
     if not trainer.validation:
@@ -83,39 +89,43 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     folder = Path(trainer.config.trainer.default_local_dir)
     figures = {"blocks": len(labelled[0]), "blocks_below_half": below, "completions": completions, **_results(trainer)}
     (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
+    if count < FEW_LABELS:  # also the last line of a long log
+        logger.warning(few)
     return folder
 
 
-def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], int]:
-    """The labelled blocks of training and, from a file of their own, validation; completions used for the former."""
+def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], int, int]:
+    """The labelled blocks of training and, from a file of their own, validation; of the former the number of blocks
+    tried and that of the completions used.
+    """
     files = [config.data.train_files]
     if config.data.val_files != config.data.train_files:
         files.append(config.data.val_files)
     sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
     orders = [list(range(len(blocks))) for blocks in sets]
     random.Random(config.data.seed).shuffle(orders[0])
-    labelled, completions = [], []
+    labelled, spent = [], []
     with ExitStack() as stack:
         rollout = None
         for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
             if any(info.get("labels") for info in infos):
-                labels, used = given_labels(infos, limit), 0
+                labels, *used = given_labels(infos, limit), len(infos), 0
             else:
                 if rollout is None:  # one for all files: it may start a server
                     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
                     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
                     stack.callback(rollout.close)
                 max_tokens = rollout.settings.rollout.max_tokens
-                labels, used = label_blocks(infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
+                labels, *used = label_blocks(infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
             if not labels:
                 within = "" if limit is None else f" within --label-budget {limit}"
                 remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"
                 raise ValueError(f"{file}: no block got a label{within}, neither from the data nor by completions of a "
                                  f"block whose own answer by the target is right. {remedy}.")  # fmt: skip
             labelled.append(LabelledBlocks(blocks, order, labels))
-            completions.append(used)
-    return labelled, completions[0]
+            spent.append(used)
+    return labelled, *spent[0]
 
 
 def _results(trainer: SupervisedScorerTrainer) -> dict[str, Any]:
@@ -286,15 +296,16 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
 def label_blocks(
     infos: Sequence[dict[str, Any]], completer: Completer, tokenizer: Any, eos: Collection[int], max_tokens: int,
     budget: int | None = None,
-) -> tuple[dict[int, list[bool]], int]:  # fmt: skip
-    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; and the number
-    of distinct completions used.
+) -> tuple[dict[int, list[bool]], int, int]:  # fmt: skip
+    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; the number of
+    blocks tried; and that of distinct completions used.
 
     Blocks whose baseline is wrong or cut at the limit have no labels, and those with a lost completion lose the rest.
     Blocks are labelled in order until the `budget` of completions is spent.
     """
     labels: dict[int, list[bool]] = {}
     used: set = set()
+    tried = 0
     for first in range(0, len(infos), BLOCKS_AT_A_TIME):
         open_blocks = range(first, min(first + BLOCKS_AT_A_TIME, len(infos)))
         while open_blocks:
@@ -313,15 +324,17 @@ def label_blocks(
                     budget = len(used)  # spent: this is the last pass
                     break
                 used.update(wanted)
+            tried = max([tried, *(i + 1 for i in judged)])
             requests = [request for i in judged for request in asked[i]]
-            grade_blocks(list(judged.values()), completer.complete(requests)[0], tokenizer, max_tokens)
+            completions, _ = completer.complete(requests, f"Labels of mismatch {known + 1}")  # of each block
+            grade_blocks(list(judged.values()), completions, tokenizer, max_tokens)
             for i, block in judged.items():
                 if block.baseline_correct and block.correct is not None:
                     labels.setdefault(i, []).append(block.correct)
             if budget is not None and len(used) == budget:
-                return labels, len(used)
+                return labels, tried, len(used)
             open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
-    return labels, len(used)
+    return labels, tried, len(used)
 
 
 def given_labels(infos: Sequence[dict[str, Any]], budget: int | None) -> dict[int, list[float]]:

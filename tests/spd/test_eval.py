@@ -265,7 +265,8 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert "twin: no threshold keeps the drop" in shown and "12 held-out questions" in shown
     assert choice["met"] is False and choice["rule"].startswith("lowest end of the drop")
     shown = " ".join(shown.split())
-    assert "that is above it with any number of questions" in shown
+    assert "drop accepted tokens length cut % harmless harmful s " in shown
+    assert "this drop itself is not below the limit, so a narrower interval does not help" in shown
     line = r"\d+ of \d+ runs, [1-9]\d* of \d+ answers and labelled blocks, [\d.]+ a second, about [\d.]+ minutes left"
     assert re.search(line, shown)
     assert list(record) == ["questions", "dtype", "areas", "rows"] and record["dtype"] == default_dtype("cpu")
@@ -296,6 +297,9 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, 
     assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
     chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:4]], 0.01).threshold
     assert choice["chosen"] == by_rule["scorer"]["threshold"] == chosen
+    (at,) = (row for row in choice["rows"] if row["rule"] == "scorer_sweep" and row["threshold"] == chosen)
+    assert choice["drop"] == at["drop"] and choice["interval"][1] == at["drop"] + 1.96 * at["drop_se"]
+    assert choice["drop"] - choice["interval"][0] == pytest.approx(choice["interval"][1] - choice["drop"])
     assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -340,11 +344,14 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
 
 
 @pytest.mark.process
-def test_the_number_of_processes_changes_nothing(house, tmp_path):
-    scorer = save_scorer(house, "own", tmp_path / "scorer")
+def test_the_number_of_processes_changes_nothing(house, tmp_path, capsys):
+    scorer, labels = save_scorer(house, "own", tmp_path / "scorer"), str(house / "labels.jsonl")
     records = []
     for processes in ("1", "2"):
-        records.append(run_script(house, scorer, tmp_path / processes, "--processes", processes))
+        options = ("--processes", processes, "--val-harm-labels", labels)
+        records.append(run_script(house, scorer, tmp_path / processes, *options))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "labelled validation mismatches: 33 % are harmless; area under the ROC curve: scorer " in shown
         for record in records[-1]:
             for row in record["rows"]:
                 assert row.pop("seconds") > 0.0

@@ -48,7 +48,7 @@ class Completing:
     def __init__(self, lost=()):
         self.asked, self.lost = set(), lost
 
-    def complete(self, requests):
+    def complete(self, requests, title):
         self.asked |= {ids for ids, _ in requests}
         done = {r: Completion((ANSWER, IS, 5 + 4 + r[0][-1] % 2), False) for r in requests if r[0] not in self.lost}
         return done, CompletionCounts()
@@ -56,7 +56,8 @@ class Completing:
 
 def test_labels_end_with_the_first_harmful_mismatch():
     completer = Completing()
-    labels, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16)
+    labels, tried, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16)
+    assert tried == 4
     assert labels == {0: [True, True], 1: [True, False], 2: [False]}
     # Two baselines, hybrids after one mismatch (ending in 24, 22, 25, and 24 after the other context) and after two.
     assert used == len(completer.asked) == 8
@@ -68,7 +69,8 @@ def test_labels_end_with_the_first_harmful_mismatch():
 def test_a_budget_that_covers_no_further_pass_is_spent_block_by_block(budget):
     """First mismatches cost 2, 1 and 1 completions (baseline and hybrid), a wrong baseline 2; second ones 1 each."""
     completer = Completing()
-    labels, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16, budget=budget)
+    labels, tried, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16, budget=budget)
+    assert tried == {2: 1, 3: 2, 4: 3, 5: 3}.get(budget, 4)
     expected = {2: {0: [True]}, 3: {0: [True], 1: [True]}}
     expected |= dict.fromkeys((4, 6), {0: [True], 1: [True], 2: [False]})
     assert used == len(completer.asked) <= budget
@@ -105,6 +107,7 @@ def test_batches_are_one_sequence_of_samples_over_the_epochs():
 def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_validation(
     tiny_llama, tmp_path, monkeypatch, capsys, contradicted
 ):
+    monkeypatch.setattr("recipe.spd.supervised.FEW_LABELS", 6 if contradicted else 5)
     names = [*BLOCKS][:3]
     blocks, metadata = written(tmp_path, "train", {name: BLOCKS[name] for name in names})
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
@@ -143,7 +146,10 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         truth = torch.tensor([0.0, 1.0, 1.0])
         loss = torch.nn.functional.binary_cross_entropy_with_logits(z[[0, 1, 1], [0, 0, 2]], truth).item()
         assert loss == pytest.approx(validation[figures["saved_step"]], rel=1e-4)
-        assert "the scorer memorises its 3 blocks" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "the scorer memorises its 3 blocks" in shown and "Labels of mismatch 2" in shown
+        assert "5 labels on 3 blocks, 2 of which have one below 1/2; 3 of 3 blocks were tried, by 6 compl" in shown
+        assert shown.count("5 labels are too few to train a scorer") == 2  # before the training, and at the end
         before = (folder / "supervised.json").read_text()
         with server.running() as url:  # a run that has ended, started again
             monkeypatch.setenv("SPD_VLLM_URLS", url)
@@ -151,6 +157,7 @@ def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_valida
         assert (folder / "supervised.json").read_text() == before
         return
     assert figures["completions"] == len(server.asked) and figures["validation"] == {}
+    assert "too few" not in capsys.readouterr().err
     scorer = AutoModelForSPDScoring.from_pretrained(folder)
     columns = zip(*(BLOCKS[name] for name in names), strict=True)
     z = scorer(**SPDInputData.from_blocks(*columns, sep_token_id=3, pad_token_id=0).as_kwargs())

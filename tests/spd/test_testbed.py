@@ -344,7 +344,9 @@ def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
     drifted = blocks.drifted_blocks(both, asked, 1e9, 1000, 0, quiet)
     prompts = {q.question_id: q.prompt_ids for q in asked}
     said = {q.question_id: tokens for q, tokens in zip(asked, everything.tokens, strict=True)}
-    own = blocks.own_paths(both, [(asked, 1000, 0)], 0, quiet)[0].blocks
+    names = []
+    own = blocks.own_paths(both, [(asked, 1000, 0)], 0, lambda done, of, name="": names.append(name))[0].blocks
+    assert list(dict.fromkeys(names)) == ["", "(blocks)"]
     ids = {b.block_id for b in [*drifted, *own]}
     assert len(drifted) == len(everything.blocks) and len(ids) == len(drifted) + len(own)
     for block in drifted:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from loguru import logger
+from tqdm import tqdm
 
 from recipe.spd.rollout.store import Completion, CompletionStore
 from recipe.spd.settings import SPDRolloutSettings
@@ -275,8 +276,12 @@ class Completer:
     client: CompletionClient
     before_asking: Callable[[], object] | None = None
 
-    def complete(self, requests: Sequence[Request]) -> tuple[dict[Request, Completion], CompletionCounts]:
-        """Request -> completion, without those that failed; and the counts. Each distinct one is asked for once."""
+    def complete(
+        self, requests: Sequence[Request], title: str | None = None
+    ) -> tuple[dict[Request, Completion], CompletionCounts]:
+        """Request -> completion, without those that failed; and the counts. Each distinct one is asked for once; a
+        progress bar with the `title`, if there is one, counts the answers of the servers.
+        """
         distinct = list(dict.fromkeys(requests))
         done = {distinct[i]: held for i, held in self.store.get_many([_stored_as(r) for r in distinct]).items()}
         missing = [request for request in distinct if request not in done]
@@ -286,11 +291,13 @@ class Completer:
             for i, completion in zip(positions, completions, strict=True):
                 stored = self.store.put_many([_stored_as(missing[i])], [completion])  # a transaction each
                 done[missing[i]] = stored[0]
+            bar.update(len(positions))
 
         if missing:
             if self.before_asking is not None:
                 self.before_asking()
-            self.client.complete(missing, on_chunk=commit)
+            with tqdm(desc=title, total=len(missing), unit="completion", disable=title is None) as bar:
+                self.client.complete(missing, on_chunk=commit)
         counts.failed = len(distinct) - len(done)
         return done, counts
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from recipe.spd.scorer.config import CONFIG_FILE
 from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin import engine_options
+from scripts import serve_spd
 from scripts.serve_spd import given_values
 from tests.spd.vllm_plugin.pair import make_pair
 from verl.data import fingerprint
@@ -119,6 +121,18 @@ def test_vllm_options_that_a_scorer_restricts_are_read_from_the_command_line():
         "enable_lora": True, "logprobs_mode": "raw_logits"
     }  # fmt: skip
     assert given_values(["--decode-context-parallel-size", "2"]) == {"decode_context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("device", "rest", "cache"), [
+    ("cpu", [], "1000"), ("cpu", ["--kv-cache-memory-bytes", "7"], "1000 --kv-cache-memory-bytes 7"),
+    ("cpu", ["--gpu_memory_utilization=0.4"], None), ("cuda", [], None),
+])  # fmt: skip
+def test_on_a_cpu_the_cache_takes_a_quarter_of_the_free_memory(device, rest, cache, monkeypatch, capsys):
+    monkeypatch.setattr(serve_spd, "get_device_name", lambda: device)
+    monkeypatch.setattr(serve_spd.psutil, "virtual_memory", lambda: SimpleNamespace(available=4003))
+    serve_spd.serve({"model": "m"}, rest, only_print=True)
+    shown = capsys.readouterr().out.rstrip()
+    assert shown.endswith(f"--kv-cache-memory-bytes {cache}") if cache else "--kv-cache-memory-bytes" not in shown
 
 
 @pytest.mark.process
