@@ -92,8 +92,8 @@ def evaluate(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[EvaluationRow], list[EvaluationRow], int, dict[str, tuple[float, float]], Areas]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions, for each
-    scorer the drop at its threshold and the upper end of this drop's interval, the areas under the ROC curve of the
-    scorers and, with --all-rules, of what the rules compare, on the labelled mismatches of each split that has any).
+    scorer the drop at its threshold and half of the width of the drop's 95 % interval, the areas under the ROC curve of
+    the scorers and of what the rules compare, on the labelled mismatches of each split that has any).
 
     Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer. With
     --near-drop they follow, for the chosen thresholds and those that `runs_near` gives. Writes by_question.json.
@@ -134,7 +134,7 @@ def evaluate(
         if args.near_drop is None:
             pool.submit([*scorers_of["test"], *harms, *rivals])
         chooser = make_rows(pool, validation)
-        chosen, kept = [], {}
+        chosen, estimates = [], {}
         for name, runs in sweeps["validation"].items():
             mine = [(row, run) for row, run in zip(chooser, validation, strict=True) if run in runs]
             rows = [row for row, _ in mine]
@@ -147,15 +147,17 @@ def evaluate(
             best = measures.choose_threshold(rows, args.max_val_drop, drops)
             chosen.append(Run("test", name, best.threshold))
             drop, error, *of_labels = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
-            kept[name] = drop, drop + 1.96 * error
-            if kept[name][1] > args.max_val_drop:
+            estimates[name] = drop, 1.96 * error
+            upper = drop + 1.96 * error
+            if upper > args.max_val_drop:
                 asked = len(job.questions["validation"])
                 needed = measures.questions_needed(drop, error, args.max_val_drop, asked, *of_labels)
-                advice = "this drop itself is not below the limit, so a narrower interval does not help" if needed is (
-                    None) else f"about {needed} validation questions would make it narrow enough; there are {asked}"
+                advice = f"about {needed} validation questions would make it narrow enough; there are {asked}"
+                if needed is None:
+                    advice = "this drop itself is not below the limit, so a narrower interval does not help"
                 console.print(f"[yellow]{name}: no threshold keeps the drop on validation questions within "
                               f"--max-val-drop {args.max_val_drop:g} at the end of its 95 % interval; "
-                              f"{best.threshold:.3g} has the lowest, {100 * kept[name][1]:.1f} points; the drop is "
+                              f"{best.threshold:.3g} has the lowest, {100 * upper:.1f} points; the drop is "
                               f"{100 * drop:.1f} ± {100 * error:.1f}"
                               f"{', estimated from answers and labelled mismatches' if drops else ''}: "
                               f"{advice}[/yellow]")
@@ -190,7 +192,7 @@ def evaluate(
         rows.append(measures.measure("ngram", NGRAM, drafted, own.correct, exact_correct=exact.correct,
                                      target_tokens=sum(map(len, own.result.tokens))))
         rows[-1].seconds = None
-    return rows, chooser, len(job.questions["test"]), kept, areas
+    return rows, chooser, len(job.questions["test"]), estimates, areas
 
 
 def scores_of(job: Job, split: str, rules_too: object) -> list[Scores]:
@@ -472,16 +474,16 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        rows, validation, questions, kept, areas = evaluate(args, progress)
+        rows, validation, questions, estimates, areas = evaluate(args, progress)
     shutil.rmtree(args.out / FINISHED, ignore_errors=True)
     record = {"questions": questions, "dtype": args.dtype, "areas": areas, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
-    drop, upper = kept["scorer"]
-    met = upper <= args.max_val_drop
+    drop, width = estimates["scorer"]
+    met = drop + width <= args.max_val_drop
     rule = (f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval" if met else
             f"lowest end of the drop's 95 % interval, since none is at most {args.max_val_drop}")  # fmt: skip
-    choice = {"rule": rule, "met": met, "chosen": chosen, "drop": drop, "interval": [2 * drop - upper, upper],
+    choice = {"rule": rule, "met": met, "chosen": chosen, "drop": drop, "interval": [drop - width, drop + width],
               "rows": [asdict(row) for row in validation]}
     (args.out / "validation.json").write_text(json.dumps(choice, indent=1) + "\n")
     save_plot(rows, questions, args.out / "evaluation.png")

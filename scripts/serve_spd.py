@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from recipe.spd.vllm_plugin.serving import WORKS, engine_options  # noqa: E402
 from verl.planning.checks import load_model_part  # noqa: E402
+from verl.training.host_memory import available_memory  # noqa: E402
 from verl.utils.accelerator import default_dtype, get_device_name  # noqa: E402
 
 
@@ -97,7 +97,7 @@ def serve(options: dict[str, Any], rest: Sequence[str], *, only_print: bool) -> 
     if get_device_name() != "cuda":
         defaults["dtype"] = default_dtype("cpu")
         if not any(part.replace("_", "-").startswith("--gpu-memory-utilization") for part in rest):  # else of no effect
-            defaults["kv-cache-memory-bytes"] = psutil.virtual_memory().available // 4
+            defaults["kv-cache-memory-bytes"] = available_memory() // 4
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options | defaults), *rest]
     if only_print:
         print(shlex.join(command))

@@ -143,10 +143,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     for name, text in MODEL_SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=type(DEFAULTS[name]), help=f"{text} (default {DEFAULTS[name]})")
-    for name, most in (("train-questions", 1000), ("val-questions", 600), ("test-questions", 1200),
-                       ("train-blocks", 4000), ("val-blocks", 1000)):
-        add(f"--n-{name}", type=int, default=most, help="at most this many blocks (default %(default)d)"
-            if "blocks" in name else "how many of them (default %(default)d)")
+    for split, count in (("train", 1000), ("val", 600), ("test", 1200)):
+        add(f"--n-{split}-questions", type=int, default=count, help="how many of them (default %(default)d)")
+    for split, count in (("train", 4000), ("val", 1000)):
+        add(f"--n-{split}-blocks", type=int, default=count, help="at most this many (default %(default)d)")
     add("--n-harm-blocks", type=int, default=600, help="at most this many blocks of test questions get harm labels "
         "(default %(default)d)")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "

@@ -110,21 +110,23 @@ def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[l
         for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
             infos = [blocks[row]["extra_info"] for row in order]
             if any(info.get("labels") for info in infos):
-                labels, *used = given_labels(infos, limit), len(infos), 0
+                labels, tried, used = given_labels(infos, limit), len(infos), 0
             else:
                 if rollout is None:  # one for all files: it may start a server
                     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
                     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
                     stack.callback(rollout.close)
                 max_tokens = rollout.settings.rollout.max_tokens
-                labels, *used = label_blocks(infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
+                labels, tried, used = label_blocks(
+                    infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit
+                )
             if not labels:
                 within = "" if limit is None else f" within --label-budget {limit}"
                 remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"
                 raise ValueError(f"{file}: no block got a label{within}, neither from the data nor by completions of a "
                                  f"block whose own answer by the target is right. {remedy}.")  # fmt: skip
             labelled.append(LabelledBlocks(blocks, order, labels))
-            spent.append(used)
+            spent.append((tried, used))
     return labelled, *spent[0]
 
 

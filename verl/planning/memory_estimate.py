@@ -130,14 +130,14 @@ def estimate_memory(
         logits = min(micro * data["max_response_length"], chunk)
         checkpointed = roles["model"]["enable_gradient_checkpointing"]
         update = training_memory(size, engine, shards, tokens, logits, checkpointed, engine["defer_gradient_sync"])
-    with_actor = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
+    uses_actor = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
     generation: dict[str, int] = {}
-    if with_actor or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
+    if uses_actor or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
         generation["weights"] = update["weights"]
     if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
         generation["optimizer (two moments)"] = update["optimizer (two moments)"]
     rollout_engine: dict[str, int] = {}
-    if with_actor:
+    if uses_actor:
         if shards > 1:
             generation["gathered weights"] = size.parameters * compute
         cached = length * min(samples, rollout["max_num_seqs"])  # tokens

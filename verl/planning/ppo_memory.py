@@ -92,7 +92,7 @@ def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Ite
 
 
 def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, ModelSize, FSDPEngineConfig]]:
-    """Of the actor, and of the critic, taken for the actor's size."""
+    """(settings of checkpoints, size, engine) of the actor and, if there is one, of the critic, taken for its size."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     yield actor.checkpoint, size, actor.fsdp_config
     if need_critic(config):

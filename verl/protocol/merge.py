@@ -185,12 +185,12 @@ def concat_tensordict(data: list[TensorDict]) -> TensorDict:
         elif isinstance(values[0], NonTensorData):
             assign_non_tensor_data(joined, key, values[0].data)
         else:
-            check_same_width(key, values)
+            _check_same_width(key, values)
             joined.set(key, cat_rows(values))
     return joined
 
 
-def check_same_width(key: str, tensors: list[torch.Tensor]) -> None:
+def _check_same_width(key: str, tensors: list[torch.Tensor]) -> None:
     """DataProtoError unless padded tensors [B_i, ...] agree in all dimensions but the first."""
     for number, tensor in enumerate(tensors):
         if not tensors[0].is_nested and tensor.shape[1:] != tensors[0].shape[1:]:

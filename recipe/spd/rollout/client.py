@@ -100,8 +100,7 @@ class CompletionClient:
         # Small chunks when there is little to do, so that all servers get work; like limits together, since a chunk is
         # generated up to its largest one.
         size = max(1, min(self.settings.prompts_per_request, -(-len(requests) // self.settings.concurrency)))
-        limits = [limit for _, limit in requests]
-        numbers = sorted(range(len(requests)), key=lambda i: limits[i])
+        numbers = sorted(range(len(requests)), key=lambda i: requests[i][1])
         gate = asyncio.Semaphore(self.settings.concurrency)
         done: list[Completion | None] = [None] * len(requests)
 

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_vllm_options_that_a_scorer_restricts_are_read_from_the_command_line():
 ])  # fmt: skip
 def test_on_a_cpu_the_cache_takes_a_quarter_of_the_free_memory(device, rest, cache, monkeypatch, capsys):
     monkeypatch.setattr(serve_spd, "get_device_name", lambda: device)
-    monkeypatch.setattr(serve_spd.psutil, "virtual_memory", lambda: SimpleNamespace(available=4003))
+    monkeypatch.setattr(serve_spd, "available_memory", lambda: 4003)
     serve_spd.serve({"model": "m"}, rest, only_print=True)
     shown = capsys.readouterr().out.rstrip()
     assert shown.endswith(f"--kv-cache-memory-bytes {cache}") if cache else "--kv-cache-memory-bytes" not in shown

@@ -44,7 +44,7 @@ def failure_message(error: Exception, config: Any) -> str:
 
 
 def _remedies(config: Any) -> str:
-    """": lower KEY (now 4), ..." for CPU ranks, empty where the config is not a typed one."""
+    """What lets CPU ranks need less memory, as ": lower KEY (now 4), ..."; empty on GPUs and for an untyped config."""
     if not isinstance(config, PPOConfig) or config.trainer.device != "cpu":
         return ""
     from verl.planning.ppo_memory import memory_remedies  # slow

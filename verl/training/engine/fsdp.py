@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from verl.config.common import CheckpointConfig
 from verl.config.engine import FSDPEngineConfig
@@ -253,6 +254,10 @@ class FSDPEngine(BaseEngine):
 
     train_mode, eval_mode = partialmethod(_mode, "train"), partialmethod(_mode, "eval")
 
+    @cached_property
+    def _models(self) -> list[PreTrainedModel]:
+        return build.outermost_pretrained(self.module)
+
     def _checkpoint_where_needed(self, tokens: int) -> None:
         """Switch the recomputation of layers on or off for a forward of so many tokens; all ranks that share it agree,
         since the layers' collective calls are made again in a recomputation.
@@ -262,8 +267,8 @@ class FSDPEngine(BaseEngine):
         else:  # what PyTorch's allocator holds without a tensor in it is free too
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
-        itemsize, models = self.compute_dtype.itemsize, build.outermost_pretrained(self.module)
-        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in models)
+        itemsize = self.compute_dtype.itemsize
+        needed = any(build.needs_checkpointing(None, model.config, tokens, itemsize, free) for model in self._models)
         if self.joint_group is not None:
             flag = torch.tensor(int(needed), device=self.device)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)
