@@ -1,24 +1,54 @@
-"""GRPO of Qwen2.5-Coder-0.5B-Instruct on GSM8K by the command of `make demo-gsm8k`, three seeds."""
+"""GRPO of Qwen2.5-Coder-0.5B-Instruct on GSM8K: a step against TRL's and against its bare parts, and the command of
+`make demo-gsm8k` on three seeds.
+"""
 
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from benchmarks.against_trl import Case
 from benchmarks.harness import SEEDS, Row, mean_row, row
 from examples.demo_runner import ROOT
-from examples.pretrained.gsm8k.questions import VALIDATION_SIZE
+from examples.pretrained import fetch
+from examples.pretrained.demo import training_command
+from examples.pretrained.gsm8k import demo
+from examples.pretrained.gsm8k.questions import CANDIDATES, CHOSEN, MODEL, VALIDATION_SIZE, write
 from verl.utils.accelerator import default_dtype, get_device_name
 
 OUT = ROOT / "outputs" / "benchmarks" / "gsm8k"
+PROMPT = CANDIDATES[CHOSEN]
+REWARD = """from examples.pretrained.gsm8k.reward import compute_score as score
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return score(data_source, solution_str, ground_truth, {{"marker": {marker!r}}})["score"]
+"""
 
 
 def run() -> list[Row]:
-    """The command, whose runs are kept, with GSM8K in its default folder, and the rows of what it measured."""
+    """The steps, then the command, whose runs are kept, with GSM8K in its default folder."""
+    rows = steps()
     command = [sys.executable, "-m", "examples.pretrained.gsm8k.demo", "--out", str(OUT), "--seeds"]
     subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return measured(json.loads((OUT / "result.json").read_text()))
+    return rows + measured(json.loads((OUT / "result.json").read_text()))
+
+
+def steps() -> list[Row]:
+    """Steps of the demo's command with 8 samples of each of 8 prompts."""
+    out, model = OUT / "steps", fetch.model_folder(None, name=MODEL)
+    out.mkdir(parents=True, exist_ok=True)
+    write(fetch.gsm8k_folder(ROOT / "outputs" / "gsm8k"), out / "data", PROMPT)
+    more = demo.settings(PROMPT, lora=0)
+
+    def command(folder: Path, count: int, settings: tuple[str, ...]) -> list[str]:
+        return training_command(model, demo.source(out / "data"), folder, count, 0, *more, *settings, lr=0.0)
+
+    case = Case("gsm8k", out, 8, 8, PROMPT.limit, command, (8, 16), REWARD.format(marker=PROMPT.marker),
+                lambda row: row["reward_model"]["ground_truth"], demo.TEMPERATURE)  # fmt: skip
+    return case.in_turn(model) + case.over_parts(model)
 
 
 def measured(result: Mapping[str, Any]) -> list[Row]:

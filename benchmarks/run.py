@@ -35,6 +35,8 @@ WANTED: dict[str, Bound] = {
     "gsm8k_gain_last_number": ("at least", gsm8k_demo.GAIN_LAST_NUMBER),
     "gsm8k_gain_control": ("at most", 0),
     "gsm8k_seconds": ("at most", gsm8k_demo.TIME_S),
+    "gsm8k_step_vs_trl": ("at least", 4),
+    "gsm8k_step_over_parts": ("at most", 1.3),
     "spd_gain_over_best_rule": ("at least", 1.1),
     "spd_gain_over_exact": ("at least", 1.2),
     "spd_served_over_exact": ("at least", 1.08),

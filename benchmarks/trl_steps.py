@@ -46,6 +46,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="samples that are forwarded at a time; default: all of a step")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--temperature", type=float, default=1.0)
     return parser.parse_args(argv)
 
 
@@ -66,7 +67,7 @@ def main() -> None:
         gradient_accumulation_steps=args.prompts * args.samples // rows,
         num_generations=args.samples, max_completion_length=args.limit, max_steps=args.steps, learning_rate=args.lr,
         lr_scheduler_type="constant",
-        beta=0.0, temperature=1.0, use_cpu=True, bf16=False,
+        beta=0.0, temperature=args.temperature, use_cpu=True, bf16=False,
         model_init_kwargs={"dtype": args.dtype}, gradient_checkpointing=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True,
         generation_kwargs={"min_new_tokens": args.limit} if args.to_the_limit else None,
