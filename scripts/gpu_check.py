@@ -290,6 +290,9 @@ def check_all(gpus: int, device: torch.device, console: Console, model: Path | N
         if model is None:
             console.print(f"{title}: left out, name a model with --model (make gpu-check MODEL=DIR)", highlight=False)
             continue
+        if demo == "gsm8k.demo" and not (ROOT / "outputs" / "gsm8k" / "train.jsonl").is_file():
+            console.print(f"{title}: left out, it needs train.jsonl and test.jsonl in outputs/gsm8k", highlight=False)
+            continue
         console.print(f"{title} ...", highlight=False)
         yield from attempt(title, lambda demo=demo: run_demo(demo, model, work))
     memory = torch.cuda.get_device_properties(device).total_memory

@@ -61,6 +61,7 @@ def test_the_demos_of_a_users_model_report_their_figures(monkeypatch, tmp_path):
     criteria = {"gain": {"what": "gain", "value": "12 points", "met": True},
                 "control": {"what": "control", "value": "3 points", "met": False}}  # fmt: skip
     results = {"demo": {"result.json": {"criteria": criteria}},
+               "gsm8k.demo": {"result.json": {"criteria": {"gain": criteria["gain"]}}},
                "dllm.demo": {"result.json": {"means": {"served": 1.5, "gap": -0.5}}}}  # fmt: skip
 
     def run(command, folder, log, limit):
@@ -76,10 +77,10 @@ def test_the_demos_of_a_users_model_report_their_figures(monkeypatch, tmp_path):
              for result in gpu_runs.run_demo(demo, Path("/models/m"), tmp_path)]  # fmt: skip
     assert shown == [
         ("GRPO of a pretrained model: gain: 12 points", 0.0, True),
-        ("GRPO of a pretrained model: control: 3 points", 1.0, False),
+        ("GRPO of a pretrained model: control: 3 points", 1.0, False), ("GRPO on GSM8K: gain: 12 points", 0.0, True),
         ("refinement of a pretrained model: served", 1.5, True), ("refinement of a pretrained model: gap", -0.5, True),
     ]  # fmt: skip
-    assert commands["demo"][:2] == commands["dllm.demo"][:2] == ["--model", "/models/m"]
+    assert [command[:2] for command in commands.values()] == 3 * [["--model", "/models/m"]]
 
 
 def test_a_rank_holds_its_share_of_a_model():
