@@ -1,4 +1,4 @@
-"""All settings of the recipe: its config group `spd`, with the environment variables that override the reward."""
+"""All settings of the recipe: its config group `spd`. Environment variables override its reward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from verl.config.fields import check_settings, refuse_unknown, setting, value_errors
 
-BACKBONES = ["own", "target"]  # and those of recipe.spd.scorer.auto.register_scorer
+BACKBONES = ["own", "target"]  # recipe.spd.scorer.auto.register_scorer appends others
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
     "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
@@ -23,8 +23,8 @@ VARIABLES = {
 class SPDRewardConfig:
     """The coefficients, in points of reward (group spd.reward); VARIABLES override them.
 
-    A larger `penalty_break` is learned more slowly, since everything is rejected first; the last points of accuracy are
-    cheaper by a threshold on the scorer's logit that is chosen on held-out questions.
+    With a lower `penalty_break` the scorer first learns to reject everything, which takes longer. A threshold on its
+    logit, chosen on held-out questions, is a cheaper way to the last points of accuracy.
     """
 
     section: ClassVar[str] = "spd.reward"
@@ -167,11 +167,11 @@ class SPDSettings(ScorerSettings):
                 "with --config-path pkg://recipe.spd.config --config-name spd_trainer, which sets it."
             )
         refuse_unknown("spd", custom, [f.name for f in fields(cls)])
-        if errors := value_errors(cls, custom, "spd"):
+        if errors := value_errors(cls, custom, "spd"):  # reward and rollout check their own values, below
             raise ValueError("\n".join(message for _, message in errors))
-        given = dict(custom.pop("rollout", {}))
-        refuse_unknown("spd.rollout", given, [f.name for f in fields(SPDRolloutSettings)])
-        if isinstance(given.get("server_args"), list | tuple):  # Hydra makes a number of a value such as 2
-            given["server_args"] = [str(part) for part in given["server_args"]]
+        rollout = dict(custom.pop("rollout", {}))
+        refuse_unknown("spd.rollout", rollout, [f.name for f in fields(SPDRolloutSettings)])
+        if isinstance(rollout.get("server_args"), list | tuple):  # Hydra makes a number of a value such as 2
+            rollout["server_args"] = [str(part) for part in rollout["server_args"]]
         reward = reward_config(custom.pop("reward", {}))
-        return cls(**custom, reward=reward, rollout=SPDRolloutSettings(**given))
+        return cls(**custom, reward=reward, rollout=SPDRolloutSettings(**rollout))

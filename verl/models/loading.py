@@ -1,4 +1,4 @@
-"""Hugging Face models and what is read of them: loaders by name, configs, sizes."""
+"""Loads Hugging Face models by a loader's name, with helpers for their configs, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LOADERS: Registry[str, ModelLoader] = Registry(
 
 
 def register_model_loader(name: str) -> Callable[[ModelLoader], ModelLoader]:
-    """Decorator: files `load(model_config, torch_dtype, **kwargs) -> nn.Module` under `name`."""
+    """Decorator: registers `load(model_config, torch_dtype, **kwargs) -> nn.Module` under `name`."""
     return _LOADERS.register(name)
 
 
@@ -69,41 +69,42 @@ def _model_dir(model_config: HFModelConfig) -> str:
     return model_config.local_path or model_config.path
 
 
-# Built-in loaders: (auto class; None: the config names it, config values that win over override_config). Without
-# dropout a critic's value is the same in every forward.
+# Built-in loaders: name -> (auto class or None for the one that fits the config, values that win over override_config)
 _BUILT_IN: dict[str, tuple[type | None, dict[str, Any]]] = {
     "auto": (None, {}),
+    # Without dropout a critic's value is the same in every forward.
     "value_head": (AutoModelForTokenClassification, {"num_labels": 1, "classifier_dropout": 0.0}),
 }
 
 
-def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
+def _class_and_config(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
     """(auto class, config to build from, further arguments of from_pretrained) of a built-in loader."""
-    fixed_class, own = _BUILT_IN[loader]
-    given = model_config.override_config
-    # The files' own config, not model_config.hf_config: other code may hold and change that object.
-    directory, trust = _model_dir(model_config), model_config.trust_remote_code
-    hf_config = get_huggingface_actor_config(model_config.local_hf_config_path or directory, {**given, **own}, trust)
+    auto_class, fixed_values = _BUILT_IN[loader]
+    directory, overrides = _model_dir(model_config), model_config.override_config
+    # Read from the files, not model_config.hf_config: other code may hold and change that object.
+    hf_config = get_huggingface_actor_config(
+        model_config.local_hf_config_path or directory, {**overrides, **fixed_values}, model_config.trust_remote_code
+    )
     untie_by_weights(hf_config, directory)
-    auto_class = fixed_class or get_hf_auto_model_class(hf_config)
-    key = "attn_implementation"  # also an argument of from_pretrained
-    return auto_class, hf_config, {key: given[key]} if key in given else {}
+    # from_pretrained takes this config value as an argument, too.
+    arguments = {name: value for name, value in overrides.items() if name == "attn_implementation"}
+    return auto_class or get_hf_auto_model_class(hf_config), hf_config, arguments
 
 
 def load_without_weights(
     model_config: HFModelConfig, torch_dtype: torch.dtype
 ) -> tuple[PreTrainedModel, StoredWeights] | None:
-    """(the module of model.loader with placeholders for its stored parameters, the weights that fill them).
+    """(module, stored weights) as model.loader makes them, but with placeholders that the weights are to replace.
 
-    What is not stored is drawn as in a full load. None where only the loader itself can make the model: loaders of the
-    user's own, loader.kwargs, models with code of their own, folders that `StoredWeights.create` does not take.
+    Parameters that are not stored are drawn as in a full load. None where only the loader itself can make the model:
+    loaders of the user's own, loader.kwargs, models with their own code, folders that `StoredWeights.create` refuses.
     """
     from verl.models.stored_weights import StoredWeights
 
     name, directory = model_config.loader.name, _model_dir(model_config)
     if name not in _BUILT_IN or model_config.loader.kwargs or not os.path.isdir(directory):
         return None
-    auto_class, hf_config, extra = _prepared(name, model_config)
+    auto_class, hf_config, arguments = _class_and_config(name, model_config)
     if "auto_map" in hf_config.to_dict():
         return None
     with torch.device("meta"):
@@ -112,7 +113,7 @@ def load_without_weights(
     if stored is None:
         return None
     module = type(meta).from_pretrained(
-        None, config=hf_config, state_dict=stored.placeholders(torch_dtype), dtype=torch_dtype, **extra
+        None, config=hf_config, state_dict=stored.placeholders(torch_dtype), dtype=torch_dtype, **arguments
     )
     module.name_or_path = module.config.name_or_path = directory
     if module.can_generate():
@@ -122,10 +123,10 @@ def load_without_weights(
 
 def _load_built_in(loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     directory, trust = _model_dir(model_config), model_config.trust_remote_code
-    auto_class, hf_config, extra = _prepared(loader, model_config)
+    auto_class, hf_config, arguments = _class_and_config(loader, model_config)
     try:
         return auto_class.from_pretrained(
-            directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
+            directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**arguments, **kwargs}
         )
     except (pickle.UnpicklingError, SafetensorError, EOFError) as error:
         raise ValueError(f"{directory} holds a file that is not loaded: {one_line(error)}") from error
@@ -144,23 +145,21 @@ def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype,
 
 
 def create_huggingface_actor(
-    model_name: str,
-    override_config_kwargs: dict | None = None,
-    automodel_kwargs: dict | None = None,
+    model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None,
     loader: str = "auto",
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Loads the model in directory `model_name` with the loader of that name.
 
     `automodel_kwargs` may hold `dtype` or `torch_dtype`, and `trust_remote_code`; the rest goes to `from_pretrained`.
     """
     options = dict(automodel_kwargs or {})
-    dtype = options.pop("dtype", None)
-    dtype = options.pop("torch_dtype", None) or dtype or torch.float32
-    trust = bool(options.pop("trust_remote_code", False))
-    # What loaders read of HFModelConfig.
-    paths = {"path": model_name, "local_path": model_name, "local_hf_config_path": None, "hf_config": None}
-    request = SimpleNamespace(**paths, override_config=dict(override_config_kwargs or {}), trust_remote_code=trust)
-    return get_model_loader(loader)(request, dtype, **options)
+    torch_dtype, dtype = options.pop("torch_dtype", None), options.pop("dtype", None)
+    model_config = SimpleNamespace(  # with what loaders read of HFModelConfig
+        path=model_name, local_path=model_name, local_hf_config_path=None, hf_config=None,
+        override_config=dict(override_config_kwargs or {}),
+        trust_remote_code=bool(options.pop("trust_remote_code", False)),
+    )  # fmt: skip
+    return get_model_loader(loader)(model_config, torch_dtype or dtype or torch.float32, **options)
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
@@ -186,19 +185,16 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
     """The model's generation_config.json, else one derived from its config; None where there is neither."""
     with suppress(OSError):
         return GenerationConfig.from_pretrained(model)
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except OSError:
-        return None
-    return GenerationConfig.from_model_config(config)
+    with suppress(OSError):
+        return GenerationConfig.from_model_config(get_huggingface_actor_config(model, None, trust_remote_code))
+    return None
 
 
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
     """The transformers auto class that builds a text generator from this config."""
-    if type(hf_config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    if type(hf_config) in AutoModelForSeq2SeqLM._model_mapping:
-        return AutoModelForSeq2SeqLM
+    for auto_class in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        if type(hf_config) in auto_class._model_mapping:
+            return auto_class
     auto_map = hf_config.to_dict().get("auto_map") or {}
     for auto_class in (AutoModelForCausalLM, AutoModelForTokenClassification):
         if auto_class.__name__ in auto_map:

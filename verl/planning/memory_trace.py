@@ -37,8 +37,8 @@ from verl.training.policy.packing import pack
 from verl.training.policy.prefix_tree import PrefixTree
 from verl.utils.problems import one_line
 
-# Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
-# next one's weights, the last one's gradients) is not there in full.
+# A model of so many layers is traced, and one of a layer more: each further layer adds the same again. With fewer, what
+# FSDP2 holds of neighbouring layers (the next one's weights, the last one's gradients) is not there in full.
 LAYERS = (4, 5)
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer (two moments)"
 HELD = (WEIGHTS, GRADIENTS, OPTIMIZER)
@@ -52,7 +52,7 @@ TEMPORARY = "temporary tensors of the optimizer's step"
 class MicroBatch:
     """`rows` sequences of `prompt` + `response` tokens each, without padding.
 
-    `samples`: rows that share one prompt's forward. `several`: gradients of an earlier micro-batch exist already.
+    `samples`: rows that share one prompt's forward. `several`: this is not the first micro-batch of its update.
     """
 
     rows: int
@@ -70,31 +70,22 @@ def trace_update(
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of one rank by part at the moment of an update in which it holds most; together they are its peak.
 
-    An update has weights and optimizer on its device whatever param_offload and optimizer_offload say; `offload_policy`
-    and offloaded activations leave a GPU, while on CPU ranks the former changes nothing and the latter are copies.
+    An update has weights and optimizer on its device whatever param_offload and optimizer_offload say. `offload_policy`
+    and offloaded activations save memory of a GPU alone: CPU ranks ignore the former and make copies of the latter.
     Raises whatever a model raises that cannot run without numbers (mixtures of experts with a loop over their experts),
     and RuntimeError in a process that has a process group.
     """
-    whole, splitting = hf_config.get_text_config().num_hidden_layers, engine.tensor_parallel_size
-    counts = LAYERS if whole > LAYERS[-1] else (whole,)
+    layers, tensor_parallel = hf_config.get_text_config().num_hidden_layers, engine.tensor_parallel_size
+    counts = LAYERS if layers > LAYERS[-1] else (layers,)
     # Ranks that split layers are modelled as fewer ranks with narrower layers: each holds full embeddings.
-    with _imagined_ranks(ranks // splitting):
-        traces = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
-    few, more = traces[0], traces[-1]
-    steps = (whole - counts[0]) // max(1, counts[-1] - counts[0])  # 0 where all layers were traced
-    parts = {name: few[name] + steps * (more[name] - few[name]) for name in few}
+    with _imagined_ranks(ranks // tensor_parallel):
+        configs = [_part_of(hf_config, count, tensor_parallel) for count in counts]
+        traces = [_trace(config, model, engine, optimizer, micro, on_gpu) for config in configs]
+    first, last, further = traces[0], traces[-1], layers - counts[0]  # none further where all layers were traced
+    parts = {name: first[name] + further * (last[name] - first[name]) for name in first}
     if on_gpu and engine.offload_policy:
         parts |= dict.fromkeys((*HELD, TEMPORARY), 0)
     return _at_peak(parts, micro.several)
-
-
-def _at_peak(parts: dict[str, int], several: bool) -> dict[str, int]:
-    """The parts that exist together in the backward or in the optimizer's step, whichever takes more."""
-    backward = {name: parts[name] for name in (*HELD, GATHERED, ACTIVATIONS, LOGITS)}
-    if not several:
-        backward[GRADIENTS] = 0  # those that exist by then are counted in GATHERED
-    step = {name: parts[name] for name in (*HELD, TEMPORARY)}
-    return max(backward, step, key=lambda moment: sum(moment.values()))
 
 
 def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
@@ -104,6 +95,15 @@ def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
     except Exception as e:  # the model's code may raise anything
         logger.info("the memory of {} cannot be traced: {!r}", type(hf_config).__name__, one_line(e))
         return None
+
+
+def _at_peak(parts: dict[str, int], several: bool) -> dict[str, int]:
+    """The parts that exist together in the backward or in the optimizer's step, whichever takes more."""
+    backward = {name: parts[name] for name in (*HELD, GATHERED, ACTIVATIONS, LOGITS)}
+    if not several:
+        backward[GRADIENTS] = 0  # those that exist by then are counted in GATHERED
+    step = {name: parts[name] for name in (*HELD, TEMPORARY)}
+    return max(backward, step, key=lambda moment: sum(moment.values()))
 
 
 @contextmanager
@@ -155,28 +155,28 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shapes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> shape, dtype at its first use
+        self.first_uses: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> (shape, dtype)
         self.reset()
 
     def reset(self) -> None:
         """Forget the peak."""
-        self.peak, self.at_peak = 0, []
+        self.peak, self.at_peak = 0, []  # bytes; (bytes, shape, dtype) of each storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its local tensor comes here afterwards
         out = func(*args, **(kwargs or {}))
-        known = len(self.shapes)
+        known = len(self.first_uses)
         for tensor in tree_leaves((out, args)):
             if isinstance(tensor, torch.Tensor):
-                self.shapes.setdefault(tensor.untyped_storage(), (tuple(tensor.shape), tensor.dtype))
-        if len(self.shapes) <= known and func.namespace not in ("fsdp", "c10d"):
+                self.first_uses.setdefault(tensor.untyped_storage(), (tuple(tensor.shape), tensor.dtype))
+        if len(self.first_uses) <= known and func.namespace not in ("fsdp", "c10d"):
             return out
         # FSDP2 frees and fills storages by their sizes, which is no operation: all are asked again.
-        now = sum(storage.nbytes() for storage in self.shapes)
+        now = sum(storage.nbytes() for storage in self.first_uses)
         if now > self.peak:
             self.peak = now
-            self.at_peak = [(storage.nbytes(), *what) for storage, what in self.shapes.items()]
+            self.at_peak = [(storage.nbytes(), *what) for storage, what in self.first_uses.items()]
         return out
 
 
@@ -185,23 +185,13 @@ def _trace(
     on_gpu: bool,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes by part of this model's update: HELD, and what its backward and its optimizer's step (TEMPORARY) add."""
-    from transformers import AutoModelForCausalLM
-
-    sharing, shards = engine.ulysses_sequence_parallel_size, engine.fsdp_size
-    if shards > 0:
-        shards //= engine.tensor_parallel_size
+    shards = engine.fsdp_size // engine.tensor_parallel_size  # -1, all ranks, remains -1
     mesh = sharding.create_device_mesh(dist.get_world_size(), shards, "cpu")
-    group = dist.new_group(list(range(sharing))) if sharing > 1 else None
-    batch = _batch(micro, group)
-    compute_dtype, live = torch_dtype_of(engine.dtype, "dtype"), _Live()
+    ulysses = engine.ulysses_sequence_parallel_size
+    batch = _batch(micro, dist.new_group(list(range(ulysses))) if ulysses > 1 else None)
     master_dtype = torch_dtype_of(engine.model_dtype, "model_dtype")
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(hf_config, dtype=master_dtype)
-        module = build.add_adapters(module, replace(model, lora_adapter_path=None), trains=True)
-    if not make_packable(without_adapters(module)):
-        raise ValueError(f"the attention of {type(module).__name__} cannot be replaced")
-    shapes = {tuple(p.shape) for p in module.parameters()}
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
+    module = _meta_module(hf_config, model, master_dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Live() as live:
         _move_to_cpu(module, master_dtype)
         if model.enable_gradient_checkpointing:
             without_adapters(module).gradient_checkpointing_enable({"use_reentrant": False})
@@ -210,45 +200,70 @@ def _trace(
             reshard_after_forward=engine.reshard_after_forward, forward_prefetch=engine.forward_prefetch,
             mp_policy=build.mixed_precision_policy(engine),
         )  # fmt: skip
-        shapes |= {tuple(sharding.local_tensor(p).shape) for p in module.parameters()}
+        # Whole, as FSDP2 gathers them, and this rank's parts.
+        weight_shapes = {tuple(x.shape) for p in module.parameters() for x in (p, sharding.local_tensor(p))}
         module.train()
         optim = build_optimizer(module.named_parameters(), optimizer)
-        trained = [p for p in module.parameters() if p.requires_grad]
-
-        for param_group in optim.param_groups if on_gpu else ():
-            param_group["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
-        for p in trained:
-            p.grad = torch.zeros_like(p)
-        gc.freeze()  # lets the collection look only at what this step leaves
-        try:
-            optim.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
-            gc.collect()
-        finally:
-            gc.unfreeze()
+        held = _hold_all(module, optim, on_gpu)
         live.reset()
         optim.step()
-        held = {
-            WEIGHTS: _nbytes(module.parameters()),
-            GRADIENTS: _nbytes(p.grad for p in trained),
-            OPTIMIZER: _nbytes(x for s in optim.state.values() for x in s.values()),
-        }
         temporary = live.peak - sum(held.values()) - _nbytes(module.buffers())
         if not micro.several:
             optim.zero_grad(set_to_none=True)
         live.reset()
-        autocast = torch.autocast("cpu", dtype=compute_dtype) if compute_dtype != torch.float32 else nullcontext()
-        hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else sharding.activations_on_cpu()
-        offloading = hooks if model.enable_activation_offload else nullcontext()
-        module.set_requires_gradient_sync(not engine.defer_gradient_sync)
-        for _ in range(1 + engine.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
-            with autocast, offloading:
-                log_probs, _ = call_as_forward(module, response_log_probs, temperature=1.0, **batch)
-            (-log_probs.mean()).backward()
-            del log_probs
-    kept = sum(held.values()) - (0 if micro.several else held[GRADIENTS])
-    logits, of_weights = _shares(live.at_peak, shapes, hf_config.get_text_config().vocab_size, micro)
+        _run_backward(module, model, engine, batch, on_gpu)
+    logits, of_weights = _logits_and_weights(live.at_peak, weight_shapes, hf_config.get_text_config().vocab_size, micro)
+    held_before = sum(held.values()) - (0 if micro.several else held[GRADIENTS])  # shaped like weights, not gathered
     activations = live.peak - of_weights - logits
-    return held | {GATHERED: of_weights - kept, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
+    return held | {GATHERED: of_weights - held_before, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
+
+
+def _meta_module(hf_config: Any, model: HFModelConfig, dtype: torch.dtype) -> nn.Module:
+    """The model with its adapters on the device "meta", made for packed rows."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        module = build.add_adapters(module, replace(model, lora_adapter_path=None), trains=True)
+    if not make_packable(without_adapters(module)):
+        raise ValueError(f"the attention of {type(module).__name__} cannot be replaced")
+    return module
+
+
+def _hold_all(module: nn.Module, optim: torch.optim.Optimizer, on_gpu: bool) -> dict[str, int]:
+    """Give all trained weights gradients and moments, and return the bytes of each part of HELD."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for param_group in optim.param_groups if on_gpu else ():
+        param_group["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
+    for p in trained:
+        p.grad = torch.zeros_like(p)
+    gc.freeze()  # lets the collection look only at what this step leaves
+    try:
+        optim.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
+        gc.collect()
+    finally:
+        gc.unfreeze()
+    return {
+        WEIGHTS: _nbytes(module.parameters()),
+        GRADIENTS: _nbytes(p.grad for p in trained),
+        OPTIMIZER: _nbytes(x for s in optim.state.values() for x in s.values()),
+    }
+
+
+def _run_backward(
+    module: nn.Module, model: HFModelConfig, engine: FSDPEngineConfig, batch: dict[str, Any], on_gpu: bool
+) -> None:
+    """Forward and backward of a micro-batch under the engine's settings."""
+    dtype = torch_dtype_of(engine.dtype, "dtype")
+    autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else sharding.activations_on_cpu()
+    offloading = hooks if model.enable_activation_offload else nullcontext()
+    module.set_requires_gradient_sync(not engine.defer_gradient_sync)
+    for _ in range(1 + engine.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
+        with autocast, offloading:
+            log_probs, _ = call_as_forward(module, response_log_probs, temperature=1.0, **batch)
+        (-log_probs.mean()).backward()
+        del log_probs
 
 
 def _forget(tensor: torch.Tensor) -> Any:
@@ -262,19 +277,17 @@ def _remake(saved: Any) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else torch.empty_strided(saved[0], saved[1], dtype=saved[2])
 
 
-def _shares(
+def _logits_and_weights(
     at_peak: list[tuple[int, tuple[int, ...], torch.dtype]], weight_shapes: set[tuple[int, ...]], vocabulary: int,
     micro: MicroBatch,
 ) -> tuple[int, int]:  # fmt: skip
-    """Bytes of (logits, tensors shaped like weights: weights, gradients and moments) among the storages at the peak.
-
-    Flat float tensors longer than the micro-batch are buffers in which FSDP2 gathers weights or exchanges gradients.
-    """
+    """(bytes of logits, bytes of weights, gradients and moments) among the storages at the peak, by their shapes."""
     logits = of_weights = 0
     tokens = micro.rows * (micro.prompt + micro.response)
     for nbytes, shape, dtype in at_peak:
         if len(shape) == 2 and shape[1] == vocabulary and shape[0] <= micro.chunk_tokens and shape not in weight_shapes:
             logits += nbytes
+        # Flat ones longer than the micro-batch are buffers in which FSDP2 gathers weights or exchanges gradients.
         elif shape in weight_shapes or (dtype.is_floating_point and len(shape) == 1 and shape[0] > tokens):
             of_weights += nbytes
     return logits, of_weights
@@ -288,7 +301,7 @@ def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]
     numbers = torch.arange(micro.rows)
     tree = PrefixTree(numbers - numbers % micro.samples, (numbers % micro.samples > 0) * micro.prompt)
     packing = pack(mask, micro.response, tree, group=group)
-    # Kept from here on: under FakeTensorMode their numbers would be unknown.
+    # Cached by this first use: under FakeTensorMode their numbers would be unknown.
     packing.parts(), packing.restore, packing.length, packing.segment_index, packing.own_segments  # noqa: B018
     return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
             "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,

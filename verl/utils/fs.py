@@ -56,7 +56,7 @@ def copy_local_path_from_hdfs(
         if not os.path.exists(local):
             if verbose:
                 logger.info(f"copying {src} to {local}")
-            copy(src, local)  # a name that projects with another storage client replace
+            copy(src, local)  # projects with another storage client replace this function of the module
     return local
 
 
@@ -105,10 +105,13 @@ def copy(src: str, dst: str, **kwargs: Any) -> str | bool:
     Further arguments are those of shutil.copy or shutil.copytree. Raises OSError or subprocess.CalledProcessError.
     """
     if is_non_local(dst):
-        _hdfs(dst, *(("-cp", "-f") if is_non_local(src) else ("-put", "-f")), src, dst)
+        _hdfs("-cp" if is_non_local(src) else "-put", "-f", src, dst)
         return True
     if is_non_local(src):
-        _hdfs_get(src, dst)
+        unfinished = dst + ".part"  # so that `dst` is complete whenever it exists
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _hdfs("-get", "-f", src, unfinished)
+        os.replace(unfinished, dst)
         return True
     return (shutil.copytree if os.path.isdir(src) else shutil.copy)(src, dst, **kwargs)
 
@@ -120,7 +123,7 @@ def copy_into(sources: Sequence[Path], folder: str) -> None:
     """
     if is_non_local(folder):
         makedirs(folder)
-        _hdfs(folder, "-put", "-f", *map(str, sources), folder)
+        _hdfs("-put", "-f", *map(str, sources), folder)
         return
     root = Path(local_mkdir_safe(folder))
     for source in sources:
@@ -136,7 +139,7 @@ def exists(path: str, **kwargs: Any) -> bool:
     if not is_non_local(path):
         return os.path.exists(path, **kwargs)
     try:
-        _hdfs(path, "-test", "-e", path)
+        _hdfs("-test", "-e", path)
     except subprocess.CalledProcessError as error:
         if error.returncode != 1:  # 1: there is no such path
             raise
@@ -147,25 +150,18 @@ def exists(path: str, **kwargs: Any) -> bool:
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
     """Create a folder and its parents, as os.makedirs does; one of hdfs:// may exist, and has no mode."""
     if is_non_local(name):
-        _hdfs(name, "-mkdir", "-p", name)
+        _hdfs("-mkdir", "-p", name)
     else:
         os.makedirs(name, mode, exist_ok, **kwargs)
 
 
-def _hdfs(path: str, *arguments: str) -> None:
-    """Run `hdfs dfs` with these arguments; `path` is for the error if there is no such command."""
+def _hdfs(*arguments: str) -> None:
+    """Run `hdfs dfs` with these arguments."""
     command = shutil.which("hdfs")
     if command is None:
+        path = next(argument for argument in reversed(arguments) if is_non_local(argument))
         raise FileNotFoundError(f"{path}: the `hdfs` command is not on PATH; use a local path instead")
     subprocess.run([command, "dfs", *arguments], check=True)
-
-
-def _hdfs_get(src: str, dest: str) -> None:
-    """Copy from hdfs:// under another name first, so that `dest` is complete whenever it exists."""
-    unfinished = dest + ".part"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    _hdfs(src, "-get", "-f", src, unfinished)
-    os.replace(unfinished, dest)
 
 
 def local_mkdir_safe(path: str) -> str:
@@ -182,28 +178,28 @@ def check_writable(path: str | os.PathLike, is_folder: bool) -> None:
     are found as well. Nothing is left behind.
     """
     target = Path(path).expanduser().absolute()
-    # The nearest path that exists; a broken link does, for lstat. Nothing is known below an unreadable folder.
-    for there in (target, *target.parents):
+    # The nearest path that is known to exist: a broken link is, by lstat; what is in an unreadable folder is not.
+    for nearest in (target, *target.parents):
         try:
-            os.lstat(there)
+            os.lstat(nearest)
             break
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue
-    if there == target and not is_folder:
+    if nearest == target and not is_folder:
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a folder, not a file")
         if not os.access(target, os.W_OK):
             raise PermissionError(f"{target} is read-only, or a broken link")
         if not target.is_file():
             return  # a device or a pipe
-        there = target.parent
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is not a folder")
+        nearest = target.parent
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(4096))
     except OSError as e:
-        raise OSError(f"{there}: {e.strerror}") from e
+        raise OSError(f"{nearest}: {e.strerror}") from e
 
 
 def output_folder(text: str) -> Path:

@@ -16,15 +16,12 @@ class RequestRouter:
     """Chooses the server with the fewest requests in flight, the first among equals. Servers are numbered from 0.
 
     Requests of one conversation stay with their server, whose prefix cache has it, unless that server runs more than
-    `margin` requests more than the one with the fewest.
-
-    A server that fails is not used until `reset`. With `backoff_s` it is used last instead: for `backoff_s` seconds,
-    doubled with each consecutive failure up to `max_backoff_s`. Failures during this time do not extend it.
+    `margin` requests more than the one with the fewest. A server that fails is not used until `reset`.
 
     Args:
-        servers: number of servers.
-        margin: see above.
         max_cache_size: conversations whose server is remembered.
+        backoff_s: seconds for which a server that fails is used last, instead of not at all; each consecutive failure
+            doubles them, up to `max_backoff_s`. Failures during this time do not extend it.
     """
 
     def __init__(
@@ -50,11 +47,11 @@ class RequestRouter:
             raise ServerUnreachable("no rollout server is left")
         now = time.monotonic()
         candidates = [i for i in alive if i not in exclude] or alive
-        least = min(candidates, key=lambda i: (max(0.0, self._backoff_until[i] - now), self.running[i]))
-        server = least
+        backoff = [max(0.0, until - now) for until in self._backoff_until]
+        server = best = min(candidates, key=lambda i: (backoff[i], self.running[i]))
         if conversation is not None:
-            previous = self.server_of.pop(conversation, least)
-            if previous in candidates and self.running[previous] <= self.running[least] + self.margin:
+            previous = self.server_of.pop(conversation, best)
+            if previous in candidates and self.running[previous] <= self.running[best] + self.margin:
                 server = previous
             self.server_of[conversation] = server  # the newest last
             if len(self.server_of) > self.max_cache_size:
@@ -75,10 +72,9 @@ class RequestRouter:
             self._backoff_until[server] = now + min(seconds, max(self.max_backoff_s, self.backoff_s))
 
     def reset(self, lost: bool = True) -> None:
-        """Count no request as running, and with `lost` use all servers again; for requests of workers that died.
+        """Count no request as running, since workers that died release none; with `lost` use failed servers again.
 
-        Requests that are running are not counted, and when they end they lower the counts of newer ones: counts are
-        exact again when all of them have ended.
+        A request from before that still runs lowers, when it ends, the count of newer ones, but never below 0.
         """
         self.running = [0] * len(self.running)
         if lost:
@@ -112,8 +108,8 @@ class RequestProxy:
         return f"127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _forward(self, request: web.Request) -> web.Response:
-        body, problem = await request.read(), ""
-        tried: list[int] = []
+        body = await request.read()
+        tried, problem = [], ""
         for _ in self._clients:
             server = self._router.acquire(exclude=tried)
             tried.append(server)

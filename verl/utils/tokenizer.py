@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer or processor."""
+"""Loads a model's tokenizer or processor, and reads what they say of its tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """AutoTokenizer of a model folder or hub name, with a pad token."""
+    """AutoTokenizer of a model folder or hub name. `correct_pad_token`: its eos token pads if it has no pad token."""
     from transformers import AutoTokenizer
 
     if correct_gemma2 and isinstance(name_or_path, str) and "gemma-2-2b-it" in name_or_path:
@@ -59,7 +59,8 @@ def stop_ids(
         return list(given)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     source = model or tokenizer.name_or_path
-    return list(dict.fromkeys([*own, *(_eos_ids(copy_to_local(source)) if source else ())]))
+    of_model = _eos_ids(copy_to_local(source)) if source else ()
+    return list(dict.fromkeys([*own, *of_model]))  # each once, in order
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -75,15 +76,18 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     special = {*target.added_tokens_decoder, *draft.added_tokens_decoder}
-    if odd := sorted(token for token, number in ours.items() ^ theirs.items() if number not in special):
+    in_one_alone = ours.items() ^ theirs.items()  # pairs of token and id
+    if differing := sorted(token for token, number in in_one_alone if number not in special):
+        token = differing[0]
         raise ValueError(
-            f"{draft_name} has another vocabulary than the target ({len(theirs)} and {len(ours)} tokens; {odd[0]!r} is "
-            f"id {theirs.get(odd[0], 'none')} and {ours.get(odd[0], 'none')}); take two models of one family."
+            f"{draft_name} has another vocabulary than the target ({len(theirs)} and {len(ours)} tokens; {token!r} is "
+            f"id {theirs.get(token, 'none')} and {ours.get(token, 'none')}); take two models of one family."
         )
 
 
 @functools.lru_cache(maxsize=16)
 def _eos_ids(model: str) -> tuple[int, ...]:
+    """Every eos_token_id of a folder's or hub model's generation_config.json, of its config.json without one."""
     from transformers import GenerationConfig, PretrainedConfig
 
     try:
@@ -94,7 +98,7 @@ def _eos_ids(model: str) -> tuple[int, ...]:
         except OSError:  # a folder with a tokenizer alone
             return ()
         ids = config.get("text_config", config).get("eos_token_id")
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    return (ids,) if isinstance(ids, int) else tuple(ids or ())
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:

@@ -57,13 +57,11 @@ class Sampling:
         [B, g + 1, V]; where rejection sampling keeps the draft's token they equal it.
         """
         p, count = self.probabilities(logits), draft_ids.shape[1]
-        if not count:
-            return self.draw(p)
-        q, at = self.probabilities(draft_logits), draft_ids[..., None]
-        uniform = torch.rand(draft_ids.shape, generator=self.generator, device=draft_ids.device)
-        kept = uniform * q.gather(-1, at)[..., 0] < p[:, :count].gather(-1, at)[..., 0]
-        excess = (p[:, :count] - q).clamp(min=0)
-        excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, p[:, :count])  # equal: never drawn from
+        q, p_draft = self.probabilities(draft_logits), p[:, :count]  # [B, g, V]: where the draft has tokens
+        q_of_token, p_of_token = (x.gather(-1, draft_ids[..., None])[..., 0] for x in (q, p_draft))  # [B, g]
+        kept = torch.rand(draft_ids.shape, generator=self.generator, device=q.device) * q_of_token < p_of_token
+        excess = (p_draft - q).clamp(min=0)
+        excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, p_draft)  # no excess: p = q, the token is kept
         drawn = self.draw(torch.cat([excess, p[:, count:]], dim=1))
         return torch.cat([torch.where(kept, draft_ids, drawn[:, :count]), drawn[:, count:]], dim=1)
 
@@ -92,12 +90,12 @@ class _Rows:
     """The rows still running: row k of each cache and tensor belongs to prompt `question[k]`."""
 
     question: torch.Tensor  # [B] int64
-    previous: torch.Tensor  # [B] the last but one committed token (the last one where there is only one)
+    previous: torch.Tensor  # [B] the committed token before `last`; `last` itself where it is the only one
     last: torch.Tensor  # [B] the last committed token, not yet in any cache
     length: torch.Tensor  # [B] committed tokens, prompt included
     vocabulary: int  # V
-    caches: list[RowCache] = field(default_factory=list)
-    seconds: float = 0.0  # of an earlier reading of the prompts, if `caches` were copied from it
+    caches: list[RowCache] = field(default_factory=list)  # the target's and, with a draft, the draft's
+    copied_seconds: float = 0.0  # that an earlier call spent on reading the prompts, if `caches` are copies of its own
 
     def advance(self, block: Block, accepted: torch.Tensor, done: Sequence[bool]) -> None:
         """Move past the committed tokens, `accepted` [B] drafted ones and the target's next; drop the rows `done`."""
@@ -158,6 +156,7 @@ def _generate(
     target_first: bool = False,
 ) -> SpecResult:  # fmt: skip
     """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
+    target, draft = models[0], models[-1]  # without a draft gamma is 0, and draft is not called
     result = SpecResult.empty(len(prompts))
     started = time.perf_counter()
     with _inference(*models):
@@ -165,12 +164,12 @@ def _generate(
             chunk = range(len(prompts))[first : first + batch_size]
             contexts = {k: list(prompts[k]) for k in sorted(chunk, key=lambda k: -len(prompts[k]))}  # see RowCache.read
             rows = _start(models, contexts, max_new_tokens, gamma, prefills)
-            started -= rows.seconds
+            started -= rows.copied_seconds  # calls that share prefills are compared: each pays for the reading
             rounds = 0
             while rows.question.numel() and rounds != max_rounds:
                 drafted = 0 if target_first and not rounds else gamma
-                draft_ids, draft_logits = _propose(models[-1], rows, drafted, sampling)
-                block = _verify(models[0], rows, contexts, draft_ids, draft_logits, sampling)
+                draft_ids, draft_logits = _propose(draft, rows, drafted, sampling)
+                block = _verify(target, rows, contexts, draft_ids, draft_logits, sampling)
                 verdict = judge(block) if drafted else block.mismatch
                 if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
                     raise TypeError(
@@ -203,18 +202,19 @@ def replay_blocks(
         if length == 0:
             raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
         texts = [[*context_ids[k], *draft_ids[k]] for k in indices]
-        for numbers in alike(texts, batch_size):
-            chunk, tree = [indices[i] for i in numbers], TokenTree([texts[i] for i in numbers])
-            at = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
+        for similar in alike(texts, batch_size):
+            rows, tree = [indices[i] for i in similar], TokenTree([texts[i] for i in similar])
+            # [B, g + 1]: where the tree has the last token of each context and the drafted ones.
+            places = torch.stack([path[-length - 1 :] for path in tree.paths]).to(target.device)
             with _inference(target, draft):
-                (draft_logits, _), (logits, layers) = (tree.outputs(model, at) for model in (draft, target))
-            size = min(draft_logits.shape[-1], logits.shape[-1])
-            given = tree.ids.to(target.device)[at[:, 1:]]
-            target_ids = logits[..., :size].argmax(-1)
+                draft_logits, _ = tree.outputs(draft, places)
+                target_logits, layers = tree.outputs(target, places)
+            size = min(draft_logits.shape[-1], target_logits.shape[-1])
+            drafted, target_ids = tree.ids.to(target.device)[places[:, 1:]], target_logits[..., :size].argmax(-1)
             yield Block(
-                context_ids=[list(context_ids[k]) for k in chunk], draft_ids=given, target_ids=target_ids,
-                target_logits=logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_layers=layers,
-                mismatch=given != target_ids[:, :-1], rows=torch.tensor(chunk, device=target.device),
+                context_ids=[list(context_ids[k]) for k in rows], draft_ids=drafted, target_ids=target_ids,
+                target_logits=target_logits[..., :size], draft_logits=draft_logits[:, :-1, :size], target_layers=layers,
+                mismatch=drafted != target_ids[:, :-1], rows=torch.tensor(rows, device=target.device),
             )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _start(
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width and prefills is not None:
-            rows.seconds += prefills.fill(model, padded, cache, read)
+            rows.copied_seconds += prefills.fill(model, padded, cache, read)
         elif width:
             cache.read(model, padded, read)
         rows.caches.append(cache)
@@ -264,11 +264,11 @@ def _propose(
     # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
-    draft_ids = [tokens[:, :0]]
+    draft_ids = [tokens[:, :0]]  # for gamma 0: [B, 0]
     draft_logits = torch.empty(len(tokens), gamma, rows.vocabulary, device=tokens.device)
     for step in range(gamma):
-        logits = draft_logits[:, step : step + 1]
-        logits.copy_(_forward(draft, rows, 1, tokens, positions, keep=1)[0])
+        logits = draft_logits[:, step : step + 1]  # a view
+        logits.copy_(_forward(draft, rows.caches[1], tokens, positions, keep=1)[0][..., : rows.vocabulary])
         draft_ids.append(sampling.draw(sampling.probabilities(logits)) if sampling else logits.argmax(-1))
         tokens, positions = draft_ids[-1], rows.length[:, None] + step
     return torch.cat(draft_ids, dim=1), draft_logits
@@ -281,8 +281,8 @@ def _verify(
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
     tokens = torch.cat([rows.last[:, None], draft_ids], dim=1)  # [B, g + 1], the last committed token first
     positions = (rows.length - 1)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    logits, layers = _forward(target, rows, 0, tokens, positions, with_hidden=True)
-    logits = logits.float()
+    logits, layers = _forward(target, rows.caches[0], tokens, positions, with_hidden=True)
+    logits = logits[..., : rows.vocabulary].float()
     target_ids = sampling.choices(draft_ids, draft_logits, logits) if sampling else logits.argmax(-1)
     return Block(
         context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
@@ -292,13 +292,12 @@ def _verify(
 
 
 def _forward(
-    model: nn.Module, rows: _Rows, which: int, tokens: torch.Tensor, positions: torch.Tensor, *,
-    keep: int | None = None, with_hidden: bool = False,
+    model: nn.Module, cache: RowCache, tokens: torch.Tensor, positions: torch.Tensor, *, keep: int | None = None,
+    with_hidden: bool = False,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:  # fmt: skip
-    """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] in the
-    model's dtype, only of the last `keep` tokens if that is given, and the hidden states, each [B, q, H].
+    """Run tokens [B, q] at positions [B, q] with the model's cache. Returns its logits, of the last `keep` tokens alone
+    if that is given, and the hidden states, each [B, q, H], or None.
     """
-    cache = rows.caches[which]
     mask = cache.announce(positions, model.dtype)
     # A draft may exceed the last position that can be committed; tokens there are dropped, so any position id will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
@@ -307,7 +306,7 @@ def _forward(
         use_cache=True, output_hidden_states=with_hidden,
         logits_to_keep=last_columns(tokens, tokens.shape[1] if keep is None else keep),
     )  # fmt: skip
-    return output.logits[..., : rows.vocabulary], output.hidden_states if with_hidden else None
+    return output.logits, output.hidden_states if with_hidden else None
 
 
 def _commit(
@@ -328,7 +327,7 @@ def _commit(
             kept = end + 1
             result.finished[question] = True
         passed = origin[:kept].count(FROM_MISMATCH)
-        rejected = kept == count + 1 and count < len(drafted)
+        rejected = kept == count + 1 and count < len(drafted)  # the block was not cut before its rejected token
         result.tokens[question].extend(tokens[:kept])
         result.origin[question].extend(origin[:kept])
         result.rounds[question] += 1
@@ -350,9 +349,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
 
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     """The end tokens as a set, from one id, several, or None."""
-    if eos_token_id is None:
-        return frozenset()
-    return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(eos_token_id)
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
 @contextmanager

@@ -16,16 +16,16 @@ from verl.training.checkpoint.publish import CheckpointCorruptError
 from verl.utils.problems import one_line
 
 METADATA_FILE = ".metadata"
-#: every class and function that the metadata of a checkpoint of plain tensors names
-_CLASSES = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
-_ALLOWED = {("torch.distributed.checkpoint.metadata", n) for n in (*_CLASSES.split(), "_MEM_FORMAT_ENCODING")} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-}
+#: module -> its classes and functions that the metadata of a checkpoint of plain tensors names
+_ALLOWED = {
+    "collections": {"OrderedDict"}, "pathlib": {"PosixPath", "PurePosixPath"},
+    "torch": {"Size"}, "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
 
 
 class UntrustedMetadataError(RuntimeError):
@@ -40,7 +40,7 @@ class _AllowListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in _ALLOWED:
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
             what = f"{module}.{name}, which no checkpoint of tensors needs"
             raise UntrustedMetadataError(f"{self.source} refers to {what}; it is not loaded.")
         return super().find_class(module, name)
@@ -60,7 +60,7 @@ class SafeReader(FileSystemReader):
 def read_metadata(folder: str | os.PathLike) -> Metadata:
     """The metadata of the distributed checkpoint in `folder`.
 
-    Raises FileNotFoundError without one, UntrustedMetadataError for one with more than tensors in its own files.
+    Raises FileNotFoundError without one, UntrustedMetadataError if it names anything but tensors in files of `folder`.
     """
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
@@ -104,5 +104,5 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) ->
     try:
         dcp.load(tensors, storage_reader=SafeReader(folder))
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
+        first, _ = next(iter(error.failures.values()))  # of a rank: its error, the traceback
         raise CheckpointCorruptError(f"{folder} holds a file that is not loaded: {one_line(first)}") from error

@@ -11,7 +11,7 @@ from loguru import logger
 from verl.agents.environments.base import Ask, Environment, Library, Message, check_ranges, make_row
 
 EXAMPLES_SEED = 3_000_000  # of worked examples
-DRAWS = 2  # items drawn per validation question: a repeated question is left out
+DRAWS = 2  # items drawn per validation question, so that enough remain without those that repeat a question
 
 
 class ReasoningGym(Environment):
@@ -26,7 +26,7 @@ class ReasoningGym(Environment):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         settings = self.settings
-        check_ranges(
+        check_ranges(  # (first seed, number of seeds)
             settings, seed=(settings.seed, settings.size), val_seed=(settings.val_seed, DRAWS * settings.val_size),
             examples=(EXAMPLES_SEED, settings.examples),
         )  # fmt: skip
@@ -45,12 +45,12 @@ class ReasoningGym(Environment):
         return self.library.create_dataset(task, seed=seed, size=size, **self.settings.parameters.get(task, {}))
 
     def _make_worked_examples(self, task: str) -> list[Message]:
-        number, turns = self.settings.examples, []
-        for index in range(number):
-            entry = self.entry(task, EXAMPLES_SEED, number, index)
-            answer = self.settings.answer_format.format(entry["answer"])
-            turns += [("user", entry["question"].strip()), ("assistant", answer)]
-        return [{"role": role, "content": text} for role, text in turns]
+        messages = []
+        for index in range(self.settings.examples):
+            entry = self.entry(task, EXAMPLES_SEED, self.settings.examples, index)
+            question, answer = entry["question"].strip(), self.settings.answer_format.format(entry["answer"])
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return messages
 
     def _messages(self, task: str, question: str) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -66,11 +66,11 @@ class ReasoningGym(Environment):
 
     async def rows(self, split: str, files: list[str]) -> list[dict[str, Any]]:
         settings = self.settings
-        asked: dict[str, tuple] = {}  # question -> (item, entry); drawn for training too, which leaves them out
+        asked: dict[str, tuple] = {}  # question of validation -> (item, entry); training leaves them out
         for item, entry in self._drawn(settings.val_seed, DRAWS * settings.val_size):
             asked.setdefault(entry["question"], (item, entry))
-        chosen = list(asked.values())[: settings.val_size]
         if split == "val":
+            chosen = list(asked.values())[: settings.val_size]
             if len(chosen) < settings.val_size:
                 text = "data.environment.val_size={}: the tasks have only {} different questions in {} draws"
                 logger.warning(text, settings.val_size, len(chosen), DRAWS * settings.val_size)
