@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,9 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
         file = refused.enter_context(pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False))
         values = in_arrow = in_python = 0
         repeating: dict[str, int] = {}  # column whose strings are stored once and may be long -> bytes of a chunk
-        for chunk, width in _chunks(file):
+        for group, column in itertools.product(range(file.metadata.num_row_groups), range(file.metadata.num_columns)):
+            chunk = file.metadata.row_group(group).column(column)
+            width = file.schema.column(column).length or 0  # bytes of a value; 0 where they differ
             size = chunk.total_uncompressed_size
             values += chunk.num_values
             in_arrow += size
@@ -54,13 +56,6 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
             _check_strings(path, rows, whole, in_arrow, repeating)
         refused.pop_all()
     return file
-
-
-def _chunks(file: pq.ParquetFile) -> Iterator[tuple[pq.ColumnChunkMetaData, int]]:
-    """The metadata of each chunk of a column, and the bytes of one value; 0 if these are not fixed by the schema."""
-    for group in range(file.metadata.num_row_groups):
-        for column in range(file.metadata.num_columns):
-            yield file.metadata.row_group(group).column(column), file.schema.column(column).length or 0
 
 
 def _check_size(path: Path, rows: str, whole: bool, in_arrow: int, in_python: int = 0) -> None:
