@@ -1,4 +1,4 @@
-"""Settings of the noise, the rounds and the own answers."""
+"""Settings of iterative_refine training: SFT that teaches a model to undo noise in a response, in several rounds."""
 
 from dataclasses import dataclass
 
@@ -54,8 +54,8 @@ class IterativeConfig(BaseConfig, section="iterative"):
     single_round_steps: int = setting(0, "Steps at the start that train the first round only.", low=0)
     noise_pattern: str = setting(
         "iid",
-        "Where noise is: single tokens (iid), all from a position on (suffix), a block (block, trajectory), or windows "
-        "beside the clean text (packed).",
+        "Where noise is: single tokens (iid), all from a position on (suffix), a block (block; after untrained rounds: "
+        "trajectory), or windows beside the clean text (packed).",
         choices=tuple(PATTERNS),
     )
     noise_min: float = setting(0.1, "Minimum share of noised response tokens (iid).", low=0, high=1)
@@ -141,7 +141,7 @@ class IterativeModelConfig(SFTModelConfig):
 
 @dataclass
 class IterativeOptimConfig(SFTOptimConfig):
-    """`warmup_steps_ratio` is this recipe's name of lr_warmup_steps_ratio, which iterative_refine.yaml sets to it."""
+    """iterative_refine.yaml passes `warmup_steps_ratio`, this recipe's name for it, on to `lr_warmup_steps_ratio`."""
 
     lr: float = 2e-5
     warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
@@ -149,7 +149,7 @@ class IterativeOptimConfig(SFTOptimConfig):
 
 @dataclass
 class IterativeTrainerConfig(SFTTrainerConfig):
-    """`save_checkpoint_steps` is this recipe's name of save_freq, which iterative_refine.yaml sets to it."""
+    """iterative_refine.yaml passes `save_checkpoint_steps`, this recipe's name for it, on to `save_freq`."""
 
     default_local_dir: str = "checkpoints/dllm_reasoning/iterative_refine"
     project_name: str = "dllm_reasoning"

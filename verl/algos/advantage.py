@@ -29,7 +29,7 @@ get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.find
 
 
 def inputs_of(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
-    """Names of what an estimator takes."""
+    """Names of an estimator's parameters."""
     return tuple(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters)
 
 
@@ -39,15 +39,16 @@ def estimate_advantages(
     """Call the estimator with those of `inputs` that its signature names (all of them if it takes **kwargs).
 
     So a caller offers everything it has (token_level_rewards, response_mask, values, index, reward_baselines,
-    gamma, lam, config, ...) without a branch by estimator. A parameter without a default takes its value from
-    `columns` if `inputs` lack it: data files and reward functions choose their names, so an optional parameter
-    never gets one. A required input that is missing is an error.
+    gamma, lam, config, ...) without a branch by estimator. `columns` of the batch supply what `inputs` lack, but only
+    to parameters without a default: data files and reward functions choose the columns' names, and none must set an
+    option by chance. A required input that is missing is an error.
     """
     fn = get_adv_estimator_fn(name_or_enum)
     parameters = inspect.signature(fn).parameters.values()
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     required = [p.name for p in named if p.default is inspect.Parameter.empty]
-    inputs = {**{name: columns[name] for name in required if name in (columns or {})}, **inputs}
+    from_columns = {name: value for name, value in (columns or {}).items() if name in required}
+    inputs = {**from_columns, **inputs}
     missing = [name for name in required if name not in inputs]
     if missing:
         raise ValueError(
@@ -107,14 +108,13 @@ class Groups:
 
 
 def _scores(token_level_rewards: Tensor, index: Any) -> tuple[Tensor, Groups]:
-    """Reward of each sample [B], in double (a group of equal scores must centre to 0, not to a rounding / epsilon),
-    with the groups of the samples."""
+    """Reward of each sample [B], in double so that equal ones centre to exactly 0, with the groups of the samples."""
     scores = token_level_rewards.double().sum(-1)
     return scores, Groups.of(index, scores.device)
 
 
 def _on_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Estimate:
-    """A value a sample, on every counted token: [B] -> two of [B, T]."""
+    """Each sample's value on its counted tokens, as advantages and as returns: [B] -> two of [B, T]."""
     advantages = per_sample.to(like.dtype).unsqueeze(-1) * response_mask.to(like.dtype)
     return advantages, advantages
 
@@ -151,6 +151,7 @@ def compute_gae_advantage_return(
     return _whiten(advantages, response_mask), advantages + values
 
 
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)  # no other function: grpo is vectorised here
 @register_adv_est(AdvantageEstimator.GRPO)
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
@@ -169,10 +170,7 @@ def compute_grpo_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-# Both names stand for one function: `grpo` and `rloo` are vectorised here.
-compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
-    compute_grpo_outcome_advantage
-)
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
@@ -195,9 +193,9 @@ def compute_grpo_passk_outcome_advantage(
     # Rows sorted by group, best score first; a stable sort keeps the earlier of equals ahead.
     order = scores.argsort(descending=True, stable=True)
     order = order[groups.ids[order].argsort(stable=True)]
-    first = torch.ones(len(order), dtype=torch.bool, device=scores.device)
-    first[1:] = groups.ids[order].diff() != 0
-    best, second = order[first], order[first.nonzero().squeeze(-1) + 1]
+    begins = torch.ones(len(order), dtype=torch.bool, device=scores.device)  # where a group begins in `order`
+    begins[1:] = groups.ids[order].diff() != 0
+    best, second = order[begins], order[1:][begins[:-1]]
     advantages = torch.zeros_like(scores)
     advantages[best] = scores[best] - scores[second]
     if norm_adv_by_std_in_grpo:
@@ -205,6 +203,7 @@ def compute_grpo_passk_outcome_advantage(
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.RLOO)
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
@@ -216,9 +215,7 @@ def compute_rloo_outcome_advantage(
     return _on_tokens(scores - others, token_level_rewards, response_mask)
 
 
-compute_rloo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)(
-    compute_rloo_outcome_advantage
-)
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 
 
 @register_adv_est(AdvantageEstimator.OPO)
@@ -348,6 +345,7 @@ def compute_gdpo_outcome_advantage(
     return advantages, advantages
 
 
+@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)  # no other function: tools' answers are stepped over
 @register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
@@ -357,10 +355,10 @@ def compute_optimal_token_baseline_advantage(
 ) -> Estimate:
     """Return of each token minus a baseline of its position in the group (arXiv 2602.07078). [B, T] -> two of [B, T].
 
-    B_t = sum_i W_t G_t / (sum_i W_t + epsilon) over the samples of the prompt that go on at t, with the rewards from t
-    on G_t and W_t = sum over j <= t of 1 - 2 pi_j + sum pi_j^2, an estimate of the squared norm of the gradient, times
-    the squared `rollout_is_weights`. With `handle_zero_tail` the baseline is 0 where one sample of several continues,
-    since it would be the sample's own return. Tokens that are not counted (a tool's answer) are stepped over.
+    baseline_t = sum of W_t * G_t / (sum of W_t + epsilon) over the prompt's samples that go on at t. G_t: the rewards
+    from t on. W_t: the gradient's squared norm, estimated as the sum over j <= t of 1 - 2 * pi_j + `sum_pi_squared`_j,
+    times `rollout_is_weights`_t squared. With `handle_zero_tail` the baseline is 0 where one sample of several goes on,
+    since it would be that sample's return. Tokens that are not counted (a tool's answer) are stepped over.
     """
     mask = response_mask.to(torch.float64)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
@@ -378,7 +376,4 @@ def compute_optimal_token_baseline_advantage(
     return advantages, returns.to(token_level_rewards.dtype)
 
 
-# Both names stand for one function: answers of tools are stepped over.
-compute_multi_turn_optimal_token_baseline_advantage = register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)(
-    compute_optimal_token_baseline_advantage
-)
+compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage

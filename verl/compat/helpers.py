@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.run.ray_session import WORKER_ENV
 from verl.utils.problems import raise_if_any
 
-#: All defaults; scripts for verl read or extend them.
+#: Our default of each variable, whether or not it is set already; scripts for verl read or extend it.
 PPO_RAY_RUNTIME_ENV: dict[str, Any] = {"env_vars": dict(WORKER_ENV)}
 
 
@@ -69,24 +69,29 @@ class RouterReplayConfig:
 def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any) -> list[int]:
     """The ids that the template puts in front of a conversation without a system message; [] for none.
 
-    The text in front of the first question is this system prompt and the header of a user's turn. The header is found
-    by comparison: between an answer and the next question stand the end of the answer and the header, at the end of a
-    conversation the end of the answer alone.
+    In front of the first question stand this system prompt and the header of a user's turn. After an answer stands its
+    end, and before another question the header too: what follows an answer with and without one tells the header.
     """
     question, answer = "question-7f3a", "answer-7f3a"  # in no template
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     once, twice = (render_chat(tokenizer, turns * n, **apply_chat_template_kwargs) for n in (1, 2))
-    texts = once.partition(question)[0], twice.split(answer)[1].partition(question)[0], once.rpartition(answer)[2]
-    front, between, end = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-    header = between[len(os.path.commonprefix([between, end])) :]  # it works on lists as well
-    return front[: len(front) - len(os.path.commonprefix([front[::-1], header[::-1]]))]
+    prompt_and_header = _ids(tokenizer, once.partition(question)[0])
+    end_and_header = _ids(tokenizer, twice.split(answer)[1].partition(question)[0])
+    end = _ids(tokenizer, once.rpartition(answer)[2])
+    header = end_and_header[len(os.path.commonprefix([end_and_header, end])) :]  # it works on lists as well
+    at_the_end = os.path.commonprefix([prompt_and_header[::-1], header[::-1]])
+    return prompt_and_header[: len(prompt_and_header) - len(at_the_end)]
 
 
 def extract_system_prompt_and_generation(
     tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """The ids of `initialize_system_prompt`, and those that `add_generation_prompt` adds to a user's turn."""
-    turn, with_prompt = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
-    texts = (render_chat(tokenizer, turn, **settings) for settings in (apply_chat_template_kwargs, with_prompt))
-    without, prompted = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    turn, prompting = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
+    without = _ids(tokenizer, render_chat(tokenizer, turn, **apply_chat_template_kwargs))
+    prompted = _ids(tokenizer, render_chat(tokenizer, turn, **prompting))
     return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), prompted[len(without) :]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,41 +37,31 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
     with contextlib.ExitStack() as refused:  # closes the file unless it is returned
         # pre_buffer reads ahead: 100,000 rows of token ids took a third more memory.
         file = refused.enter_context(pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False))
-        metadata, values, stored, in_python = file.metadata, 0, 0, 0
-        encoded: dict[str, int] = {}  # column of dictionary-encoded strings -> bytes of a chunk
-        for chunk, width in _chunks(file):
+        values = in_arrow = in_python = 0
+        repeating: dict[str, int] = {}  # column whose strings are stored once and may be long -> bytes of a chunk
+        for group, column in itertools.product(range(file.metadata.num_row_groups), range(file.metadata.num_columns)):
+            chunk = file.metadata.row_group(group).column(column)
+            width = file.schema.column(column).length or 0  # bytes of a value; 0 where they differ
             size = chunk.total_uncompressed_size
             values += chunk.num_values
-            stored += size
+            in_arrow += size
             in_python += chunk.num_values * max(_VALUE_BYTES, width)
-            # Each value of a chunk with a dictionary may be as long as the whole dictionary.
+            # The metadata allows that each value of such a chunk is as long as the whole chunk.
             has_dictionary = not set(chunk.encodings) <= {"PLAIN", "RLE", "BIT_PACKED"}
             if chunk.physical_type == "BYTE_ARRAY" and has_dictionary and chunk.num_values * size > SMALL_BYTES:
-                encoded[chunk.path_in_schema] = size
-        rows = f"{metadata.num_rows} rows of {metadata.num_columns} columns, {values} values"
-        _check_size(path, rows, whole, stored, in_python)
-        if encoded:
-            at_once = max(1, min(_ROWS, SMALL_BYTES // 4 // max(encoded.values())))
-            with pq.ParquetFile(path, read_dictionary=list(encoded), page_checksum_verification=True) as indices:
-                length = stored
-                for batch in indices.iter_batches(at_once, columns=list(encoded)):
-                    length += sum(_length(leaf) for column in batch.columns for leaf in _leaves(column))
-                    _check_size(path, rows, whole, length)
+                repeating[chunk.path_in_schema] = size
+        rows = f"{file.metadata.num_rows} rows of {file.metadata.num_columns} columns, {values} values"
+        _check_size(path, rows, whole, in_arrow, in_python)
+        if repeating:
+            _check_strings(path, rows, whole, in_arrow, repeating)
         refused.pop_all()
     return file
 
 
-def _chunks(file: pq.ParquetFile) -> Iterator[tuple[pq.ColumnChunkMetaData, int]]:
-    """The metadata of each chunk of a column, and the bytes of a value where all have the same number, else 0."""
-    for group in range(file.metadata.num_row_groups):
-        for column in range(file.metadata.num_columns):
-            yield file.metadata.row_group(group).column(column), file.schema.column(column).length or 0
-
-
-def _check_size(path: Path, rows: str, whole: bool, needed: int, in_python: int = 0) -> None:
-    """Raise ParquetTooLarge if the rows (described by `rows`) take too many bytes in Arrow (`needed`) or in Python."""
+def _check_size(path: Path, rows: str, whole: bool, in_arrow: int, in_python: int = 0) -> None:
+    """Raise ParquetTooLarge if the rows take too many bytes in Arrow or as Python objects; `rows` describes them."""
     size = os.path.getsize(path)
-    expanded = max(needed, in_python)
+    expanded = max(in_arrow, in_python)
     if expanded <= SMALL_BYTES:
         return
     expands = f"{size} bytes that expand to at least {expanded >> 20} MiB ({rows})"
@@ -80,26 +70,32 @@ def _check_size(path: Path, rows: str, whole: bool, needed: int, in_python: int 
             f"{expands}, more than {EXPANSION} times the file's size. No ordinary data does: make sure where the file "
             "is from. If its rows are right, write them as .jsonl."
         )
-    if whole and needed > (free := psutil.virtual_memory().available):
+    if whole and in_arrow > (free := psutil.virtual_memory().available):
         raise ParquetTooLarge(f"{expands}, and {free >> 20} MiB of memory are available. Use fewer rows.")
 
 
-def _leaves(array: pa.Array) -> Iterator[pa.DictionaryArray]:
-    """The dictionary-encoded arrays of a column, also inside lists, maps and structs."""
+def _check_strings(path: Path, rows: str, whole: bool, in_arrow: int, columns: dict[str, int]) -> None:
+    """`_check_size` with the decoded strings of `columns` (name -> bytes of a chunk) added, of which indices are read.
+
+    Even if all its strings are as long as a chunk, a batch has no more than a quarter of SMALL_BYTES in a column.
+    """
+    import pyarrow.parquet as pq
+
+    at_once = max(1, min(_ROWS, SMALL_BYTES // 4 // max(columns.values())))
+    with pq.ParquetFile(path, read_dictionary=list(columns), page_checksum_verification=True) as file:
+        for batch in file.iter_batches(at_once, columns=list(columns)):
+            in_arrow += sum(map(_decoded_bytes, batch.columns))
+            _check_size(path, rows, whole, in_arrow)
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    """Bytes of the strings that the dictionary-encoded arrays in a column stand for; lists and structs hold arrays."""
     import pyarrow as pa
-
-    if pa.types.is_dictionary(array.type):
-        yield array
-    elif pa.types.is_struct(array.type):
-        for i in range(array.type.num_fields):
-            yield from _leaves(array.field(i))
-    elif pa.types.is_nested(array.type):  # a list, or a map, which is a list of structs
-        yield from _leaves(array.values)
-
-
-def _length(array: pa.DictionaryArray) -> int:
-    """Total length of the decoded strings in bytes."""
     import pyarrow.compute as pc
 
-    lengths: Any = pc.binary_length(array.dictionary)
-    return pc.sum(lengths.take(array.indices)).as_py() or 0
+    if pa.types.is_dictionary(array.type):
+        lengths: Any = pc.binary_length(array.dictionary)
+        return pc.sum(lengths.take(array.indices)).as_py() or 0
+    if pa.types.is_struct(array.type):
+        return sum(_decoded_bytes(array.field(i)) for i in range(array.type.num_fields))
+    return _decoded_bytes(array.values) if pa.types.is_nested(array.type) else 0  # a map is a list of structs

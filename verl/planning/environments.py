@@ -1,4 +1,4 @@
-"""The environment of a dry run: started once, with a rendered prompt, a scored answer and the lengths of prompts."""
+"""What a dry run finds out about an RL environment (`data.environment`): wrong settings, a prompt, a scored answer."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -19,7 +19,7 @@ COUNTED = 200  # prompts whose tokens are counted
 
 
 def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
-    """Settings elsewhere with which an environment cannot give rows or scores."""
+    """Settings with which an environment cannot give rows or scores; `findings`, which every check gets, is unused."""
     environment, workers = config.data.environment, config.reward_model.num_workers
     if environment.name is None:
         return
@@ -36,9 +36,9 @@ def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
 
 
 def show_environment(console: Console, config: PPOConfig, findings: Any) -> list[Problem]:
-    """Print the first prompt, the score of one answer and the lengths of prompts; returns what went wrong.
+    """Start the environment; print its first prompt, the scores of one answer and prompt lengths; return what failed.
 
-    The answer, given in every turn, is the ground truth; for reasoning_gym in data.environment.answer_format.
+    The model's answer in every turn is the first row's ground truth; reasoning_gym's are put into its answer_format.
     """
     environment, prompts = config.data.environment, findings.datasets.get("data.train_files")
     if environment.name is None or not prompts:
@@ -48,9 +48,9 @@ def show_environment(console: Console, config: PPOConfig, findings: Any) -> list
     answer = environment.answer_format.format(truth) if environment.name == "reasoning_gym" else str(truth or "")
     try:
         with EnvironmentCalls(environment) as calls:
-            strict = environment.max_turns == 1
-            item = row["extra_info"]["environment"]
-            scores = calls.call(START_S + environment.timeout, "score", item, answer, strict)
+            item, single_turn = row["extra_info"]["environment"], environment.max_turns == 1
+            # In a single turn the environment must ask what the row asks, as training does.
+            scores = calls.call(START_S + environment.timeout, "score", item, answer, single_turn)
     except EnvironmentFailed as error:
         return [wrong("data.environment", f"data.environment: a conversation failed: {one_line(error)}")]
     counted = min(len(prompts), COUNTED)

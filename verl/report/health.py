@@ -1,7 +1,4 @@
-"""Limits of the metrics `health/*`, and the unbiased estimators of pass@k and best@k.
-
-The limits hold for any run: they were set before a run was measured with them.
-"""
+"""Limits of the metrics `health/*`, alike for every run, with the unbiased estimator of pass@k that they rely on."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -100,5 +97,6 @@ def best_of_groups(groups: Iterable[np.ndarray]) -> dict[int, float]:
     """{k: mean of `best_of` k over the groups [n] with at least k samples} for k = 1, 2, 4, ... and the largest n."""
     listed = list(groups)
     largest = max(map(len, listed), default=0)
-    sizes = sorted({largest, *(2**i for i in range(largest.bit_length()))}) if largest else []
+    powers = {2**i for i in range(largest.bit_length())}  # those up to `largest`
+    sizes = sorted(powers | {largest}) if largest else []
     return {k: float(np.mean([best_of(g, k) for g in listed if len(g) >= k])) for k in sizes}

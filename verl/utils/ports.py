@@ -8,8 +8,8 @@ import socket
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of an address of this machine that is not in use now; OSError for an address that is not its own.
 
-    It lies below the ports that outgoing connections get (Linux: 32768 and above): a server may take a minute until it
-    binds its port.
+    A server may bind it only a minute later. It is below the ports of outgoing connections (Linux: 32768 and above),
+    so that none of these takes it until then.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

@@ -17,7 +17,7 @@ from verl.data.fingerprint import cached_folder_fingerprint, model_folder
 
 WORKER = "recipe.spd.vllm_plugin.worker.SPDWorker"
 TESTED_VLLM = "0.32."
-# Engine option -> the values that work with a scorer (others are refused), and what to do instead.
+# Engine option -> the values that work with a scorer; why others are refused, and what to do instead.
 WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((None, False), "A head reads the states of its own target only: serve the merged model."),
     "decode_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
@@ -58,7 +58,7 @@ class ServedScorer:
     def check(
         self, target: str, speculative: Mapping[str, Any] | None, options: Mapping[str, Any]
     ) -> ScoringModelConfig:
-        """The scorer's config, if it fits this target, drafter and engine; else one ValueError or OSError.
+        """The saved scorer's config; ValueError or OSError unless it fits this target, drafter and engine.
 
         `speculative`: the engine's speculative_config. `options`: its other options, those left out are the defaults.
         """
@@ -76,13 +76,13 @@ class ServedScorer:
                 f"{self.scorer} holds a scorer of spd.backbone={saved.backbone}. vLLM serves heads on the target's "
                 "hidden states: train one with spd.backbone=target."
             )
-        here = replace(saved, base_model_path=target, base_fingerprint="", hidden_size=_text_config(target).hidden_size)
-        if not self.allow_foreign_target:
-            here.base_fingerprint = _fingerprint(target)
+        width = _text_config(target).hidden_size
+        fingerprint = "" if self.allow_foreign_target else _fingerprint(target)  # "" is not compared
+        needed = replace(saved, base_model_path=target, base_fingerprint=fingerprint, hidden_size=width)
         try:
-            SCORERS[saved.backbone].check_trained(Path(self.scorer), here, None)
+            SCORERS[saved.backbone].check_trained(Path(self.scorer), needed, None)
         except ValueError as error:
-            if here.base_fingerprint in ("", saved.base_fingerprint):
+            if fingerprint in ("", saved.base_fingerprint):  # the weights are not what is wrong
                 raise
             raise ValueError(
                 f"{error} For a quantised copy of that target set spd.allow_foreign_target (serve_spd.py: "
@@ -93,12 +93,12 @@ class ServedScorer:
         return saved
 
     def _check_drafter(self, saved: ScoringModelConfig, speculative: Mapping[str, Any]) -> None:
+        """Raise ValueError if the engine drafts with another model than made the blocks that the scorer learned on."""
         if not saved.draft_fingerprint:
             logger.warning("{} does not say whose drafts it was trained on; nothing to compare.", self.scorer)
             return
-        model = speculative.get("model") or ""
-        folder = model_folder(model)
-        if folder is None or _fingerprint(model) != saved.draft_fingerprint:
+        model = speculative.get("model") or ""  # n-gram drafts come from none
+        if _fingerprint(model) != saved.draft_fingerprint:
             drafter = model or speculative.get("method")
             raise ValueError(
                 f"the scorer in {self.scorer} was trained on blocks of another drafter (fingerprint "
@@ -115,6 +115,7 @@ def _text_config(model: str) -> Any:
 
 
 def _fingerprint(model: str) -> str:
+    """Fingerprint of a model's weights; "" where no folder or no weights are found."""
     folder = model_folder(model)
     return (cached_folder_fingerprint(folder) if folder else None) or ""
 

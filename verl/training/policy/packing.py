@@ -51,21 +51,23 @@ class Packing:
     """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
 
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
-    query to all of them. With a `group` of ranks that share the row, the attributes `tokens`, `predicted_from` and
-    `response_index` are those of this rank's part of it, and positions are counted from its start; the segments are
-    those of the full row.
+    query to all of them. With a `group` of ranks that share the row, `tokens`, `predicted_from`, `response_index` and
+    `repeats` are those of this rank's part of it, and positions count from its start; the rest is of the full row.
 
-    tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
-    before each counted response token, row by row. response_index: int64 [N], index of that response token in the
-    flattened responses [B * R]. repeats: where rows share some of these tokens, the index of each counted token in the
-    flattened responses and which of the N it is, int64 [M] each; else None. lengths: int64 [S, 2] on the host, number
-    of queries and of keys. keys: int64 [K] on the host, flat positions of the segments' keys; None: those of its
-    queries. attention_mask: bool [S, 1, Q, K] in place of causal attention, rows padded to the longest. single_part:
-    all segments share one attention call, whatever their lengths. prefix_len: tokens of another flat row, shared by the
-    same ranks, whose keys a cache puts before this row's; `keys` then count from the first of those. parents: int64 [S]
-    on the host, which segment a segment continues, -1 for none: its keys are those of its ancestors and its own; None
-    where no prefix is shared. places: int64 [B, L] on the host, flat position of each token, -1 at padding. device: of
-    the batch; None: of `tokens`.
+    tokens: int64 [T], index of each flat token in the flattened batch [B * L].
+    predicted_from: int64 [N], flat position before each counted response token, row by row.
+    response_index: int64 [N], index of that response token in the flattened responses [B * R].
+    lengths: int64 [S, 2] on the host, number of queries and of keys.
+    keys: int64 [K] on the host, flat positions of the segments' keys; None: those of its queries.
+    attention_mask: bool [S, 1, Q, K] in place of causal attention, rows padded to the longest.
+    single_part: all segments share one attention call, whatever their lengths.
+    prefix_len: tokens of a cached row, split among the same ranks; `keys` first counts its keys, then this row's.
+    parents: int64 [S] on the host, which segment a segment continues, -1 for none: its keys are those of its ancestors
+        and its own; None where no prefix is shared.
+    device: of the batch; None: of `tokens`.
+    places: int64 [B, L] on the host, flat position of each token, -1 at padding.
+    repeats: where rows share predicted tokens, else None: the index of each of M counted tokens in the flattened
+        responses and which of the N it is, int64 [M] each.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
@@ -87,15 +89,14 @@ class Packing:
             here = predicted_from // share == rank
             if repeats is not None:
                 index, predicted = repeats
-                mine, number_here = here[predicted], here.cumsum(0) - 1
+                mine, number_here = here[predicted], here.cumsum(0) - 1  # numbers among those of this rank
                 repeats = index[mine], number_here[predicted[mine]]
             predicted_from, response_index = predicted_from[here] - rank * share, response_index[here]
-            if prefix_len:  # a rank sends its part of the prefix with its part of this row
-                in_prefix = keys < prefix_len
-                part = torch.where(in_prefix, prefix_share, share)
-                within = torch.where(in_prefix, keys, keys - prefix_len)
-                offset = torch.where(in_prefix, 0, prefix_share)
-                self.keys = within // part * (prefix_share + share) + within % part + offset
+            if prefix_len:  # all ranks' keys in order of ranks: of each its part of the prefix, then of this row
+                in_row, both = keys - prefix_len, prefix_share + share
+                of_prefix = keys // prefix_share * both + keys % prefix_share
+                of_row = in_row // share * both + prefix_share + in_row % share
+                self.keys = torch.where(in_row < 0, of_prefix, of_row)
         self.tokens, self.predicted_from, self.response_index = (
             t.to(device, non_blocking=True) for t in (tokens, predicted_from, response_index)
         )
@@ -126,8 +127,8 @@ class Packing:
         queries, keys = self.lengths.T  # [S]
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
-        exponents = torch.frexp((keys - 1).double()).exponent  # of the least power of two that is not less
-        sizes = torch.zeros_like(keys) if self.single_part else exponents
+        # The exponent of the least power of two that is not below the number of keys.
+        sizes = torch.zeros_like(keys) if self.single_part else torch.frexp((keys - 1).double()).exponent
         kinds = dict.fromkeys(zip(causal.tolist(), sizes.tolist(), strict=True))
         parts = []
         for is_causal, size in sorted(kinds, key=lambda kind: not kind[0]):  # causal ones first
@@ -135,16 +136,16 @@ class Packing:
             lengths = self.lengths[segments]
             most_queries, most_keys = lengths.amax(0).tolist()
             first_query, first_key = starts[segments].T.unsqueeze(-1)  # [S, 1] each
-            queries, keys = lengths.T.unsqueeze(-1)
-            column, key_column = torch.arange(most_queries), torch.arange(most_keys)
-            valid, key_valid = column < queries, key_column < keys  # [S, Q], [S, K]
+            own_queries, own_keys = lengths.T.unsqueeze(-1)  # [S, 1] each
+            query_column, key_column = torch.arange(most_queries), torch.arange(most_keys)
+            valid, key_valid = query_column < own_queries, key_column < own_keys  # [S, Q], [S, K]
             positions = (first_key + key_column) * key_valid
             if self.keys is not None:
                 positions = self.keys[positions] * key_valid
             mask = self.attention_mask
             if mask is None and not is_causal:  # of a causal part, padding comes after all that could attend to it
                 mask = _causal(lengths)
-            parts.append((Part((first_query + column) * valid, positions, mask, valid), lengths))
+            parts.append((Part((first_query + query_column) * valid, positions, mask, valid), lengths))
         return parts
 
     @cached_property
@@ -185,13 +186,14 @@ class Packing:
         depth = (chain >= 0).sum(0) - 1
         levels = []
         for level in range(int(depth.max())):
-            below = (depth > level).nonzero()[:, 0]
-            above, order = chain[depth[below] - level, below].sort(stable=True)
-            below, (above, index) = below[order], above.unique(return_inverse=True)
-            queries = torch.zeros_like(above).index_add(0, index, count[below])
+            deeper = (depth > level).nonzero()[:, 0]
+            ancestor, order = chain[depth[deeper] - level, deeper].sort(stable=True)
+            above, number = ancestor.unique(return_inverse=True)
+            below = deeper[order]  # descendants of the first of `above`, then of the next
+            queries = torch.zeros_like(above).index_add(0, number, count[below])
             segments = Segments.of(torch.stack([queries, count[above]], 1), self.tokens.device)
-            below, above = (self._on_device(_ranges(starts[i], count[i])) for i in (below, above))
-            levels.append((segments, below, above))
+            query_at, key_at = (self._on_device(_ranges(starts[i], count[i])) for i in (below, above))
+            levels.append((segments, query_at, key_at))
         return levels
 
     @cached_property
@@ -214,7 +216,7 @@ class Packing:
     def scatter_to_responses(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
         index = self.response_index
-        if self.repeats is not None:
+        if self.repeats is not None:  # an embedding, whose backward pass is faster than that of indexing
             index, values = self.repeats[0], F.embedding(self.repeats[1], values[:, None])[:, 0]
         # No view of a flat tensor: FSDP2 warns of forwards that return views.
         place = index // shape[1], index % shape[1]
@@ -263,12 +265,12 @@ def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False)
     With `share_prompt`, tokens that rows of a group begin with are in the flat row once (`prefix_tree`), and their
     log-probs are computed once, unless rows have sampling masks.
     """
-    names = ("attention_mask", "counted", *(TREE_COLUMNS if share_prompt else ()))
-    columns = {**{key: batch[key] for key in names if key in batch.keys()}, **on_host(batch)}
-    mask, counted = (columns[key].cpu() if key in columns else None for key in names[:2])
+    needed = ("attention_mask", "counted", *(TREE_COLUMNS if share_prompt else ()))
+    columns = {**{key: batch[key] for key in needed if key in batch.keys()}, **on_host(batch)}
     tree = prefix_tree(columns, responses) if share_prompt else None
-    sharing, merged = get_ulysses_sequence_parallel_group(), SAMPLING_MASK not in batch.keys()
-    return pack(mask, responses, tree, counted, batch["input_ids"].device, sharing, merged)
+    counted = columns["counted"].cpu() if "counted" in columns else None
+    group, merged = get_ulysses_sequence_parallel_group(), SAMPLING_MASK not in batch.keys()
+    return pack(columns["attention_mask"].cpu(), responses, tree, counted, batch["input_ids"].device, group, merged)
 
 
 def pack(
@@ -286,49 +288,51 @@ def pack(
     split = attended.shape[1] - responses
     if not attended[:, :split].any(1).all():
         raise ValueError("a row of the batch has an empty prompt: nothing predicts its first response token.")
-    length, shared = attended.sum(1), torch.zeros(len(attended), dtype=torch.int64) if tree is None else tree.shared
-    kept = attended & (attended.cumsum(1) > shared[:, None])
+    length = attended.sum(1)
+    shared = torch.zeros_like(length) if tree is None else tree.shared
+    kept = attended & (attended.cumsum(1) > shared[:, None])  # what a row adds to the flat row
     column = torch.arange(int(length.max()))
-    place = torch.zeros(len(attended), len(column), dtype=torch.int64)  # flat position of a row's tokens
     filled = column < length[:, None]
-    place[filled & (column >= shared[:, None])] = torch.arange(int(kept.sum()))
+    position = torch.zeros(filled.shape, dtype=torch.int64)  # [B, longest], flat, of a row's tokens without padding
+    position[filled & (column >= shared[:, None])] = torch.arange(int(kept.sum()))
     for row in shared.nonzero()[:, 0].tolist():
-        place[row, : shared[row]] = place[tree.parent[row], : shared[row]]
-    places, before = torch.full((2, *attended.shape), -1).unbind()
-    places[attended], before[attended] = place[filled], F.pad(place, (1, -1))[filled]
+        position[row, : shared[row]] = position[tree.parent[row], : shared[row]]
+    places, before = torch.full((2, *attended.shape), -1).unbind()  # of each token, and of the one before it
+    places[attended], before[attended] = position[filled], F.pad(position, (1, -1))[filled]
     predicted = attended[:, split:] if counted is None else attended[:, split:] & counted.bool()
     response_index = predicted.flatten().nonzero()[:, 0]
     lengths, keys, parents, repeats = torch.stack([length] * 2, 1), None, None, None
     if shared.any():
-        lengths, keys, parents = _nodes(length, shared, place)
+        lengths, keys, parents = _nodes(length, shared, position)
         at = places[:, split:].flatten()[response_index]
-        single, value = at.unique(return_inverse=True)
+        single, number = at.unique(return_inverse=True)
         if merged and len(single) < len(at):
-            repeats = response_index, value
-            response_index = torch.empty_like(single).index_put((value,), response_index)
+            repeats = response_index, number
+            response_index = torch.empty_like(single).index_put((number,), response_index)
     tokens, predicted_from = kept.flatten().nonzero()[:, 0], before[:, split:].flatten()[response_index]
     return Packing(tokens, predicted_from, response_index, lengths, keys, group=group, parents=parents, device=device,
                    places=places, repeats=repeats)  # fmt: skip
 
 
 def _nodes(
-    length: torch.Tensor, shared: torch.Tensor, place: torch.Tensor
+    length: torch.Tensor, shared: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`lengths`, `keys` and `parents` of a Packing whose segments are the nodes of a tree.
 
-    length, shared: int64 [B], tokens of a row, and those of them that an earlier row has in the flat row. place: int64
-    [B, longest], flat position of each token of a row.
+    length, shared: int64 [B], tokens of a row, and those of them that an earlier row has in the flat row. position:
+    int64 [B, longest], flat position of each token of a row.
     """
     added = length - shared
-    begins, some, sharing = _starts(added), added > 0, shared.nonzero()[:, 0]
-    ends = place[sharing, shared[sharing] - 1] + 1  # where a node ends because a row goes on from there
-    total = int(added.sum())
-    start = torch.cat([begins[some], ends[ends < total]]).unique()
+    begins, total = _starts(added), int(added.sum())  # of what a row adds
+    adding, sharing = added.nonzero()[:, 0], shared.nonzero()[:, 0]
+    # A node starts where a row begins to add tokens, and after a token from which another row goes on.
+    cuts = position[sharing, shared[sharing] - 1] + 1
+    start = torch.cat([begins[adding], cuts[cuts < total]]).unique()
     queries = torch.diff(start, append=torch.tensor([total]))
-    row = some.nonzero()[:, 0][torch.searchsorted(begins[some], start, right=True) - 1]
+    row = adding[torch.searchsorted(begins[adding], start, right=True) - 1]  # that has the node
     first = shared[row] + start - begins[row]  # number of a node's first token in its row
-    keys = place.flatten()[_ranges(row * place.shape[1], first + queries)]
-    parents = torch.searchsorted(start, place[row, (first - 1).clamp(min=0)], right=True) - 1
+    keys = position.flatten()[_ranges(row * position.shape[1], first + queries)]  # the row up to the node's end
+    parents = torch.searchsorted(start, position[row, (first - 1).clamp(min=0)], right=True) - 1
     return torch.stack([queries, first + queries], 1), keys, parents.where(first > 0, -1)
 
 
@@ -344,11 +348,11 @@ def pack_rows(
     lengths = attended.sum(1)
     if query_key_mask is not None:
         first = attended.long().argmax(1)[:, None]
-        columns = torch.arange(int(lengths.max()))
-        valid = columns < lengths[:, None]
-        columns = (first + columns) * valid  # [B, W]
-        row = torch.arange(len(columns))[:, None, None]
-        mask = query_key_mask[row, columns[:, :, None], columns[:, None, :]] & valid[:, None, :]
+        number = torch.arange(int(lengths.max()))
+        valid = number < lengths[:, None]
+        column = (first + number) * valid  # [B, W], of each token of a row
+        row = torch.arange(len(column))[:, None, None]
+        mask = query_key_mask[row, column[:, :, None], column[:, None, :]] & valid[:, None, :]
         mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
         mask = mask.unsqueeze(1)
     none, tokens = torch.empty(0, dtype=torch.int64), attended.flatten().nonzero()[:, 0]
@@ -379,10 +383,10 @@ def _causal(lengths: torch.Tensor, window: int | None = None) -> torch.Tensor:
     key, each to at most `window` keys. Padding queries attend to some key too, else they would give NaN.
     """
     (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
-    own = torch.minimum(keys - queries + torch.arange(most_queries), keys - 1)[..., None]  # [S, Q, 1]
-    column = torch.arange(most_keys)
-    attended = column <= own
-    return (attended if window is None else attended & (column > own - window)).unsqueeze(1)
+    own_key = torch.minimum(keys - queries + torch.arange(most_queries), keys - 1)[..., None]  # [S, Q, 1]
+    key = torch.arange(most_keys)
+    attended = key <= own_key
+    return (attended if window is None else attended & (key > own_key - window)).unsqueeze(1)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
