@@ -20,9 +20,9 @@ class MCPBaseTool(BaseTool):
     server: McpServer | None = None
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
-        super().__init__(config, tool_schema)
         if self.server is None and config.get("type") != "mcp":
             raise ValueError("a tool of MCP servers needs config.type=mcp, and their file, mcp.mcp_servers_config_path")
+        super().__init__(config, tool_schema)
         self.timeout = config["timeout"] if "timeout" in config else 30
         self._interval = 1.0 / config["rate_limit"] if config.get("rate_limit") else 0.0
         self._next = 0.0  # when the next call may start
