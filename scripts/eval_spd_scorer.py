@@ -5,8 +5,7 @@
 
 Real multi-round decoding until the end token or the limit. Writes evaluation.json, evaluation.png and validation.json
 (the runs on the validation questions that chose the scorer's threshold), and by_question.json (each run on each
-question). A stopped command continues where it was; with --parts, several evaluations on one pair decode each rule
-once.
+question). A stopped command continues where it was; with --parts, evaluations on one pair decode each rule once.
 """
 
 import argparse
@@ -436,8 +435,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
         "every rule on the validation questions too")
     add("--seed", type=int, default=0)
-    add("--processes", type=int, help="processes, each with its own models, which share the questions of every run "
-        "(default: one per core or GPU)")
+    add("--processes", type=int, help="processes with models of their own, for all runs (default: one per core or GPU)")
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
         "and on CPUs with instructions for it, else float32)")
@@ -447,20 +445,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--near-drop chooses among rules too: add --all-rules")
     if args.processes is None:
         args.processes = len(os.sched_getaffinity(0)) if args.device == "cpu" else max(1, len(visible_gpus()))
-    args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
-    args.rules = {}
+    args.scorers, args.rules = {"scorer": args.scorer}, {}
+    for text in args.compare:
+        name, _, directory = text.partition("=")
+        if not (name and directory) or name in {*FIXED_RULES, *args.scorers}:
+            parser.error(f"--compare {text}: give NAME=DIR, with a name that no other rule has")
+        args.scorers[name] = directory
     for text in args.rule:
-        given = re.fullmatch(r"(\w+)=(.+?):(\w+)(?::([-+.\d,e]+))?", text)
-        if given is None or given[1] in {*FIXED_RULES, *args.scorers} or not Path(given[2]).is_file():
-            parser.error(f"--rule {text}: give NAME=FILE:FUNCTION or NAME=FILE:FUNCTION:N,N with an existing file, and "
-                         "a name that no other rule has")
+        given = re.fullmatch(r"(\w+)=(.+?):(\w+)(?::((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?:,(?=.)|$))+))?", text)
+        if given is None or given[1] in {*FIXED_RULES, *args.scorers, *args.rules} or not Path(given[2]).is_file():
+            parser.error(f"--rule {text}: give NAME=FILE:FUNCTION[:N,N], an existing file and a name of no other rule")
         args.rules[given[1]] = (given[2], given[3], [float(value) for value in (given[4] or "0").split(",")])
-    if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
-        parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")
-    if args.samples < 1 or args.temperature < 0 or (args.samples > 1 and not args.temperature):
+    for name, least in (("samples", 1), ("temperature", 0), ("processes", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: give at least {least}")
+    if args.samples > 1 and not args.temperature:
         parser.error(f"--samples {args.samples} --temperature {args.temperature}: several samples need a temperature")
-    if args.processes < 1:
-        parser.error(f"--processes {args.processes}: at least one must do the work")
     return args
 
 

@@ -138,7 +138,9 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
         model = AutoModelForSPDScoring.from_pretrained(args.scorer, *shared, torch_dtype=target.dtype)
     except (RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it again.") from error
+        folder = config.base_model_path if config.lora_rank else args.scorer
+        text = f"--scorer {args.scorer}: the model in {folder} cannot be loaded ({reason}); copy that folder again."
+        raise SystemExit(text) from error
     return model.to(args.device).eval()
 
 

@@ -86,7 +86,8 @@ class _EnvConfig(dict):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"data.environment.params of the task has no {name!r}; it has {', '.join(self)}")
+            known = ", ".join(self) or "none"
+            raise AttributeError(f"data.environment.params of the task must have {name!r}; it has {known}")
         return self[name]
 
 

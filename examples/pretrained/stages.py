@@ -62,12 +62,12 @@ def refuse_other_settings(stage: Stage, out: Path) -> None:
     without a record, which may be that of another command."""
     file, advice = out / "stages" / f"{stage.name}.json", "Name another folder with --out (OUT=DIR of make)"
     if stage.result.exists() and not file.exists():
-        raise SystemExit(f"{stage.result} exists, but was not made by this command. {advice}, or delete this one.")
+        raise SystemExit(f"{stage.result} exists, but was not made by this command. {advice}, or delete it.")
     if has_other_settings(stage, out):
         before = json.loads(file.read_text())["command"]
         new = [str(part) for part in stage.command[1:] if str(part) not in before]
         differs = f"now with {' '.join(new)}" if new else "now with other data, or after other stages"
-        raise SystemExit(f"{file}: {stage.name} was made by another command ({differs}). {advice}, or delete this one.")
+        raise SystemExit(f"{file}: {stage.name} was made by another command ({differs}). {advice}, or delete {out}.")
 
 
 def run(stage: Stage, out: Path, watch: Callable[[], None] | None = None) -> float:

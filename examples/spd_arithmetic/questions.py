@@ -52,7 +52,8 @@ class PromptStyle:
         shots = [(text, answer) for text, answer, _ in _worked(self.few_shot)] if self.few_shot else []
         settings = {**self.template_args, **({} if self.thinking is None else {"enable_thinking": self.thinking})}
         if tokenizer.chat_template is None and settings:
-            raise ValueError(f"{tokenizer.name_or_path} has no chat template, which {sorted(settings)} are for")
+            raise ValueError(f"{tokenizer.name_or_path} has no chat template, which {sorted(settings)} are for; leave "
+                             "out --thinking and --template-args")
         return [self._prompt(text, shots, settings, tokenizer) for text in texts]
 
     def _prompt(self, text: str, shots: list[tuple[str, str]], settings: dict[str, Any], tokenizer: Any) -> list[int]:

@@ -208,7 +208,7 @@ def test_the_blocks_of_another_pair_are_kept(tmp_path, tiny_llama, monkeypatch):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"key": "of another pair", "command": [], "seconds": 5.0, "ended": True}))
     (tmp_path / "out" / "pair").mkdir()
-    with pytest.raises(SystemExit, match="blocks was made by another command .* Name another folder with --out"):
+    with pytest.raises(SystemExit, match="blocks was made by another command .* with --out .*, or delete .*/out.$"):
         demo.main(["--out", str(tmp_path / "out"), "--target", tiny_llama, "--draft", tiny_llama])
     file.unlink()
     with pytest.raises(SystemExit, match="out/pair exists, but was not made by this command"):

@@ -82,6 +82,10 @@ def test_the_rank_of_an_adapter_is_read_and_its_absence_named(tiny_llama, tmp_pa
     assert m.get_lora_rank_from_adapter(tmp_path) == 5
     with pytest.raises(FileNotFoundError, match="adapter_config.json"):
         m.get_lora_rank_from_adapter(tmp_path / "elsewhere")
+    for text in ("{}", "[5]", '{"r": "x"}', '{"r": 5'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match="adapter_config.json has no rank 'r'"):
+            m.get_lora_rank_from_adapter(tmp_path)
 
 
 def test_a_dtype_that_does_not_exist_is_named_with_its_key():

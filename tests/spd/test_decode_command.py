@@ -4,6 +4,7 @@ Not covered: a GPU.
 """
 
 import io
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +168,16 @@ def test_a_mistake_ends_with_one_message(house, tmp_path):
         with pytest.raises(SystemExit, match=sentence) as error:
             run(house, *options)
         assert "\n" not in str(error.value)
+
+
+def test_a_broken_base_model_of_adapters_is_named(house, tmp_path):
+    shutil.copytree(house / "target", tmp_path / "base")
+    config = ScoringModelConfig(base_model_path=str(tmp_path / "base"), backbone="own", lora_rank=2)
+    AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path / "scorer")
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(SystemExit, match="the model in .*/base cannot be loaded .*; copy that folder again"):
+        run(house, "--scorer", str(tmp_path / "scorer"), "--prompt", "a")
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,23 @@ def test_the_thresholds_near_a_drop_are_two_of_the_best_rule_and_of_the_best_sco
         ("test", "margin", 1.0), ("test", "margin", 2.0), ("test", "scorer", 1.0), ("test", "scorer", 2.0)]
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    (["--rule", "mine={}:f:1,,2"], "--rule mine="), (["--rule", "mine={}:f:e"], "--rule mine="),
+    (["--rule", "mine={}:f", "mine={}:g"], "--rule mine="), (["--compare", "a=x", "a=y"], "--compare a=y: give"),
+    (["--compare", "=x"], "--compare =x: give NAME=DIR"), (["--samples", "0"], "--samples 0: give at least 1"),
+    (["--temperature", "-1"], "--temperature -1.0: give at least 0"), (["--samples", "2"], "samples need a temp"),
+])  # fmt: skip
+def test_an_option_that_the_evaluation_cannot_take_is_named(options, said, tmp_path, capsys):
+    needed = [word for name in ("target", "draft", "scorer", "questions", "val-questions", "harm-labels", "out")
+              for word in (f"--{name}", str(tmp_path / name))]  # fmt: skip
+    given = [*needed, *(option.format(__file__) for option in options)]
+    with pytest.raises(SystemExit):
+        eval_spd_scorer.parse(given)
+    assert said in capsys.readouterr().err
+    numbers = eval_spd_scorer.parse([*needed, "--rule", f"mine={__file__}:f:1,-2.5,1e-3,.5"]).rules["mine"][2]
+    assert numbers == [1.0, -2.5, 0.001, 0.5]
+
+
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
     """Target and draft directories, questions and labelled blocks, all random."""

@@ -160,7 +160,7 @@ def test_prompts_follow_template_system_shots_and_thinking(tmp_path):
     assert text(few_shot=shots) == "u : 1 + 1 c . a : b <unk> 2 . u : 2 + 3 c . z"
     tokenizer.chat_template = None
     assert text(few_shot=shots, system="d") == "d <unk> 1 + 1 c <unk> b <unk> 2 <unk> 2 + 3 c <unk>"
-    with pytest.raises(ValueError, match="has no chat template, which .'enable_thinking'. are for"):
+    with pytest.raises(ValueError, match="has no chat template, which .'enable_thinking'. are for; leave out"):
         text(thinking=False)
 
 

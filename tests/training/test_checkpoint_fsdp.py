@@ -154,9 +154,11 @@ def test_metadata_that_points_outside_its_folder_or_is_something_else_is_refused
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UntrustedMetadataError, match="elsewhere"):
         read_metadata(tmp_path / "model")
-    file.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UntrustedMetadataError, match="dict"):
-        read_metadata(tmp_path / "model")
+    for other, what in (({"a": 1}, "holds a dict"), (Metadata({"w": 5}, storage_data={}), "'w' is not a tensor"),
+                        (Metadata({}, storage_data={"w": 5}), "is not a checkpoint's metadata: 'int'")):  # fmt: skip
+        file.write_bytes(pickle.dumps(other))
+        with pytest.raises(UntrustedMetadataError, match=what):
+            read_metadata(tmp_path / "model")
 
 
 def test_metadata_of_python_3_13_is_read(tmp_path):

@@ -210,10 +210,10 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
     file = Path(adapter_path).expanduser() / "adapter_config.json"
     if not file.is_file():
         raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must name an adapter's folder; no {file}")
-    described = json.loads(file.read_text())
-    if "r" not in described:
-        raise ValueError(f"{file} has no rank 'r', so it is not a LoRA adapter. Name another folder.")
-    return int(described["r"])
+    try:
+        return int(json.loads(file.read_text())["r"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} has no rank 'r', so it is not a LoRA adapter. Name another folder.") from error
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:

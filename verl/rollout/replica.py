@@ -228,7 +228,7 @@ class RolloutReplica:
     def _take_server(self, rank: int) -> None:
         handle = self.worker_group.rollout_server()[rank]
         if handle is None:
-            raise ValueError("actor_rollout_ref.rollout.mode=async, but the ranks' rollout has no server")
+            raise ValueError("actor_rollout_ref.rollout.mode=async, but the rollout has no server_handle; use sync")
         self.servers = [handle]
 
     async def close(self) -> None:

@@ -60,7 +60,8 @@ class RunningServer:
             age = self.seconds_up()
             if age > timeout_s:
                 raise LocalServerError(
-                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key}).{self._tail()}"
+                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key}; raise it if the log "
+                    f"shows progress).{self._tail()}"
                 )
             try:
                 with DIRECT.open(f"{self.url}/health", timeout=5):

@@ -223,7 +223,7 @@ class CompletionClient:
             return self._names[url]
         reply = await self._http.send("GET", f"{url}/v1/models", timeout=self.settings.timeout_s)
         if reply.status >= 400:
-            raise ServiceError(f"{url}/v1/models answered {reply.status}", reply.status)
+            raise ServiceError(f"{url}/v1/models answered {reply.status}: {reply.text[:200]}", reply.status)
         ours = self.settings.served_model
         try:
             roots = {model["id"]: model.get("root") for model in json.loads(reply.content)["data"]}

@@ -133,6 +133,11 @@ def test_settings_are_each_conversations_own_and_columns_may_differ(manager):
     assert none is None and first["temperature"] == third["temperature"] == 1.0 and first["seed"] != third["seed"]
 
 
+def test_a_score_that_is_not_finite_is_named_with_its_row(manager):
+    with pytest.raises(ValueError, match=r"reward_score=nan \(row 1\) must be finite"):
+        generated(manager(lambda row, turn: [7, EOS]), 3, score=[1.0, float("nan"), 2.0])
+
+
 def test_experts_of_a_loop_that_was_written_for_verl_are_accepted(manager):
     output = generated(manager(lambda row, turn: [7] * 5), 2, extra=["experts", None])
     assert "routed_experts" not in output.batch and output.non_tensor_batch["experts"].tolist() == [0, None]

@@ -175,6 +175,11 @@ async def test_a_session_sees_only_its_own_conversation():
     [
         ({"input": 3}, "input=3 must be a text or a list of items"),
         ({"input": {"role": "user", "content": "?"}}, "input={.*} must be a text or a list of items"),
+        ({"input": ["?"]}, r"input\[0\]=\? must be an object"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type='item_reference' is not supported"),
+        ({"input": [{"type": "reasoning", "content": "?"}]}, r"input\[0\]: its content must be a list of parts"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": 3}]}]}, r"input\[0\]: its content must be a list"),
+        ({"input": "?", "tools": 3}, r"tools\[0\] must have type=function"),
         ({"input": "?", "text": "json"}, "text=json must be an object"),
         ({"input": "?", "text": {"format": {"type": "json_object"}}}, "text.format.type='json_object'"),
     ],

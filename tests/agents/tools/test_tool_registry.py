@@ -117,6 +117,14 @@ def test_an_absent_file_and_broken_mcp_servers(tmp_path):
             initialize_tools_from_config(str(file))
 
 
+def test_a_tool_of_mcp_servers_without_them_is_refused_when_it_is_loaded(tmp_path):
+    file = tmp_path / "tools.yaml"
+    for config in ("{}", "{type: native}"):
+        file.write_text(f"tools: [{{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {config}}}]")
+        with pytest.raises(ValueError, match=r"tools\[0\].* needs config.type=mcp, .* mcp.mcp_servers_config_path"):
+            initialize_tools_from_config(str(file))
+
+
 def test_functions_of_a_python_file_follow_the_tools_of_a_yaml_file(tmp_path):
     listed, functions = tmp_path / "tools.yaml", tmp_path / "functions.py"
     listed.write_text("tools: [{class_name: verl.tools.code_tool.CodeTool}]")

@@ -93,7 +93,7 @@ def use_loop_scores(output: DataProto) -> DataProto:
     lost = output.non_tensor_batch[LOST].astype(bool)
     if not lost.all() and all(score is not None for score in given[~lost]):
         scores = [0.0 if score is None else float(score) for score in given]
-        if not all(map(math.isfinite, scores)):
-            raise ValueError(f"AgentLoopOutput.reward_score must be finite; the scores are {scores}.")
+        if wrong := [row for row, score in enumerate(scores) if not math.isfinite(score)]:
+            raise ValueError(f"AgentLoopOutput.reward_score={scores[wrong[0]]} (row {wrong[0]}) must be finite.")
         output.batch["rm_scores"] = place_scores(output, scores)
     return output

@@ -167,7 +167,7 @@ class _Conversations:
     async def _run(self, environment: Environment, number: int, item: dict[str, Any]) -> None:
         async def ask(messages: list[Message], tools: list[dict[str, Any]] | None) -> Message:
             if number in self.replies:
-                raise EnvironmentFailed("two turns of one conversation were asked for at the same time")
+                raise EnvironmentFailed("two turns of a conversation were asked for at the same time; await each `ask`")
             self.replies[number] = asyncio.get_running_loop().create_future()
             self.connection.send(("ask", number, (messages, tools)))
             return await self.replies[number]

@@ -63,7 +63,7 @@ class ProgramAgentLoop(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self.agent = self.rollout_config.agent
         if not self.agent.command:
-            raise ValueError("program_agent needs actor_rollout_ref.rollout.agent.command, a program with arguments")
+            raise ValueError("program_agent needs actor_rollout_ref.rollout.agent.command, a command line")
         shared = self.trainer_config.shared
         if "programs" not in shared:
             shared["programs"] = Programs(self.agent, self.config.trainer.default_local_dir)

@@ -33,7 +33,9 @@ def _chat_messages(items: Any) -> list[dict[str, Any]]:
 
 def _message_of(item: Any, i: int) -> dict[str, Any]:
     """Input item number i as a message of its own."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        raise RequestError(f"input[{i}]={one_line(item)} must be an object")
+    kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}
     if kind == "function_call":
@@ -43,8 +45,12 @@ def _message_of(item: Any, i: int) -> dict[str, Any]:
     if kind == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
     if kind == "reasoning":
-        texts = [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
-        return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
+        parts = item.get("content") or item.get("summary") or []
+        try:
+            text = "\n".join(part.get("text", "") for part in parts)
+        except (AttributeError, TypeError):
+            raise RequestError(f"input[{i}]: its content must be a list of parts that have a text") from None
+        return {"role": "assistant", "content": None, "reasoning_content": text}
     known = "message, function_call, function_call_output and reasoning are"
     raise RequestError(f"input[{i}].type={kind!r} is not supported: {known}")
 
@@ -67,13 +73,15 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
         raise RequestError(f'text={one_line(settings)} must be an object: {{"format": {{"type": "text"}}}}')
     check_format(settings.get("format"), "text.format")
     previous = body.get("previous_response_id")
-    if previous is not None and previous not in session.responses:
+    if previous is not None and (not isinstance(previous, str) or previous not in session.responses):
         raise RequestError(f"previous_response_id={previous!r} is not a response of this session", 404)
     history = [*session.responses.get(previous, ()), *_chat_messages(body.get("input"))]
     # Not remembered: instructions hold for one request only.
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     # This API has a function's fields beside its type; the chat API has them below "function".
-    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in body.get("tools") or ()]
+    tools = body.get("tools") or []
+    tools = tools if isinstance(tools, list) else [tools]
+    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in tools]
     tools = None if body.get("tool_choice") == "none" else template_tools(given)
     limit = positive(body, "max_output_tokens")
     answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)

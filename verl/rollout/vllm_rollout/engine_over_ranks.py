@@ -90,7 +90,7 @@ class FollowingEngine:
         while self._thread.is_alive() and not wait([done], timeout=1.0).done:
             pass
         if not done.done():
-            raise RuntimeError(f"the first rank of this engine is gone: {self._error}")
+            raise RuntimeError(f"the first rank of this engine is gone: {self._error or 'it was closed'}")
         return done.result()
 
     def close(self) -> None:

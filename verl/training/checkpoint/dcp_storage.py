@@ -67,18 +67,18 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
         raise FileNotFoundError(f"{folder} is not a distributed checkpoint: it has no {METADATA_FILE} file")
     try:
         metadata = _AllowListUnpickler(file.read_bytes(), file).load()
+        if not isinstance(metadata, Metadata):
+            raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
+        for name, described in metadata.state_dict_metadata.items():
+            if not isinstance(described, TensorStorageMetadata):
+                raise UntrustedMetadataError(f"{file}: {name!r} is not a tensor.")
+        for info in metadata.storage_data.values():
+            if os.path.basename(info.relative_path) != info.relative_path:
+                raise UntrustedMetadataError(f"{file} points to {info.relative_path!r}, outside of its folder.")
     except UntrustedMetadataError:
         raise
-    except Exception as error:  # damaged bytes make an unpickler raise almost anything
+    except Exception as error:  # damaged bytes make an unpickler raise almost anything, or fields of other types
         raise UntrustedMetadataError(f"{file} is not a checkpoint's metadata: {one_line(error)}") from error
-    if not isinstance(metadata, Metadata):
-        raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
-    for name, described in metadata.state_dict_metadata.items():
-        if not isinstance(described, TensorStorageMetadata):
-            raise UntrustedMetadataError(f"{file}: {name!r} is not a tensor.")
-    for info in metadata.storage_data.values():
-        if os.path.basename(info.relative_path) != info.relative_path:
-            raise UntrustedMetadataError(f"{file} points to {info.relative_path!r}, outside of its folder.")
     return metadata
 
 

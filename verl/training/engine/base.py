@@ -94,7 +94,9 @@ class BaseEngine(ABC):
 
     def get_adapter(self, check_finite: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
         """The LoRA adapter alone: its peft config, and full tensors by their names in peft's files."""
-        raise NotImplementedError(f"{type(self).__name__} sends merged weights only.")
+        raise NotImplementedError(
+            f"{type(self).__name__} sends merged weights only: set actor_rollout_ref.rollout.lora_as_adapter=false."
+        )
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

@@ -72,8 +72,6 @@ class FSDPEngine(BaseEngine):
         self.device_type = torch.device(device).type if device else ("cuda" if torch.cuda.is_available() else "cpu")
         self.mesh = mesh
         self.compute_dtype = torch_dtype_of(engine_config.dtype, "fsdp_config.dtype")
-        if self.compute_dtype == torch.float16:
-            raise ValueError("fsdp_config.dtype=float16 would need loss scaling; use bfloat16 or float32.")
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
