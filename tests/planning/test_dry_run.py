@@ -93,6 +93,7 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
         ("actor_rollout_ref.model.path=a/model", 0, "a/model is neither a folder nor in the cache"),
         ("actor_rollout_ref.actor.fsdp_config.sequence_parallel=true", 0,
          "actor.fsdp_config.sequence_parallel=True has no effect with"),
+        ("data.truncation=${data.nothing}", 1, "data.truncation cannot be resolved: Interpolation key 'data.nothing'"),
         ("data.val_files=null", 1, "data.val_files=null: name the files to validate on"),
         ("data.val_files=[]", 1, "data.val_files=[]: name the files to validate on"),
         ("data.train_max_samples=10 trainer.val_only=true", 0, "Wrong on every machine: 0"),
