@@ -191,7 +191,7 @@ def test_every_row_has_a_version_and_names_one_setting():
     ("word", "said"),
     [
         ("reward.num_worker=3", "leave it out; did you mean 'reward.num_workers'?"),
-        ("skip.enabled=true", "leave it out."),
+        ("skip.x=1", "leave it out."),
     ],
 )
 def test_what_has_no_counterpart_is_named_with_the_nearest(word, said):

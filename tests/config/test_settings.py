@@ -107,4 +107,5 @@ def subclasses(kind):
 
 
 def test_a_target_that_is_no_class_of_the_section_changes_nothing():
-    assert to_settings({"_target_": "json.dumps", "name": "dapo"}, RewardManagerConfig) == RewardManagerConfig("dapo")
+    settings = to_settings({"_target_": "json.dumps", "name": "dapo"}, RewardManagerConfig)
+    assert type(settings) is RewardManagerConfig and settings.name == "dapo"

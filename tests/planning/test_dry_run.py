@@ -93,7 +93,6 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
         ("actor_rollout_ref.model.path=a/model", 0, "a/model is neither a folder nor in the cache"),
         ("actor_rollout_ref.actor.fsdp_config.sequence_parallel=true", 0,
          "actor.fsdp_config.sequence_parallel=True has no effect with"),
-        ("data.truncation=${data.nothing}", 1, "data.truncation cannot be resolved: Interpolation key 'data.nothing'"),
         ("data.val_files=null", 1, "data.val_files=null: name the files to validate on"),
         ("data.val_files=[]", 1, "data.val_files=[]: name the files to validate on"),
         ("data.train_max_samples=10 trainer.val_only=true", 0, "Wrong on every machine: 0"),
@@ -112,6 +111,11 @@ def test_a_setting_has_its_sentence_and_its_class(overrides, capsys, settings, c
     done, text = plan([*overrides, "trainer.device=cpu", *settings.split()], capsys)
     assert done == code and said in text
     assert "train_max_samples" in settings or row(text, "prompts for training") == "70"
+
+
+def test_an_interpolation_that_cannot_be_resolved_is_a_problem(overrides, capsys):
+    code, text = plan([*overrides, "data.truncation=${data.nothing}"], capsys)
+    assert code == 1 and "data.truncation cannot be resolved: Interpolation key 'data.nothing' not found" in text
 
 
 @pytest.mark.parametrize(("n", "end"), [(4, "config. Leave out"), (1, "config, but read the warnings. Leave out")])
