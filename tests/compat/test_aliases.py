@@ -2,9 +2,10 @@
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from verl.config.aliases import RL, SFT, with_current_names
+from verl.config.aliases import RL, SFT, current_names_or_exit, with_current_names
 from verl.config.compose import CHOICE, forced_override
 from verl.planning.config_check import known_tree, unknown_keys
 from verl.utils.problems import ConfigError
@@ -184,3 +185,24 @@ def test_every_row_has_a_version_and_names_one_setting():
             assert row.since in ("0.7", "0.7.1", "0.8", "0.9") and row.text
             before = names[:number]
             assert CHOICE in row.old or not any(row.old.startswith(f"{section}.") for section in before), row.old
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("reward.num_worker=3", "leave it out; did you mean 'reward.num_workers'?"),
+        ("skip.x=1", "leave it out."),
+    ],
+)
+def test_what_has_no_counterpart_is_named_with_the_nearest(word, said):
+    with pytest.raises(ConfigError) as refused:
+        composed(*NEEDED, word)
+    assert f"{word.partition('=')[0]} has no counterpart here: {said}" in str(refused.value)
+
+
+def test_an_override_that_cannot_be_resolved_is_left_to_the_checks(monkeypatch):
+    app = OmegaConf.create({"overrides": {"task": ["data.seed=${data.nothing}"]}})
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    monkeypatch.setattr(HydraConfig, "get", lambda: app)
+    config = OmegaConf.create({"data": {"seed": "${data.nothing}"}})
+    assert current_names_or_exit(config) is config

@@ -104,3 +104,8 @@ def test_a_reward_manager_of_a_module_needs_its_path():
 
 def subclasses(kind):
     return {below for own in kind.__subclasses__() for below in (own, *subclasses(own))}
+
+
+def test_a_target_that_is_no_class_of_the_section_changes_nothing():
+    settings = to_settings({"_target_": "json.dumps", "name": "dapo"}, RewardManagerConfig)
+    assert type(settings) is RewardManagerConfig and settings.name == "dapo"

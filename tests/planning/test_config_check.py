@@ -2,13 +2,19 @@
 
 import functools
 import re
+from http.client import BadStatusLine
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
 from verl.config.batch_sizes import plan_batches, steps_in_all
+from verl.config.compose import to_settings
+from verl.config.ppo import PPOConfig
+from verl.planning.checks import check_url
 from verl.planning.config_check import find_problems
+from verl.planning.ppo import check_plugins
 from verl.utils.config import validate_config
 from verl.utils.problems import ConfigError
 
@@ -317,3 +323,31 @@ def test_validate_config_raises_one_error_with_all():
     assert all(key in str(error.value) for key in ("data.truncation", "algorithm.gamma", "data.train_batch_size"))
     assert isinstance(error.value, ValueError)
     validate_config(compose_ppo(*SOUND), use_reference_policy=False, use_critic=False)
+
+
+def test_an_interpolation_that_cannot_be_resolved_is_a_problem():
+    reported = only("data.truncation=${data.nothing}")
+    assert reported.kind == "wrong" and reported.key == "data.truncation"
+    assert reported.message == "data.truncation cannot be resolved: Interpolation key 'data.nothing' not found"
+
+
+def test_a_reward_function_that_cannot_be_loaded_is_one_problem(tmp_path):
+    (tmp_path / "reward.txt").touch()
+    of_a_package, of_a_file = (
+        list(check_plugins(to_settings(compose_ppo(*SOUND, f"custom_reward_function.path={path}"), PPOConfig)))
+        for path in ("pkg://no_such_module", tmp_path / "reward.txt")
+    )
+    assert [(p.kind, p.key) for p in of_a_package] == [("absent", "custom_reward_function.path")]
+    assert [(p.kind, p.key) for p in of_a_file] == [("wrong", "custom_reward_function.path")]
+    assert "its name must end in .py" in of_a_file[0].message
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "kind"),
+    [("http://host:80a", None, "wrong"), ("http://host:80", BadStatusLine("SSH-2.0"), "absent")],
+)
+def test_what_is_no_http_address_or_answers_otherwise_is_a_problem(monkeypatch, url, error, kind):
+    if error is not None:
+        monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=error))
+    (problem,) = check_url("servers", url)
+    assert problem.kind == kind and f"servers={url}" in problem.message

@@ -113,6 +113,11 @@ def test_a_setting_has_its_sentence_and_its_class(overrides, capsys, settings, c
     assert "train_max_samples" in settings or row(text, "prompts for training") == "70"
 
 
+def test_an_interpolation_that_cannot_be_resolved_is_a_problem(overrides, capsys):
+    code, text = plan([*overrides, "data.truncation=${data.nothing}"], capsys)
+    assert code == 1 and "data.truncation cannot be resolved: Interpolation key 'data.nothing' not found" in text
+
+
 @pytest.mark.parametrize(("n", "end"), [(4, "config. Leave out"), (1, "config, but read the warnings. Leave out")])
 def test_the_last_line_refers_to_warnings(overrides, capsys, n, end):
     _, text = plan([*overrides, "trainer.device=cpu", f"actor_rollout_ref.rollout.n={n}"], capsys)

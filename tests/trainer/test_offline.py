@@ -245,7 +245,7 @@ def test_columns_that_cannot_be_written_are_refused_before_answers_are_generated
     rows = [json.loads(line) | {"note": "text"} for line in prompts.read_text().splitlines()]
     rows[2]["note"] = 5
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match="its columns cannot be written as parquet next to the answers"):
+    with pytest.raises(ConfigError, match="column 'note' cannot be written as parquet next to the answers: .* Give it"):
         generate(prompts, tiny_llama, tmp_path / "out.parquet")
 
 
@@ -330,8 +330,9 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     assert any("33% of the answers, 1 of 3, could not be graded and are left out" in line for line in lines)
     with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
-    with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers"):
-        scored(tmp_path, [answer("a", "3", [])])
+    for given in ([], 3, [3]):
+        with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers as text, not .*response_key"):
+            scored(tmp_path, [answer("a", "3", given)])
     with pytest.raises(RewardError, match="no rule reward for data_source='a'"):
         scored(tmp_path, [good], "custom_reward_function.path=null")
 

@@ -17,6 +17,7 @@ from verl.config.compose import leaves, to_plain
 from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, Problem, wrong
+from verl.utils.registry import nearest
 
 ABSENT = object()
 _PLAIN = (str, bool, int, float, type(None))
@@ -145,7 +146,8 @@ class _Renaming:
         """Remove a section, with a problem for each setting that is left in it."""
         if _select(self.config, section) is not ABSENT:
             for name, _ in _settings_in({section: _take(self.config, section)}):
-                self.problems.append(wrong(name, f"{name} of verl 0.9 has no counterpart here; leave it out."))
+                near = nearest(name, [alias.old for alias in RL + SFT if alias.old.startswith(f"{section}.")])
+                self.problems.append(wrong(name, f"{name} has no counterpart here: leave it out{near or '.'}"))
 
     def _move(self, old: str, new: str, value: Any) -> None:
         if other := self._other_value(old, new, value):
@@ -199,7 +201,9 @@ def current_names_or_exit(config: DictConfig) -> DictConfig:
     """`with_current_names` of an entry's config; exits with the message where that is refused."""
     from hydra.core.hydra_config import HydraConfig
 
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    # Unresolved: an interpolation that cannot be resolved is reported with the other problems.
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else OmegaConf.create([])
+    overrides = OmegaConf.to_container(overrides, resolve=False)
     given = {override.lstrip("+").partition("=")[0] for override in overrides}
     try:
         return with_current_names(config, given)

@@ -40,7 +40,7 @@ def _typed(values: Mapping[str, Any], config_type: type[Settings], checked: bool
     """to_settings of a dictionary; `strict`: it was not composed, so unknown keys are refused and values converted."""
     if isinstance(target := values.get("_target_"), str) and target:
         named = load_class_from_fqn(target, "config dataclass")
-        config_type = named if issubclass(named, config_type) else config_type
+        config_type = named if isinstance(named, type) and issubclass(named, config_type) else config_type
     names, known = set(known_names(config_type)), {}
     if strict:
         refuse_unknown(config_type.section, values, sorted(names))

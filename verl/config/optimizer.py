@@ -81,7 +81,8 @@ def build_optimizer(
         module = importlib.import_module(config.optimizer_impl)
     except ImportError as e:
         name = f"optim.optimizer_impl={config.optimizer_impl!r}"
-        raise ImportError(f"{name} cannot be imported ({e}); install it or use 'torch.optim'.") from e
+        text = f"{name} cannot be imported ({e}); install it, or set optimizer_impl=torch.optim and optimizer=AdamW."
+        raise ImportError(text) from e
     if config.optimizer not in vars(module):
         near = nearest(config.optimizer, [n for n in vars(module) if n[:1].isupper()]) or "."
         unknown = f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}{near}"

@@ -56,11 +56,12 @@ class GenerationPrompts(RLHFDataset):
         self.lengths: dict[int, int] = {}
         if not tokenizer.chat_template:
             raise DatasetError(no_chat_template(tokenizer))
-        try:
-            write_table(self.rows, [[""]] * len(self), io.BytesIO())
-        except (pa.ArrowException, UnicodeError) as error:
-            text = "its columns cannot be written as parquet next to the answers"
-            raise DatasetError(f"{config.data.path}: {text}: {one_line(error)}") from error
+        for name in dict.fromkeys(name for row in self.rows for name in row):
+            try:
+                write_table([{name: row.get(name)} for row in self.rows], [[""]] * len(self), io.BytesIO())
+            except (pa.ArrowException, UnicodeError) as error:
+                text = f"column {name!r} cannot be written as parquet next to the answers: {one_line(error)}"
+                raise DatasetError(f"{config.data.path}: {text}. Give it values of one type.") from error
 
     def prompt_ids(self, item: int) -> list[int]:
         ids = super().prompt_ids(item)

@@ -31,7 +31,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
             if use_signals:
                 if threading.current_thread() is not threading.main_thread():
                     name = f"{func.__qualname__}: timeout_limit(use_signals=True)"
-                    raise ValueError(f"{name} works in the main thread only")
+                    raise ValueError(f"{name} works in the main thread only; set use_signals=False elsewhere")
                 return call_interruptibly(func, seconds, *args, **kwargs)
 
             @functools.wraps(func)

@@ -75,7 +75,8 @@ class MergedWeights(TensorSource):
         config = LoraConfig.from_pretrained(str(folder))
         odd = [n for n in self.trained.described if ".lora_" in n and ".lora_A." not in n and ".lora_B." not in n]
         if odd or config.use_dora:
-            raise MergeError(f"{folder} is not plain LoRA (use_dora, or {odd[:1]}); it cannot be merged.")
+            part = odd[0] if odd else "use_dora=true"
+            raise MergeError(f"{folder} is not plain LoRA ({part}) and cannot be merged here; merge it with peft.")
         return config
 
     def _expected(self) -> tuple[PretrainedConfig, Described]:
@@ -138,7 +139,8 @@ class MergedWeights(TensorSource):
             )
         base = HuggingFaceFolder(Path(origin).expanduser())
         if absent := [n for n in needed if n not in base.described]:
-            raise MergeError(f"{absent[0]} is not in {self.options.local_dir} or {origin}; give the right model.")
+            what = f"{absent[0]} is not in {self.options.local_dir} or {origin}"
+            raise MergeError(f"{what}; name the model that was trained in --hf_model_path.")
         return base
 
     def _check_shapes(self) -> None:

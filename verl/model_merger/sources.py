@@ -135,7 +135,7 @@ def _rank_file(file: Path) -> dict[str, torch.Tensor]:
     with _named_in_errors(file):
         content = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
-        raise MergeError(f"{file} holds no state dict of tensors; it is not merged.")
+        raise MergeError(f"{file} holds no state dict, {{name: tensor}}; save the module's state_dict() there.")
     return content
 
 

@@ -9,6 +9,7 @@ import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -376,8 +377,8 @@ def check_url(key: str, url: str, timeout: float = 2.0) -> list[Problem]:
         urllib.request.urlopen(url, timeout=timeout).close()
     except HTTPError:
         return []
-    except ValueError:
+    except (ValueError, InvalidURL):
         return [wrong(key, f"{key}={shown} is not an address; expected http://host:port/...")]
-    except OSError as e:
+    except (OSError, HTTPException) as e:
         return [absent(key, f"{key}={shown} does not answer from here ({e}).")]
     return []

@@ -97,9 +97,10 @@ def tree_problems(
     raw = OmegaConf.to_container(config, resolve=False)
     config_type = tree_type(config_type, raw)
     issues = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
-    missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
-    issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
+    missing: list[str] = []
     try:
+        missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
+        issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
         plain = resolved(config)
     except OmegaConfBaseException as e:
         if not missing:

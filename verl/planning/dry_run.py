@@ -41,7 +41,8 @@ class Entry:
         problems, settings, unused = tree_problems(config, self.config_type, known)
         if settings is not None:
             problems += [*self.checks(settings, problems), *unused]
-        complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
+        removed = any("was removed" in p.message for p in problems)
+        complete = settings is not None and not removed and not OmegaConf.missing_keys(config)
         return problems, settings if complete else None
 
     def refuse_problems(self, config: DictConfig, known: DictConfig | None = None, warn: bool = True) -> Any:

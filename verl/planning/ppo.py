@@ -145,10 +145,10 @@ def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     for key, look_up in checks.items():
         try:
             look_up()
-        except ImportError as e:
-            yield absent(key, f"{key}: a package is missing here: {e}")
-        except (ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
-            if str(e) not in known:
+        except (ImportError, ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
+            if str(e) not in known and isinstance(e, ImportError):
+                yield absent(key, f"{key}: a package is missing here: {e}")
+            elif str(e) not in known:
                 yield wrong(key, f"{key}: {e}" if key not in str(e) else str(e))
             known.add(str(e))
 

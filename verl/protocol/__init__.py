@@ -335,7 +335,8 @@ class DataProto:
             raise DataProtoError("concat of an empty list of DataProto")
         batches = [part.batch for part in data if part.batch is not None]
         if batches and len(batches) < len(data):
-            raise DataProtoError("concat of DataProto with and without tensors; select the same columns first")
+            number = next(i for i, part in enumerate(data) if part.batch is None)
+            raise DataProtoError(f"concat: part {number} has no tensors, others have; give all parts the same columns")
         columns = [part.non_tensor_batch for part in data]
         check_same_keys(columns)
         joined = {key: np.concatenate([part[key] for part in columns]) for key in columns[0]}

@@ -34,8 +34,8 @@ def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], An
             obj = torch.nested.as_nested_tensor(list(obj.unbind()), layout=torch.jagged)
         parts = (serialize_single_tensor(obj.values()), serialize_single_tensor(obj.offsets()))
         return "jagged", (obj._ragged_idx,), parts
-    if obj.is_nested or obj.layout != torch.strided:
-        raise TypeError(f"a {obj.layout} tensor (nested: {obj.is_nested}) cannot travel in a DataProto; pad it first")
+    if obj.layout != torch.strided:
+        raise TypeError(f"a {obj.layout} tensor cannot travel in a DataProto; use its to_dense()")
     flat = obj.detach().cpu().contiguous()
     array = flat.view(_CARRIER.get(obj.dtype, obj.dtype)).resolve_conj().numpy()
     return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), array

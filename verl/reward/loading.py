@@ -123,8 +123,9 @@ def load_served_reward(config: DictConfig, tokenizer: Any, address: str | None) 
     if not issubclass(manager_cls, SampleRewardManager):
         raise ValueError(
             f"reward manager {manager_cls.__name__} cannot pass the address of the served reward model "
-            "(reward_model.rollout.name) to the reward function; set reward_manager.name to naive, dapo, rate_limited "
-            "or remote, or derive the class from verl.reward.managers.RewardManagerBase."
+            "(reward_model.rollout.name) to the reward function; set reward_manager.source=register and "
+            "reward_manager.name to naive, dapo, rate_limited or remote, or derive the class from "
+            "verl.reward.managers.RewardManagerBase."
         )
     path = copy_to_local(settings.model.tokenizer_path or settings.model.path)
     model_tokenizer = hf_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)

@@ -53,7 +53,8 @@ class ServedRewardManager(SampleRewardManager):
         reward_model_tokenizer: Any, reward_fn_key: str,
     ) -> None:  # fmt: skip
         if reward_router_address is None:
-            raise ValueError("reward_model.enable=true needs the address of a server with the reward model.")
+            what = "reward_model.enable=true needs the address of a server with the reward model"
+            raise ValueError(f"{what}: pass reward_router_address='host:port'.")
         self.tokenizer, self.settings, self.reward_fn_key = tokenizer, settings, reward_fn_key
         self.url, self.reward_model_tokenizer = f"http://{reward_router_address}/classify", reward_model_tokenizer
 

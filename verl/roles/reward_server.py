@@ -77,7 +77,7 @@ class RewardServerWorker(ModelWorker):
         if self.world_size % size:
             raise ValueError(
                 f"reward_model.rollout.tensor_model_parallel_size={size} does not divide the {self.world_size} ranks "
-                "of the reward model's pool."
+                "of the reward model's pool; use a divisor."
             )
         gpus: list[str | None] = [None] * self.world_size  # by rank
         dist.all_gather_object(gpus, visible_device() if self.device_name == "cuda" else None)

@@ -19,7 +19,7 @@ from verl.reward.loading import get_custom_reward_fn, rule_reward
 from verl.reward.pool import Failure, GradingPool
 from verl.reward.rows import RewardError, Row, parse_results
 from verl.reward.rules import truth_problem
-from verl.utils.problems import SHARE_NAMED
+from verl.utils.problems import SHARE_NAMED, one_line
 
 
 @hydra_main(config_path="config", config_name="evaluation")
@@ -89,10 +89,12 @@ def _read(row: dict[str, Any], data: EvaluationDataConfig, number: int) -> tuple
             raise DatasetError(f"{data.path}, row {number}: no column {data[name]!r}; it has {has}. Set data.{name}.")
     judged, responses = row[data.reward_model_key], row[data.response_key]
     if not isinstance(judged, Mapping) or "ground_truth" not in judged:
-        raise DatasetError(f"{data.path}, row {number}: column {data.reward_model_key!r} has no 'ground_truth'.")
+        what = f"{data.path}, row {number}: column {data.reward_model_key!r} has no 'ground_truth'"
+        raise DatasetError(f"{what}: {one_line(judged)}. Set data.reward_model_key.")
     responses = [responses] if isinstance(responses, str) else responses
-    if not responses or not all(isinstance(text, str) for text in responses):
-        raise DatasetError(f"{data.path}, row {number}: column {data.response_key!r} must hold answers as text.")
+    if not (isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses)):
+        what = f"{data.path}, row {number}: column {data.response_key!r} must hold answers as text"
+        raise DatasetError(f"{what}, not {one_line(responses)}. Set data.response_key.")
     return str(row[data.data_source_key]), judged["ground_truth"], list(responses)
 
 

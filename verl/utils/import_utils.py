@@ -56,7 +56,7 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
     name = module_name or f"custom_module_{abs(hash(str(file.resolve()))):x}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{str(file)!r} is not a Python source file; its name must end in .py")
+        raise ValueError(f"{str(file)!r} is not a Python source file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up the module of a class that they make
     try:

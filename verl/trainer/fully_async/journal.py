@@ -50,7 +50,8 @@ class RowsFile:
         elif path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             if len(lines) < rows:
-                raise JournalError(f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}.")
+                text = f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}"
+                raise JournalError(f"{text}. Restore the file, or delete it to continue with a new one.")
             removed = len(lines) - rows
             replace_text(path, "".join(lines[:rows]))
         else:  # the checkpoint is of another run

@@ -44,7 +44,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         if self.reward_fn is not None and not can_stream(self.reward_fn):
             raise ValueError(
                 f"reward_manager.name={config.reward_manager.name} scores batches, but asynchronous training grades "
-                "each sample as it finishes. Use a manager that scores samples one by one, such as naive or dapo."
+                "each sample as it finishes. Set reward_manager.source=register and reward_manager.name=naive or dapo."
             )
         if self.total_training_steps < 1:
             raise ValueError(

@@ -70,7 +70,8 @@ class PromptStream:
             # The loader notices its end only at one more `next`; a state saved before that would be restored as an
             # epoch without batches.
             if next(self._iterator, None) is not None:
-                raise RuntimeError(f"the data loader has more than the {len(self.loader)} batches that its length says")
+                what = f"the data loader has more than the {len(self.loader)} batches that its length says"
+                raise RuntimeError(f"{what}; correct __len__ of the data set or of its sampler")
             self._iterator = None
             self._batches_in_epoch = 0
             self.epoch += 1
