@@ -1,12 +1,9 @@
 """GRPO of Qwen2.5-Coder-0.5B-Instruct on GSM8K by the command of `make demo-gsm8k`, three seeds."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import SEEDS, Row, mean_row, row
+from benchmarks.harness import Row, mean_row, row, run_seeds
 from examples.demo_runner import ROOT
 from examples.pretrained.gsm8k.questions import VALIDATION_SIZE
 from verl.utils.accelerator import default_dtype, get_device_name
@@ -16,9 +13,7 @@ OUT = ROOT / "outputs" / "benchmarks" / "gsm8k"
 
 def run() -> list[Row]:
     """The command, whose runs are kept, with GSM8K in its default folder, and the rows of what it measured."""
-    command = [sys.executable, "-m", "examples.pretrained.gsm8k.demo", "--out", str(OUT), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return measured(json.loads((OUT / "result.json").read_text()))
+    return measured(run_seeds("examples.pretrained.gsm8k.demo", OUT))
 
 
 def measured(result: Mapping[str, Any]) -> list[Row]:

@@ -9,10 +9,7 @@ and with learning rate 0, so that the answers of all variants come from the same
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +19,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.harness import SEEDS, Row, commit, mean_row, ratios, row, say
-from examples.demo_runner import ROOT
+from benchmarks.harness import Row, commit, mean_row, ratios, row, run_alone, run_seeds, say
+from examples.demo_runner import ROOT, python
 from examples.pretrained import demo, fetch, questions
 from verl.utils.accelerator import default_dtype
 
@@ -54,18 +51,6 @@ def kept(name: str, command: list[str], read: Callable[[], Any]) -> Any:
     return record["value"]
 
 
-def run_alone(command: list[str], log: Path) -> None:
-    """Run a command to its end, with as many threads as the machine has cores.
-
-    RuntimeError with the end of its log if it fails.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
-    with open(log, "w") as out:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise RuntimeError(f"{' '.join(command[:3])} ended with {code} ({log}):\n{log.read_text()[-3000:]}")
-
-
 def steps(name: str, model: Path, settings: tuple[str, ...] = (), count: int = STEPS) -> list[dict[str, float]]:
     """Metrics of steps of the demo's command with more settings: the file's prompts in their order, learning rate 0, no
     validation, a checkpoint after the last step only."""
@@ -94,9 +79,7 @@ def step(name: str, model: Path) -> dict[str, float]:
 
 def gain() -> list[Row]:
     """The demo on three seeds."""
-    command = [sys.executable, "-m", "examples.pretrained.demo", "--out", str(OUT / "demo"), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return gained(json.loads((OUT / "demo" / "result.json").read_text()))
+    return gained(run_seeds("examples.pretrained.demo", OUT / "demo"))
 
 
 def gained(result: dict[str, Any]) -> list[Row]:
@@ -117,8 +100,8 @@ def trl_step(name: str, rows: int, dtype: str, count: int) -> dict[str, float]:
     out = OUT / f"{name}.json"
     options = {"out": out, "steps": count, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "rows": rows,
                "dtype": dtype, "lr": 0.0}  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.trl_steps", str(OUT / "trl"), "--chat"]
-    command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    words = [part for key, value in options.items() for part in (f"--{key}", value)]
+    command = python("benchmarks.trl_steps", OUT / "trl", "--chat", *words)
     taken = kept(name, command, lambda: json.loads(out.read_text()))
     return {key: mean(taken[key][min(WARM_UP, count - 1) :]) for key in ("seconds", "tokens")}
 
