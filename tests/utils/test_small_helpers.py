@@ -232,12 +232,10 @@ def test_nested_values_are_hidden_and_the_source_is_not_changed():
     assert "hush" not in redacted_yaml(OmegaConf.create(source))
 
 
-def first(*args, **kwargs):
-    pass
+def first(*args, **kwargs): ...
 
 
-def second(*args, **kwargs):
-    pass
+def second(*args, **kwargs): ...
 
 
 def test_an_entry_is_registered_returned_and_protected():
