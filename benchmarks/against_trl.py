@@ -5,10 +5,7 @@ measure again.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.harness import Row, commit, ratios, row, say
-from examples.demo_runner import ROOT
+from benchmarks.harness import Row, commit, ratios, row, run_alone, say
+from examples.demo_runner import python
 from verl.utils.accelerator import default_dtype
 
 TURNS, STEPS, WARM_UP = 2, 3, 1  # turns of each variant, steps of a turn, of which the first are left out
@@ -92,8 +89,8 @@ class Case:
         out = self.out / f"{name}.json"
         options = {"out": out, "steps": count, "prompts": self.prompts, "samples": self.samples, "limit": self.limit,
                    "rows": rows, "dtype": default_dtype("cpu"), "temperature": self.temperature, "lr": 0.0}  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.trl_steps", str(self.out / "trl"), "--chat"]
-        command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        words = [part for key, value in options.items() for part in (f"--{key}", value)]
+        command = python("benchmarks.trl_steps", self.out / "trl", "--chat", *words)
         taken = self.kept(name, command, lambda: json.loads(out.read_text()))
         return {key: mean(taken[key][min(WARM_UP, count - 1) :]) for key in ("seconds", "tokens")}
 
@@ -150,8 +147,8 @@ class Case:
         out = self.out / "parts.json"
         options = {"out": out, "prompts": self.prompts, "samples": self.samples, "limit": self.limit,
                    "temperature": self.temperature, "dtype": default_dtype("cpu")}  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.bare_parts", str(model), str(self.out / "data" / "train.parquet")]
-        command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        words = [part for key, value in options.items() for part in (f"--{key}", value)]
+        command = python("benchmarks.bare_parts", model, self.out / "data" / "train.parquet", *words)
         ours = [step for turn in range(TURNS) for step in self.steps(f"ours_{turn}")[WARM_UP:]]
         bare = self.kept("parts", command, lambda: json.loads(out.read_text()))
         both = bare["generation"] + bare["update"]
@@ -163,15 +160,3 @@ class Case:
             row(f"{self.prefix}_update_over_bare", [step["timing_s/update_actor"] / bare["update"] for step in ours],
                 "times, ours / forward and backward of transformers"),
         ]  # fmt: skip
-
-
-def run_alone(command: list[str], log: Path) -> None:
-    """Run a command to its end, with as many threads as the machine has cores.
-
-    RuntimeError with the end of its log if it fails.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
-    with open(log, "w") as out:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise RuntimeError(f"{' '.join(command[:3])} ended with {code} ({log}):\n{log.read_text()[-3000:]}")

@@ -2,15 +2,12 @@
 `make demo-gsm8k` on three seeds.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.against_trl import Case
-from benchmarks.harness import SEEDS, Row, mean_row, row
+from benchmarks.harness import Row, mean_row, row, run_seeds
 from examples.demo_runner import ROOT
 from examples.pretrained import fetch
 from examples.pretrained.demo import training_command
@@ -30,10 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def run() -> list[Row]:
     """The steps, then the command, whose runs are kept, with GSM8K in its default folder."""
-    rows = steps()
-    command = [sys.executable, "-m", "examples.pretrained.gsm8k.demo", "--out", str(OUT), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return rows + measured(json.loads((OUT / "result.json").read_text()))
+    return steps() + measured(run_seeds("examples.pretrained.gsm8k.demo", OUT))
 
 
 def steps() -> list[Row]:

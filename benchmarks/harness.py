@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from examples.demo_runner import ROOT, python
 from verl.training.host_memory import return_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -113,6 +115,24 @@ def verdict(value: float, bound: Bound | None) -> str:
         return ""
     word, limit = bound
     return f"{word} {limit:g}: {'met' if COMPARE[word](value, limit) else 'MISSED'}"
+
+
+def run_alone(command: list[str], log: Path) -> None:
+    """Run a command to its end, with as many threads as the machine has cores.
+
+    RuntimeError with the end of its log if it fails.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+    with open(log, "w") as out:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {code} ({log}):\n{log.read_text()[-3000:]}")
+
+
+def run_seeds(module: str, out: Path, record: str = "result.json") -> dict[str, Any]:
+    """The record that a demo's command leaves in `out` after SEEDS; what it has of an earlier run is kept."""
+    subprocess.run(python(module, "--out", out, "--seeds", *SEEDS), cwd=ROOT, check=True)
+    return json.loads((out / record).read_text())
 
 
 def save(name: str, rows: list[Row], wanted: Mapping[str, Bound], alone: bool = False) -> None:

@@ -2,9 +2,6 @@
 trainer. Steps are those of the demo with 8 samples of each of 8 prompts.
 """
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.against_trl import ACTOR, ROLLOUT, Case
-from benchmarks.harness import SEEDS, Row, mean_row, row, say
+from benchmarks.harness import Row, mean_row, row, run_seeds, say
 from examples.demo_runner import ROOT
 from examples.pretrained import demo, fetch, questions
 from verl.utils.accelerator import default_dtype
@@ -38,9 +35,7 @@ def case_of(model: Path) -> Case:
 
 def gain() -> list[Row]:
     """The demo on three seeds."""
-    command = [sys.executable, "-m", "examples.pretrained.demo", "--out", str(OUT / "demo"), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return gained(json.loads((OUT / "demo" / "result.json").read_text()))
+    return gained(run_seeds("examples.pretrained.demo", OUT / "demo"))
 
 
 def gained(result: dict[str, Any]) -> list[Row]:

@@ -1,12 +1,9 @@
 """Iterative refinement of the pretrained pair's target by the command of `make demo-pretrained-dllm`, three seeds."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import SEEDS, Row, mean_row
+from benchmarks.harness import Row, mean_row, run_seeds
 from examples.demo_runner import ROOT
 
 OUT = ROOT / "outputs" / "pretrained_dllm"
@@ -14,9 +11,7 @@ OUT = ROOT / "outputs" / "pretrained_dllm"
 
 def run() -> list[Row]:
     """The command, whose stages are kept, and the rows of what it measured."""
-    command = [sys.executable, "-m", "examples.pretrained.dllm.demo", "--out", str(OUT), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    return measured(json.loads((OUT / "result.json").read_text())["seeds"])
+    return measured(run_seeds("examples.pretrained.dllm.demo", OUT)["seeds"])
 
 
 def measured(seeds: Mapping[str, Mapping[str, Any]]) -> list[Row]:

@@ -1,12 +1,10 @@
 """The scorer of the pretrained pair by the command of `make demo-pretrained-spd`, three seeds of the scorer."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness import SEEDS, Row, mean_row
+from benchmarks.harness import SEEDS, Row, mean_row, run_seeds
 from examples.demo_runner import ROOT
 from examples.pretrained.spd.gains import DROP
 
@@ -15,10 +13,9 @@ OUT = ROOT / "outputs" / "pretrained_spd"
 
 def run() -> list[Row]:
     """The command, whose stages are kept, with GSM8K in its default folder, and the rows of what it measured."""
-    command = [sys.executable, "-m", "examples.pretrained.spd.demo", "--out", str(OUT), "--seeds"]
-    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
+    gains = run_seeds("examples.pretrained.spd.demo", OUT, "gains.json")["seeds"]
     served = [json.loads((OUT / f"seed{seed}" / "served" / "served.json").read_text()) for seed in SEEDS]
-    return [*gained(json.loads((OUT / "gains.json").read_text())["seeds"]), *served_rows(served)]
+    return [*gained(gains), *served_rows(served)]
 
 
 def gained(seeds: Mapping[str, Mapping[str, Any]]) -> list[Row]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.harness import Row, ratios, row, say
-from examples.demo_runner import ROOT
+from benchmarks.harness import Row, ratios, row, run_alone, say
+from examples.demo_runner import python
 
 WORDS, PROMPTS, SAMPLES = 64, 8, 8
 ON_RANKS = ("generate_sequences", "compute_log_prob", "update_actor")  # the workers' methods of a step
@@ -112,7 +109,7 @@ def ours(folder: Path, case: Case, turn: int) -> Steps:
         "trainer.default_local_dir": run, "trainer.logger": "[]", "trainer.report": "false",
         "ray_kwargs.timeline_json_file": timeline,
     }  # fmt: skip
-    start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())])
+    run_alone(python("verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())), folder / f"ours{turn}.log")
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "timing_s/step" in line]
     seconds, tokens = ([line[key] for line in steps] for key in ("timing_s/step", "response_length/mean"))
@@ -135,19 +132,10 @@ def work_of_steps(events: list[dict], steps: int) -> list[float]:
 def trl(folder: Path, case: Case, turn: int) -> Steps:
     """Steps of TRL's GRPOTrainer, which has no driver."""
     out = folder / f"trl{turn}.json"
-    command = [sys.executable, "-m", "benchmarks.trl_steps", str(folder), "--out", str(out), "--steps", str(STEPS)]
-    command += ["--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--limit", str(case.limit)]
-    start([*command, *(["--to-the-limit"] if case.to_the_limit else [])])
+    command = python("benchmarks.trl_steps", folder, "--out", out, "--steps", STEPS, "--prompts", PROMPTS,
+                     "--samples", SAMPLES, "--limit", case.limit, *["--to-the-limit"] * case.to_the_limit)
+    run_alone(command, out.with_suffix(".log"))
     return Steps(**json.loads(out.read_text()))
-
-
-def start(command: list[str]) -> None:
-    """Run to the end, on all cores; its output is shown when it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        tail = (done.stdout + done.stderr)[-3000:]
-        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}:\n{tail}")
 
 
 def compare(case: Case) -> tuple[list[Row], list[float]]:

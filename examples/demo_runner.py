@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from verl.utils.fs import output_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 SETUP_AGE_S = 60.0  # a newer set-up record belongs to the same `make`
 LOG_EVERY_S = 20.0  # between progress lines on a console without progress bars
@@ -31,6 +33,22 @@ Job = tuple[list[str], Path]
 
 class PhaseFailed(RuntimeError):
     """A command of the demo failed; the message names its log."""
+
+
+def out_folder(text: str) -> Path:
+    """The absolute folder of an option --out (`type=` of argparse); refused if it cannot be written to."""
+    return output_folder(text).resolve()
+
+
+def python(module: str, *arguments: Any) -> list[str]:
+    """A command of a module or of a script with its arguments."""
+    name = [module] if module.endswith(".py") else ["-m", module]
+    return [sys.executable, *name, *map(str, arguments)]
+
+
+def json_rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of a jsonl file, in order."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
@@ -157,8 +175,7 @@ def train(name: str, command: list[str], run: Path, steps: int, describe: Callab
 
 def by_step(run: Path, metric: str) -> dict[int, float]:
     """A metric of a finished run, by the number of the step; a validation before the first step has number 0."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["data"][metric] for row in rows if metric in row["data"]}
+    return {row["step"]: row["data"][metric] for row in json_rows(run / "metrics.jsonl") if metric in row["data"]}
 
 
 def make_progress(counted: bool = False) -> Progress:

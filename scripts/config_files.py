@@ -188,31 +188,27 @@ def files() -> dict[str, File]:
         reward_model=dataclasses.replace(reward, reward_manager="dapo"),
         trainer=TrainerConfig(project_name="verl-dapo"),
     )
+    of_actors = {
+        "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
+        "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
+        "data_loader_seed": seed, **profiled,
+        "share_prompt_forward": "${oc.select:machine.share_prompt_forward,false}",
+    }  # fmt: skip
+    unread = ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu")
     trees = {
         "actor/dp_actor": File(
             "The PPO update of the policy.", roles.actor, ("../optim@optim: fsdp", "../engine@fsdp_config: fsdp"),
             {"optim": optim, "fsdp_config": engine},
             {
-                "use_remove_padding": f"${{oc.select:{MODEL}.use_remove_padding,false}}",
-                "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
-                "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "optim.clip_grad": "${..grad_clip}",
-                "checkpoint.load_contents": "${.save_contents}",
+                **of_actors, "use_remove_padding": f"${{oc.select:{MODEL}.use_remove_padding,false}}",
+                "optim.clip_grad": "${..grad_clip}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
-                "data_loader_seed": seed, "fsdp_config.seed": seed, **profiled,
-                "fsdp_config.dtype": "${oc.select:machine.dtype,bfloat16}",
-                "share_prompt_forward": "${oc.select:machine.share_prompt_forward,false}",
+                "fsdp_config.seed": seed, "fsdp_config.dtype": "${oc.select:machine.dtype,bfloat16}",
             },
-            ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
+            unread,
         ),
         "actor/actor": File(
-            "The PPO update of the policy, without the keys of FSDP2.", ActorConfig(),
-            values={
-                "use_fused_kernels": f"${{oc.select:{MODEL}.use_fused_kernels,false}}",
-                "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "checkpoint.load_contents": "${.save_contents}",
-                "data_loader_seed": seed, **profiled,
-                "share_prompt_forward": "${oc.select:machine.share_prompt_forward,false}",
-            },
-            omitted=("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
+            "The PPO update of the policy, without the keys of FSDP2.", ActorConfig(), values=of_actors, omitted=unread
         ),
         "algorithm/rollout_correction": File(
             "Correction for a rollout policy that differs from the trained one.", RolloutCorrectionConfig.disabled()

@@ -23,6 +23,7 @@ from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from dllm_reasoning.metrics import METRICS as DLLM_METRICS  # noqa: E402
 from recipe.spd.metrics import METRICS as SPD_METRICS  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
+from scripts.audit.page import table_of  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
 from verl.config import aliases  # noqa: E402
 from verl.config.asynchronous import AsyncPPOConfig  # noqa: E402
@@ -198,12 +199,10 @@ def metric_tables() -> dict[str, str]:
     """Tables of docs/metrics.md: the metrics of all runs and of the recipes, and the limits of `health/*`."""
     made = {}
     for name, metrics in (("metrics", METRICS), ("dllm", DLLM_METRICS.meanings), ("spd", SPD_METRICS.meanings)):
-        lines = ["| name | meaning |", "|---|---|"]
-        lines += ["| `{}` | {} |".format(metric, meaning.replace("|", "\\|")) for metric, meaning in metrics.items()]
-        made[name] = "\n".join(lines)
-    lines = ["| metric | expected | steps | otherwise | remedy |", "|---|---|---|---|---|"]
-    lines += [f"| `{r.metric}` | {r.limits} | {r.patience} | {r.meaning}. | {r.remedy} |" for r in RULES]
-    return made | {"health": "\n".join(lines)}
+        rows = ((f"`{metric}`", meaning.replace("|", "\\|")) for metric, meaning in metrics.items())
+        made[name] = table_of(("name", "meaning"), rows)
+    limits = ((f"`{rule.metric}`", rule.limits, rule.patience, f"{rule.meaning}.", rule.remedy) for rule in RULES)
+    return made | {"health": table_of(("metric", "expected", "steps", "otherwise", "remedy"), limits)}
 
 
 def api_page() -> str:
@@ -238,42 +237,36 @@ def model_tables() -> dict[str, str]:
     for name, row in rows.items():
         if "reason" in row:
             reasons.setdefault(row["reason"], []).append(name)
-    families = [f"| family | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    families += [f"| {name} | {' | '.join(row[column] for column in columns)} |" for name, row in rows.items()]
+    families = ((name, *(row[column] for column in columns)) for name, row in rows.items())
     errors = [f"- {', '.join(names)}: {text.replace('<', '&lt;')}." for text, names in reasons.items()]
-    listed = ["| template | conversations | calls | reason |", "|---|---|---|---|"]
+    listed = []
     for name, row in sorted(templates.items(), key=lambda item: not item[1]["testable"]):
         reason = row.get("reason", "").replace("|", BAR).replace("<", "&lt;")
-        listed.append(f"| {name} | {row['result']} | {row['calls']} | {reason} |")
-    return {name: "\n".join(lines) for name, lines in
-            (("families", families), ("errors", errors), ("templates", listed))}  # fmt: skip
+        listed.append((name, row["result"], row["calls"], reason))
+    return {"families": table_of(("family", *columns), families), "errors": "\n".join(errors),
+            "templates": table_of(("template", "conversations", "calls", "reason"), listed)}  # fmt: skip
 
 
 def column_table(columns: dict[str, Column]) -> str:
     """Rows of the registry of columns."""
-    lines = ["| column | shape | dtype | written by | meaning |", "|---|---|---|---|---|"]
-    for name, column in columns.items():
-        lines.append(f"| `{name}` | {column.shape} | {column.dtype} | {column.writer} | {column.meaning} |")
-    return "\n".join(lines)
+    rows = ((f"`{name}`", of.shape, of.dtype, of.writer, of.meaning) for name, of in columns.items())
+    return table_of(("column", "shape", "dtype", "written by", "meaning"), rows)
 
 
 def columns_tables() -> dict[str, str]:
     """Tables of docs/columns.md: all columns of a batch, and who writes them."""
-    writers = ["| writer | method | code |", "|---|---|---|"]
-    for writer, (method, places) in WRITERS.items():
-        writers.append(f"| {writer} | `{method}` | {', '.join(f'`{place}`' for place in places.split(', '))} |")
-    return {"tensors": column_table(TENSORS), "arrays": column_table(ARRAYS), "writers": "\n".join(writers)}
+    writers = ((writer, f"`{method}`", ", ".join(f"`{place}`" for place in places.split(", ")))
+               for writer, (method, places) in WRITERS.items())  # fmt: skip
+    return {"tensors": column_table(TENSORS), "arrays": column_table(ARRAYS),
+            "writers": table_of(("writer", "method", "code"), writers)}  # fmt: skip
 
 
 def alias_tables() -> dict[str, str]:
     """Tables of docs/verl_names.md: keys of other releases of verl."""
     made = {}
     for name, rows in (("RL", aliases.RL), ("SFT", aliases.SFT)):
-        lines = ["| verl | since | here | value |", "|---|---|---|---|"]
-        for row in rows:
-            old = row.old.replace(f".{CHOICE}", "= (a group)")
-            lines.append(f"| {old} | {row.since} | {row.new or '-'} | {row.text} |")
-        made[f"aliases: {name}"] = "\n".join(lines)
+        cells = ((row.old.replace(f".{CHOICE}", "= (a group)"), row.since, row.new or "-", row.text) for row in rows)
+        made[f"aliases: {name}"] = table_of(("verl", "since", "here", "value"), cells)
     return made
 
 

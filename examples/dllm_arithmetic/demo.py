@@ -23,6 +23,7 @@ from examples.demo_runner import (
     TrainingWatch,
     console,
     make_progress,
+    out_folder,
     run_logged,
     run_phases,
     run_shown,
@@ -31,7 +32,6 @@ from examples.demo_runner import (
 from examples.dllm_arithmetic.acceptance import LOSSLESS, criteria_of, criteria_table
 from examples.dllm_arithmetic.evaluate import paired
 from verl.report.page import write_report
-from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 280.0}
 BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5
@@ -170,15 +170,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "dllm"))
+    parser.add_argument("--out", type=out_folder, default=str(ROOT / "outputs" / "dllm"))
     parser.add_argument("--base-steps", type=int)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--twin-steps", type=int, default=TWIN_STEPS)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("settings", nargs="*", help="further settings of the refinement, key=value")
-    args = parser.parse_args(argv)
-    args.out = args.out.resolve()
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.demo_runner import ROOT, by_step, console, run_phases, run_shown, train
+from examples.demo_runner import ROOT, by_step, console, out_folder, python, run_phases, run_shown, train
 from examples.grpo_arithmetic.acceptance import criteria_of, report
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
-from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "start": 190.0, "GRPO": 400.0, "control": 100.0}
 STEPS, CONTROL_STEPS = 60, 8
@@ -48,8 +47,7 @@ def training_command(start: Path, run: Path, steps: int, seed: int, *more: str) 
         "trainer.save_freq": steps, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",
         "trainer.project_name": "grpo_arithmetic", "trainer.experiment_name": run.name,
     }  # fmt: skip
-    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
+    return python("verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items()), *more)
 
 
 def describe(data: Mapping[str, float]) -> str:
@@ -66,23 +64,20 @@ def parser_of(doc: str, steps: int, sft_steps: int, name: str) -> argparse.Argum
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--sft-steps", type=int, default=sft_steps)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / name))
+    parser.add_argument("--out", type=out_folder, default=str(ROOT / "outputs" / name))
     return parser
 
 
 def start_command(module: str, args: argparse.Namespace) -> list[str]:
     """The command that makes the start of the options in OUT/start."""
-    command = [sys.executable, "-m", module, "--out", str(args.out / "start")]
-    return [*command, "--seed", str(args.seed), "--sft-steps", str(args.sft_steps)]
+    return python(module, "--out", args.out / "start", "--seed", args.seed, "--sft-steps", args.sft_steps)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = parser_of(__doc__, STEPS, SFT_STEPS, "grpo_arithmetic")
     parser.add_argument("--control-steps", type=int, default=CONTROL_STEPS)
-    args = parser.parse_args(argv)
-    args.out = args.out.resolve()
-    return args
+    return parser.parse_args(argv)
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:

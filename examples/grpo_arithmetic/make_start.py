@@ -14,6 +14,7 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from loguru import logger
@@ -103,19 +104,18 @@ def training_row(rng: random.Random, encoder: Encoder) -> train_models.Row:
     return question + answer, [train_models.IGNORED] * len(question) + answer
 
 
+def rl_row(source: str, split: str, index: int, question: str, truth: str) -> dict[str, Any]:
+    """A question in the RL data format."""
+    return {
+        "data_source": source, "ability": "math", "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": {"index": index, "split": split},
+    }  # fmt: skip
+
+
 def write_questions(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
     """train.parquet and val.parquet in the RL data format; no question is in both."""
     for split, questions in draw_questions(counts, seed, build_tokenizer()).items():
-        rows = [
-            {
-                "data_source": DATA_SOURCE,
-                "ability": "math",
-                "prompt": [{"role": "user", "content": question.question}],
-                "reward_model": {"style": "rule", "ground_truth": question.ground_truth},
-                "extra_info": {"index": i, "split": split},
-            }
-            for i, question in enumerate(questions)
-        ]
+        rows = [rl_row(DATA_SOURCE, split, i, q.question, q.ground_truth) for i, q in enumerate(questions)]
         if rows:
             pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
 

@@ -19,41 +19,31 @@ from typing import Any
 
 import torch
 
-from examples.demo_runner import begin, by_step, console
+from examples.demo_runner import begin, by_step, console, out_folder, python
 from examples.grpo_arithmetic.acceptance import Criterion, report
 from examples.grpo_arithmetic.demo import describe
-from examples.pretrained import fetch
-from examples.pretrained.questions import (
-    ANSWER,
-    DATA_SOURCE,
-    PROMPT,
-    SEED_STEP,
-    TASK,
-    TRAIN,
-    TRAIN_SIZE,
-    VALIDATION,
-    VALIDATION_SIZE,
-)
+from examples.pretrained import fetch, questions
 from examples.pretrained.stages import Stage, record_of, refuse_other_settings, run_stages
-from verl.utils.fs import output_folder
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
 PROMPTS, SAMPLES, LR = 16, 8, 2e-5
 GAIN_POINTS, FORMAT, TIME_S = 10.0, 90.0, 1500.0  # points, % of the answers, seconds
-ACCURACY, ANSWERED = f"val-core/{DATA_SOURCE}/acc/mean@1", f"val-aux/{DATA_SOURCE}/answered/mean@1"
+SOURCE = questions.DATA_SOURCE
+ACCURACY, ANSWERED = f"val-core/{SOURCE}/acc/mean@1", f"val-aux/{SOURCE}/answered/mean@1"
 HERE = "examples/pretrained"
 
 
 def from_environment(seed: int) -> dict[str, Any]:
     """Settings of reasoning-gym's questions and scores: the same questions as those that questions.write writes."""
-    key = "data.environment"
-    parameters = ", ".join(f"{name}: {value}" for name, value in TASK.parameters.items())
+    key, task, prompt = "data.environment", questions.TASK, questions.PROMPT
+    parameters = ", ".join(f"{name}: {value}" for name, value in task.parameters.items())
     return {
-        f"{key}.name": "reasoning_gym", f"{key}.tasks": f"[{TASK.dataset}]",
-        f"{key}.params": f"{{{TASK.dataset}: {{{parameters}}}}}", f"{key}.size": TRAIN_SIZE,
-        f"{key}.val_size": VALIDATION_SIZE, f"{key}.seed": TRAIN + SEED_STEP * seed, f"{key}.val_seed": VALIDATION,
-        f"{key}.system_prompt": f'"{PROMPT.system}"', f"{key}.examples": PROMPT.examples,
-        f"{key}.answer_pattern": f'"{ANSWER.pattern}"', f"{key}.answer_format": '"Answer: {}"',
+        f"{key}.name": "reasoning_gym", f"{key}.tasks": f"[{task.dataset}]",
+        f"{key}.params": f"{{{task.dataset}: {{{parameters}}}}}", f"{key}.size": questions.TRAIN_SIZE,
+        f"{key}.val_size": questions.VALIDATION_SIZE, f"{key}.seed": questions.TRAIN + questions.SEED_STEP * seed,
+        f"{key}.val_seed": questions.VALIDATION, f"{key}.system_prompt": f'"{prompt.system}"',
+        f"{key}.examples": prompt.examples, f"{key}.answer_pattern": f'"{questions.ANSWER.pattern}"',
+        f"{key}.answer_format": '"Answer: {}"',
     }  # fmt: skip
 
 
@@ -79,26 +69,33 @@ def training_command(
         "trainer.max_actor_ckpt_to_keep": 1, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",
         "trainer.project_name": "pretrained", "trainer.experiment_name": run.name,
     }  # fmt: skip
-    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
+    return python("verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items()), *more)
 
 
 def criteria_of(gains: Sequence[float], moved: float, answered: float, seconds: float) -> dict[str, Criterion]:
     """Criteria by name: accuracy gained by each seed and moved by the control, in points; the least share of answers in
     the asked format before training, in %; seconds of the longest run."""
     return {
-        "gain": Criterion(
-            f"accuracy gained on {VALIDATION_SIZE} held-out questions, mean of {len(gains)} seeds (each)",
-            f"{mean(gains):.1f} points ({', '.join(f'{gain:.1f}' for gain in gains)})", f"at least {GAIN_POINTS:g}",
-            mean(gains) >= GAIN_POINTS,
-        ),
+        "gain": gain_criterion(f"accuracy gained on {questions.VALIDATION_SIZE} held-out questions", gains,
+                               GAIN_POINTS),
         "control": Criterion("accuracy gained by the control (learning rate 0)", f"{moved:.1f} points", "0",
                              moved == 0),
         "format": Criterion("held-out answers in the asked format before training", f"{answered:.1f} %",
                             f"at least {FORMAT:g} %", answered >= FORMAT),
-        "seconds": Criterion("time of the longest run", f"{seconds:.0f} s", f"at most {TIME_S:.0f} s",
-                             seconds <= TIME_S),
+        "seconds": time_criterion(seconds, TIME_S),
     }  # fmt: skip
+
+
+def gain_criterion(what: str, gains: Sequence[float], least: float) -> Criterion:
+    """At least so many points, as a mean over seeds."""
+    each = ", ".join(f"{gain:.1f}" for gain in gains)
+    return Criterion(f"{what}, mean of {len(gains)} seeds (each)", f"{mean(gains):.1f} points ({each})",
+                     f"at least {least:g}", mean(gains) >= least)  # fmt: skip
+
+
+def time_criterion(seconds: float, most: float) -> Criterion:
+    """At most so many seconds for the longest run."""
+    return Criterion("time of the longest run", f"{seconds:.0f} s", f"at most {most:.0f} s", seconds <= most)
 
 
 def runs_of(
@@ -159,7 +156,7 @@ def options(doc: str, steps: int, lr: float | None, out: Path) -> argparse.Argum
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--lr", type=float, default=lr)
-    parser.add_argument("--out", type=output_folder, default=str(out))
+    parser.add_argument("--out", type=out_folder, default=str(out))
     return parser
 
 
@@ -168,7 +165,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     args, args.more = parser.parse_known_args(argv)
     if wrong := [setting for setting in args.more if "=" not in setting]:
         parser.error(f"unknown: {' '.join(wrong)}; settings of main_ppo have the form key=value")
-    args.out = args.out.resolve()
     return args
 
 
@@ -192,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     criteria = criteria_of(gains, moved, min(values[0] for values in formats.values()), max(seconds))
     result = {"model": str(args.model or fetch.NOTE), "accuracy": accuracies, "gains": gains,
               "control": moved, "seconds": seconds}  # fmt: skip
-    report(args.out, result, criteria, f"GRPO on {DATA_SOURCE}", shares)
+    report(args.out, result, criteria, f"GRPO on {SOURCE}", shares)
     show_pages(runs, ACCURACY, args.out / "curves.png")
     if not args.model:
         console.print(f"The model: {fetch.NOTE}.")

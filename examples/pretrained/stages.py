@@ -13,9 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.demo_runner import ROOT, PhaseFailed, TrainingWatch, console, make_progress, run_logged
+from examples.demo_runner import (
+    ROOT,
+    PhaseFailed,
+    TrainingWatch,
+    console,
+    make_progress,
+    out_folder,
+    run_logged,
+)
 from examples.pretrained import fetch
-from verl.utils.fs import output_folder
 
 
 @dataclass(frozen=True)
@@ -120,17 +127,11 @@ def run_stages(stages: Sequence[Stage], out: Path, describe: Callable[[Mapping[s
     return True
 
 
-def python(module: str, *arguments: Any) -> list[str]:
-    """A command of a module or of a script with its arguments."""
-    name = [module] if module.endswith(".py") else ["-m", module]
-    return [sys.executable, *name, *map(str, arguments)]
-
-
 def options(doc: str, sizes: Any, out: Path, seeds_of: str) -> argparse.ArgumentParser:
     """The options that commands of stages share: `sizes` has the default of each size."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"of the {seeds_of}")
-    parser.add_argument("--out", type=output_folder, default=str(out), help=f"default: {out.relative_to(ROOT)}")
+    parser.add_argument("--out", type=out_folder, default=str(out), help=f"default: {out.relative_to(ROOT)}")
     parser.add_argument("--until", help="the last stage to run")
     for name, value in vars(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default: {value}")

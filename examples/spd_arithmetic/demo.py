@@ -13,9 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.demo_runner import ROOT, console, run_phases, run_shown, train
+from examples.demo_runner import ROOT, console, out_folder, python, run_phases, run_shown, train
 from verl.report.page import write_report
-from verl.utils.fs import output_folder
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 300.0, "evaluation": 180.0}
@@ -32,9 +31,8 @@ OWN_TRAINING = ("spd.backbone=own", "actor_rollout_ref.model.lora_rank=16", "act
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
     """Training of a scorer on a test bed's blocks, saved at its last step."""
-    command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    command += ["--blocks", str(testbed / "blocks_train.parquet")]
-    command += ["--metadata", str(testbed / "metadata_train.parquet")]
+    command = python("train_spd_scorer.py", "--model", testbed / "target", "--output-dir", run, "--blocks",
+                     testbed / "blocks_train.parquet", "--metadata", testbed / "metadata_train.parquet")
     settings = {
         "spd.rollout.draft_path": testbed / "draft", "spd.rollout.store_path": store, "spd.rollout.max_tokens": LIMIT,
         "spd.rollout.server_args": f"[--dtype,{DTYPE}]", "data.seed": seed, "spd.seed": seed,
@@ -52,23 +50,22 @@ def saved_scorer(run: Path, steps: int) -> Path:
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase, as a user would type it."""
-    python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
-    make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(args.seed)]
-    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
-    store = args.out / "completions.sqlite3"
-    validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
-    validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
-    train = [*training_command(testbed, run, store, args.steps, args.seed), *validation]
+    testbed, run = args.out / "testbed", args.out / args.backbone / "run"
+    make = python("examples.spd_arithmetic.prepare_blocks", "--out", testbed, "--seed", args.seed,
+                  "--n-test-questions", args.questions, "--max-new-tokens", LIMIT, "--dtype", DTYPE)
+    train = training_command(testbed, run, args.out / "completions.sqlite3", args.steps, args.seed)
+    train += ["--val-blocks", str(testbed / "blocks_val.parquet"), "--val-metadata",
+              str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
     if args.backbone == "own":
         train += OWN_TRAINING
-    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone), "--dtype", DTYPE]
-    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
-    evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
-    evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
-    evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
-    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
-    evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl"), "--max-val-drop", MAX_VAL_DROP]
-    evaluate += ["--harmless-shares", *HARMLESS_SHARES[args.backbone], "--margins", *MARGINS, "--typicals", *TYPICALS]
+    evaluate = python(
+        "scripts/eval_spd_scorer.py", "--out", args.out / args.backbone, "--dtype", DTYPE, "--target",
+        testbed / "target", "--draft", testbed / "draft", "--scorer", saved_scorer(run, args.steps), "--questions",
+        testbed / "questions_test.jsonl", "--val-questions", testbed / "questions_val.jsonl", "--harm-labels",
+        testbed / "harm_labels.jsonl", "--max-new-tokens", LIMIT, "--val-harm-labels",
+        testbed / "harm_labels_val.jsonl", "--max-val-drop", MAX_VAL_DROP, "--harmless-shares",
+        *HARMLESS_SHARES[args.backbone], "--margins", *MARGINS, "--typicals", *TYPICALS,
+    )
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 
@@ -109,10 +106,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="GRPO steps")
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_arithmetic"))
-    args = parser.parse_args(argv)
-    args.out = args.out.resolve()
-    return args
+    parser.add_argument("--out", type=out_folder, default=str(ROOT / "outputs" / "spd_arithmetic"))
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

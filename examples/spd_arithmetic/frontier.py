@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo_runner import ROOT, PhaseFailed, run_logged
+from examples.demo_runner import ROOT, PhaseFailed, out_folder, python, run_logged
 from examples.spd_arithmetic.demo import DTYPE, LIMIT, STEPS, saved_scorer, training_command
 from examples.spd_arithmetic.train_pair import DEFAULTS
 from scripts.spd_evaluation.curves import best_mix, curves_of, fewest, mixed, point_of, speed
@@ -56,26 +56,25 @@ class Seed:
 
 def commands(questions: int, seed: int, out: Path) -> dict[str, list[str]]:
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
-    python, testbed, run = sys.executable, out / "testbed", out / "run"
-    make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
-    for name, value in DEFAULTS.items():
-        make += [f"--{name.replace('_', '-')}", str(value)]  # written out: commands are compared with those of before
-    make += ["--n-test-questions", str(questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
-    make += ["--n-train-questions", "1000", "--n-train-blocks", "4000"]
+    testbed, run = out / "testbed", out / "run"
+    # written out: commands are compared with those of before
+    settings = [word for name, value in DEFAULTS.items() for word in (f"--{name.replace('_', '-')}", value)]
+    make = python("examples.spd_arithmetic.prepare_blocks", "--out", testbed, "--seed", seed, *settings,
+                  "--n-test-questions", questions, "--max-new-tokens", LIMIT, "--dtype", DTYPE,
+                  "--n-train-questions", 1000, "--n-train-blocks", 4000)
     store, labelled = out / "completions.sqlite3", out / "labelled"
     trainings = {name: training_command(testbed, place, store, STEPS, seed)
                  for name, place in (("training", run), ("supervised", labelled), ("refined", out / "refined"))}
     trainings["supervised"].insert(2, "--supervised")
     trainings["refined"].append(f"spd.adapter_path={labelled / 'supervised'}")
-    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
-    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft"), "--dtype", DTYPE]
-    evaluate += ["--scorer", str(saved_scorer(run, STEPS)), "--compare", f"supervised={labelled / 'supervised'}"]
-    evaluate += [f"refined={saved_scorer(out / 'refined', STEPS)}"]
-    evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
-    evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
-    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
-    evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl")]
-    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--max-val-drop", MAX_VAL_DROP]
+    evaluate = python(
+        "scripts/eval_spd_scorer.py", "--out", out, "--all-rules", "--seed", seed, "--target", testbed / "target",
+        "--draft", testbed / "draft", "--dtype", DTYPE, "--scorer", saved_scorer(run, STEPS), "--compare",
+        f"supervised={labelled / 'supervised'}", f"refined={saved_scorer(out / 'refined', STEPS)}", "--questions",
+        testbed / "questions_test.jsonl", "--val-questions", testbed / "questions_val.jsonl", "--max-new-tokens",
+        LIMIT, "--harm-labels", testbed / "harm_labels.jsonl", "--val-harm-labels",
+        testbed / "harm_labels_val.jsonl", "--harmless-shares", *HARMLESS_SHARES, "--max-val-drop", MAX_VAL_DROP,
+    )
     for option, values in FREE_RULES.items():
         evaluate += [option, *values.split()]
     return {"test bed": make, **trainings, "evaluation": evaluate}
@@ -260,11 +259,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
-    parser.add_argument("--out", type=output_folder, default=str(ROOT / "outputs" / "spd_frontier"))
+    parser.add_argument("--out", type=out_folder, default=str(ROOT / "outputs" / "spd_frontier"))
     parser.add_argument("--kept", type=output_folder, help="folder of measured seeds, read and added to")
     parser.add_argument("--results", type=output_file, help="figures over seeds (default OUT/spd_seeds.json)")
     args = parser.parse_args(argv)
-    args.out = args.out.resolve()
     try:
         seeds = [one_seed(args, seed) for seed in args.seeds]
     except PhaseFailed as failure:

@@ -28,6 +28,13 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     return [Question(**json.loads(line)) for line in path.read_text().splitlines()[:limit]]
 
 
+def first_choice(url: str, body: Row, timeout: float) -> Row:
+    """The first choice of a server's answer to a request, which is sent as JSON."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as reply:
+        return json.load(reply)["choices"][0]
+
+
 class Client:
     """A served model, asked for greedy answers."""
 
@@ -40,12 +47,8 @@ class Client:
 
         def one(question: Question) -> list[int]:
             body = {"prompt": question.prompt_ids, "max_tokens": self.limit, "temperature": 0.0}
-            data = json.dumps({**body, "return_token_ids": True, "vllm_xargs": xargs or None}).encode()
-            request = urllib.request.Request(
-                f"{self.url}/v1/completions", data, {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=300) as reply:
-                return json.load(reply)["choices"][0]["token_ids"]
+            body |= {"return_token_ids": True, "vllm_xargs": xargs or None}
+            return first_choice(f"{self.url}/v1/completions", body, 300)["token_ids"]
 
         with ThreadPoolExecutor(concurrent) as pool:
             return list(pool.map(one, questions))

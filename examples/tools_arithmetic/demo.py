@@ -56,9 +56,7 @@ def criteria_of(tools: dict[int, float], single: dict[int, float], seconds: floa
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
-    args = grpo.parser_of(__doc__, STEPS, SFT_STEPS, "tools_arithmetic").parse_args(argv)
-    args.out = args.out.resolve()
-    return args
+    return grpo.parser_of(__doc__, STEPS, SFT_STEPS, "tools_arithmetic").parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
-from examples.grpo_arithmetic.make_start import OnStep, make_once, parse
+from examples.grpo_arithmetic.make_start import OnStep, make_once, parse, rl_row
 from examples.spd_arithmetic import train_models, train_pair
 from examples.spd_arithmetic.tokenizer import EOS, PAD, SEP, UNK, word_tokenizer
 
@@ -88,11 +88,7 @@ def training_row(rng: random.Random, ids: dict[str, int], held_out: set[tuple[in
 
 def row(split: str, index: int, a: int, b: int) -> dict:
     """A question in the RL data format."""
-    return {
-        "data_source": DATA_SOURCE, "ability": "math",
-        "prompt": [{"role": "user", "content": " ".join(question(a, b))}],
-        "reward_model": {"style": "rule", "ground_truth": str(a * b)}, "extra_info": {"index": index, "split": split},
-    }  # fmt: skip
+    return rl_row(DATA_SOURCE, split, index, " ".join(question(a, b)), str(a * b))
 
 
 if __name__ == "__main__":

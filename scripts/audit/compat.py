@@ -3,6 +3,8 @@
 import importlib
 from pathlib import Path
 
+from scripts.audit.page import table_of
+
 paths = importlib.import_module("verl.compat.table")
 
 MARK = "Compatibility with verl:"  # how the docstring of a module with code for such paths begins
@@ -38,8 +40,7 @@ def rows() -> dict[str, str]:
 
 def table() -> str:
     """The table in Markdown."""
-    lines = [f"| {old} | {new} |" for old, new in rows().items()]
-    return "\n".join(["| import path of verl | here |", "|---|---|", *lines]) + "\n"
+    return table_of(("import path of verl", "here"), rows().items()) + "\n"
 
 
 def misplaced(release: dict[str, str]) -> list[str]:

@@ -64,7 +64,8 @@ def upstream_names(text: str, is_package: bool) -> dict[str, Signature | None]:
             entries.update(_class_names(node))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            entries.update({t.id: None for t in targets if isinstance(t, ast.Name) and _constant(t.id)})
+            named = [target.id for target in targets if isinstance(target, ast.Name)]
+            entries.update({name: None for name in named if _public(name) and name.isupper()})
         elif is_package and isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("verl")):
             exported = (a.asname or a.name for a in node.names)
             entries.update({name: None for name in exported if _public(name) and name != "*"})
@@ -99,10 +100,6 @@ def _class_names(node: ast.ClassDef) -> dict[str, Signature | None]:
 
 def _public(name: str) -> bool:
     return not name.startswith("_")
-
-
-def _constant(name: str) -> bool:
-    return _public(name) and name.isupper()
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Signature:

@@ -1,6 +1,7 @@
 """Writes the findings of an audit as tables in Markdown."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scripts.audit.names import Finding
@@ -15,9 +16,10 @@ class Row:
     required: bool
 
 
-def counts(rows: list[Row]) -> Counter[str]:
-    """Findings by status."""
-    return Counter(row.finding.status for row in rows)
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    head, *lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([head, "|---" * len(heads) + "|", *lines])
 
 
 def unexplained(rows: list[Row]) -> list[Row]:
@@ -31,15 +33,11 @@ def _needs_reason(row: Row) -> bool:
 
 def markdown(parts: dict[str, list[Row]]) -> str:
     """The summary table."""
-    head = "| part | same | renamed | differs | missing | of these without a reason | ours alone |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    states, lines = ("same", "renamed", "differs", "missing"), []
     for part, rows in parts.items():
-        c = counts(rows)
-        lines.append(
-            f"| {part} | {c['same']} | {c['renamed']} | {c['differs']} | {c['missing']} | {len(unexplained(rows))} "
-            f"| {c['ours alone']} |"
-        )
-    return "\n".join(lines) + "\n"
+        counts = Counter(row.finding.status for row in rows)
+        lines.append((part, *(counts[state] for state in states), len(unexplained(rows)), counts["ours alone"]))
+    return table_of(("part", *states, "of these without a reason", "ours alone"), lines) + "\n"
 
 
 def reasons_table(parts: dict[str, list[Row]]) -> str:
@@ -49,8 +47,6 @@ def reasons_table(parts: dict[str, list[Row]]) -> str:
         for row in rows:
             if row.reason and _needs_reason(row):
                 positions.setdefault(row.reason, Counter())[row.finding.module] += 1
-    lines = ["| why | where, and how many names or keys |", "|---|---|"]
-    for reason, modules in sorted(positions.items(), key=lambda entry: (min(entry[1]), entry[0])):
-        listing = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
-        lines.append(f"| {reason} | {listing} |")
-    return "\n".join(lines) + "\n"
+    lines = [(reason, ", ".join(f"{module} ({count})" for module, count in sorted(modules.items())))
+             for reason, modules in sorted(positions.items(), key=lambda entry: (min(entry[1]), entry[0]))]  # fmt: skip
+    return table_of(("why", "where, and how many names or keys"), lines) + "\n"

@@ -42,22 +42,13 @@ def harm_shares(
 
     Each reachable mismatch is judged as if everything before it in its block had been accepted.
     """
-    from recipe.spd.rollout.decoder import replay_blocks
-
-    passed = [[0, 0] for _ in judges]
-    total = [0, 0]
-    contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
-    for view in replay_blocks(target, draft, contexts, drafts):
-        verdicts = [judge(view).tolist() for judge in judges]
-        for k, place in enumerate(view.rows.tolist()):
-            for position, harmful in blocks[place].reachable().items():
-                total[harmful] += 1
-                for count, verdict in zip(passed, verdicts, strict=True):
-                    count[harmful] += verdict[k][position]
-    return [
-        (harmless / total[0] if total[0] else None, harmful / total[1] if total[1] else None)
-        for harmless, harmful in passed
-    ]
+    shares = []
+    for judged in labelled_scores({str(k): judge for k, judge in enumerate(judges)}, target, draft, blocks).values():
+        kinds: tuple[list[float], list[float]] = ([], [])
+        for accepted, harmful in (pair for block in judged for pair in block):
+            kinds[harmful].append(accepted)
+        shares.append(tuple(sum(accepted) / len(accepted) if accepted else None for accepted in kinds))
+    return shares
 
 
 def labelled_scores(

@@ -19,12 +19,12 @@ def scored() -> DataProto:
         "ref_log_prob": torch.tensor([[-2.0, -1.0, 0.0], [-1.0, -1.0, -1.0]]),
         "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
     }
+    tensors["token_level_rewards"] = tensors["token_level_scores"]
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)})
 
 
 def test_estimator_gets_groups_by_uid_and_ignores_what_it_does_not_name():
     data = scored()
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantage(data, "grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
     assert data.batch["advantages"].tolist() == [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.5]]
 
@@ -37,7 +37,6 @@ def test_a_required_parameter_names_a_column_of_the_data_or_of_the_reward(monkey
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "by_level", by_level)
     data = scored()
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     data.non_tensor_batch["level"] = np.array(["2", "3"], dtype=object)
     data.non_tensor_batch["note"] = np.array(["x", "y"], dtype=object)
     data.non_tensor_batch[EXTRAS] = object_array([{"difficulty": 5.0}, {"difficulty": 7.0}])

@@ -6,14 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl.algos import rollout_correction
 from verl.algos.advantage import compute_optimal_token_baseline_advantage, estimate_advantages
 from verl.algos.aggregation import StepCounts
 from verl.algos.policy_loss import LossInputs, get_loss_fn, value_loss
-from verl.algos.rollout_correction import (
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-    settings_of,
-)
 from verl.config.actor import ActorConfig, PolicyLossConfig
 from verl.config.algorithm import AlgoConfig, RolloutCorrectionConfig
 
@@ -48,23 +44,23 @@ def log(*ratios):
 )
 def test_rejection(option, threshold, kept):
     ratios = torch.tensor([[1.2, 0.5, 1.0], [0.9, 1.1, 9.0]])
-    mask, metrics = compute_rollout_rejection_mask(ratios.log(), MASK, option, threshold)
+    mask, metrics = rollout_correction.compute_rollout_rejection_mask(ratios.log(), MASK, option, threshold)
     assert mask.tolist() == kept
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - sum(map(sum, kept)) / 5)
 
 
 def test_each_of_several_rejections_has_metrics():
     ratios = log([1.0, 2.0, 1.0], [1.0, 1.0, 1.0])
-    _, metrics = compute_rollout_rejection_mask(ratios, MASK, "token_k1,seq_max_k2", "1.5,1")
+    _, metrics = rollout_correction.compute_rollout_rejection_mask(ratios, MASK, "token_k1,seq_max_k2", "1.5,1")
     assert metrics["rollout_rs_max"] == pytest.approx(2.0)
     assert metrics["rollout_rs_seq_max_k2_max"] == pytest.approx(math.log(2) ** 2 / 2)
 
 
 def test_ratios_outside_of_two_bounds_have_no_weight():
     ratios = torch.tensor([[0.4, 2.0, 6.0], [1.0, 0.5, 1.0]])
-    weights, _ = compute_rollout_correction_weights(ratios.log(), MASK, "token", "0.5_5.0")
+    weights, _ = rollout_correction.compute_rollout_correction_weights(ratios.log(), MASK, "token", "0.5_5.0")
     assert torch.allclose(weights, torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.5, 0.0]]))
-    weights, _ = compute_rollout_correction_weights(ratios.log(), MASK, "token", "5")
+    weights, _ = rollout_correction.compute_rollout_correction_weights(ratios.log(), MASK, "token", "5")
     assert torch.allclose(weights, torch.tensor([[0.4, 2.0, 5.0], [1.0, 0.5, 0.0]]))
 
 
@@ -93,7 +89,8 @@ def test_presets():
     assert (config.rollout_is, config.rollout_is_threshold) == ("token", "0.5_5.0")
     config = RolloutCorrectionConfig.bypass_ppo_clip_k3_rs()
     assert (config.rollout_rs, config.rollout_rs_threshold, config.bypass_mode) == ("seq_mean_k3", 0.01, True)
-    assert settings_of(RolloutCorrectionConfig.decoupled_geo_rs_token_tis())["rollout_rs_threshold"] == "0.999_1.001"
+    settings = rollout_correction.settings_of(RolloutCorrectionConfig.decoupled_geo_rs_token_tis())
+    assert settings["rollout_rs_threshold"] == "0.999_1.001"
     for name in ("bypass_pg_token_icepop", "decoupled_geo_rs_seq_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis",
                  "decoupled_k3_rs", "decoupled_k3_rs_seq_tis", "decoupled_k3_rs_token_tis"):  # fmt: skip
         getattr(RolloutCorrectionConfig, name)()

@@ -5,13 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.algos.rollout_correction import (
-    apply_bypass_mode,
-    compute_rollout_correction_and_add_to_batch,
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-)
+from verl.algos import rollout_correction
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -23,7 +17,7 @@ LOG_RATIO = RATIO.log()
 
 
 def test_token_weights_are_cut_at_the_threshold():
-    weights, metrics = compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0)
+    weights, metrics = rollout_correction.compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0)
     torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 0.5], [0.5, 0.25, 0.0]]))
     assert metrics["rollout_is_mean"] == pytest.approx((1 + 4 + 0.5 + 0.5 + 0.25) / 5)
     assert metrics["rollout_is_max"] == 4.0 and metrics["rollout_is_min"] == 0.25
@@ -35,17 +29,17 @@ def test_token_weights_are_cut_at_the_threshold():
 
 def test_normalised_weights_name_what_they_were_divided_by():
     for level, factor in (("token", 4.25 / 5), ("sequence", (2.0 + 0.125) / 2)):
-        _, metrics = compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0, True)
+        _, metrics = rollout_correction.compute_rollout_correction_weights(LOG_RATIO, MASK, level, 2.0, True)
         assert metrics["rollout_is_batch_norm_factor"] == pytest.approx(factor)
 
 
 def test_a_missing_upper_bound_is_named():
     with pytest.raises(ValueError, match="rollout_rs_threshold is not set"):
-        compute_rollout_rejection_mask(LOG_RATIO, MASK, "token")
+        rollout_correction.compute_rollout_rejection_mask(LOG_RATIO, MASK, "token")
 
 
 def test_vetoes_are_counted_and_leave_the_weights():
-    weights, _, metrics = compute_rollout_correction_and_rejection_mask(
+    weights, _, metrics = rollout_correction.compute_rollout_correction_and_rejection_mask(
         LOG_RATIO, torch.zeros(2, 3), MASK, rollout_is="token", rollout_token_veto_threshold=0.3
     )
     assert weights.batch["rollout_is_weights"][1, 0] == 0.5  # weights stay those of all counted tokens
@@ -57,7 +51,7 @@ def test_the_batch_gets_weights_and_a_smaller_mask():
     columns = {"old_log_probs": LOG_RATIO, "rollout_log_probs": torch.zeros(2, 3), "response_mask": MASK}
     batch = DataProto.from_dict(columns)
     config = RolloutCorrectionConfig.decoupled_seq_is_rs(is_threshold=1.5, rs_threshold=3.0)
-    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    batch, metrics = rollout_correction.compute_rollout_correction_and_add_to_batch(batch, config)
     assert batch.batch["response_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
     assert batch.batch["rollout_is_weights"][0].tolist() == [1.5, 1.5, 1.5]
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
@@ -65,10 +59,10 @@ def test_the_batch_gets_weights_and_a_smaller_mask():
 
 def test_bypass_takes_the_rollouts_log_probs_as_old_ones():
     batch = DataProto.from_dict({"rollout_log_probs": LOG_RATIO})
-    apply_bypass_mode(batch)
+    rollout_correction.apply_bypass_mode(batch)
     assert torch.equal(batch.batch["old_log_probs"], LOG_RATIO)
     with pytest.raises(ValueError, match="calculate_log_probs=true, or set these two to false"):
-        apply_bypass_mode(DataProto.from_dict({"old_log_probs": LOG_RATIO}))
+        rollout_correction.apply_bypass_mode(DataProto.from_dict({"old_log_probs": LOG_RATIO}))
 
 
 def test_bypass_mode_with_verls_signature():

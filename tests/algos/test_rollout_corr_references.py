@@ -17,11 +17,7 @@ from torch import Tensor
 from tests.algos.test_loss_references import vanilla
 from tests.helpers.algo_batches import counted, junk_outside, masks, normal, seeds
 from tests.helpers.policy_batches import Batch, assert_agree, batches
-from verl.algos.rollout_correction import (
-    compute_offpolicy_metrics,
-    compute_rollout_correction_and_rejection_mask,
-    settings_of,
-)
+from verl.algos import rollout_correction
 from verl.trainer.config import RolloutCorrectionConfig
 
 levels = st.sampled_from([None, "token", "sequence"])
@@ -76,8 +72,8 @@ def reference_kept(log_ratio: Tensor, mask: Tensor, config) -> set:
 def test_weights_and_mask_agree_with_the_formulas(mask, seed, scale, config):
     log_ratio = normal(seed, *mask.shape, scale=scale)
     rollout = junk_outside(normal(seed + 1, *mask.shape), mask)
-    weights, kept, _ = compute_rollout_correction_and_rejection_mask(
-        rollout + junk_outside(log_ratio, mask), rollout, mask, **settings_of(config)
+    weights, kept, _ = rollout_correction.compute_rollout_correction_and_rejection_mask(
+        rollout + junk_outside(log_ratio, mask), rollout, mask, **rollout_correction.settings_of(config)
     )
     expected = reference_weights(log_ratio, mask, config)
     assert (weights is None) == (expected is None)
@@ -119,7 +115,7 @@ def test_bypass_mode_agrees_with_the_formula(loss_type, data):
 def test_distances_agree_with_their_formulas(mask, seed):
     """k1 and k3 of KL(rollout || old) (Schulman 2020), chi^2 = E[w^2] - 1, a sequence's exp(-mean log pi)."""
     old, rollout = -normal(seed, *mask.shape).abs(), -normal(seed + 1, *mask.shape).abs()
-    computed = compute_offpolicy_metrics(junk_outside(old, mask), junk_outside(rollout, mask), mask)
+    computed = rollout_correction.compute_offpolicy_metrics(junk_outside(old, mask), junk_outside(rollout, mask), mask)
     rows = [(i, ts) for i, ts in enumerate(counted(mask)) if ts]
     if not rows:
         assert computed == {}

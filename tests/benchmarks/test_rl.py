@@ -5,7 +5,6 @@ command is read, not started), and the figures themselves.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ import torch
 
 from benchmarks import rl, rl_forward, rl_rollout, rl_whole_step, trl_steps
 from benchmarks.run import WANTED
-from tests.helpers.configs import compose_ppo
-from verl.config.roles import need_critic, reads_reference
+from examples.demo_runner import python
+from tests.examples.test_grpo_demo import trained_config
 from verl.rollout import get_rollout_class
-from verl.utils.config import validate_config
 
 MODULES = {
     rl_forward: dict(GROUPS=1, N=2, PROMPT=16, RESPONSE=4, VOCABULARY=32, REPETITIONS=1),
@@ -71,7 +69,7 @@ def test_rollouts(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def run_of(command):
+def run_of(command, log):
     """Leaves what the command of a trainer would, 3 steps of it: ours takes half of TRL's time."""
     steps = range(1, 4)
     if command[2] == "benchmarks.trl_steps":
@@ -79,9 +77,7 @@ def run_of(command):
         assert (args.folder, args.steps, args.prompts, args.samples) == (args.out.parent, 3, 2, 2)
         args.out.write_text(json.dumps({"seconds": [9.0, 4.0, 4.0], "tokens": [1.0, 60.0, 64.0]}))
         return
-    assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
-    config = compose_ppo(*command[3:])
-    validate_config(config, use_reference_policy=reads_reference(config), use_critic=need_critic(config))
+    config = trained_config(command)
     run = Path(config.trainer.default_local_dir)
     run.mkdir()
     rows = [{"step": 0, "data": {"val/x": 1.0}}]
@@ -94,7 +90,7 @@ def run_of(command):
 
 
 def test_whole_steps(monkeypatch):
-    monkeypatch.setattr(rl_whole_step, "start", run_of)
+    monkeypatch.setattr(rl_whole_step, "run_alone", run_of)
     rows = rows_of(rl_whole_step, monkeypatch)
     assert {"grpo_step_vs_trl_short", "grpo_step_vs_trl_long"} <= wanted("grpo_step_") & rows.keys()
     assert rows["grpo_step_vs_trl_long"].value == 2.0 and rows["grpo_step_trl_long"].repetitions == 2 * 2
@@ -113,8 +109,8 @@ def test_trl_steps_to_the_limit(tmp_path):
     pytest.importorskip("trl", reason="requirements/bench.txt")
     case = rl_whole_step.Case("short", 3, 4, True)
     rl_whole_step.make(tmp_path, case)
-    sizes = ["--steps", "2", "--prompts", "2", "--samples", "2", "--limit", "4", "--to-the-limit"]
+    sizes = ["--steps", 2, "--prompts", 2, "--samples", 2, "--limit", 4, "--to-the-limit"]
     out = tmp_path / "trl.json"
-    rl_whole_step.start([sys.executable, "-m", "benchmarks.trl_steps", str(tmp_path), "--out", str(out), *sizes])
+    rl_whole_step.run_alone(python("benchmarks.trl_steps", tmp_path, "--out", out, *sizes), tmp_path / "trl.log")
     results = rl_whole_step.Steps(**json.loads(out.read_text()))
     assert len(results.seconds) == 2 and results.tokens == [4.0, 4.0] and results.driver == []

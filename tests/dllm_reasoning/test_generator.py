@@ -297,13 +297,13 @@ MODES = {"greedy": (0, 1), "refine 0": (0, WIDTH), "refine 1": (1, WIDTH), "refi
          "converge": ("converge", WIDTH), "slide": ("slide", WIDTH), "verify": ("verify", WIDTH)}  # fmt: skip
 
 
-def counted(mode, prompt, **more):
-    """(statistics, number of forwards that the model made) of one prompt."""
+def counted(mode, *prompts, **more):
+    """(statistics, number of forwards that the model made) of a batch of prompts."""
     model, calls = model_of("llama"), []
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     rounds, width = MODES[mode]
     try:
-        results = details_of(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
+        results = details_of(model, prompts, EOS, PAD, width - 1, rounds, LIMIT, **more)
     finally:
         hook.remove()
     return results.stats, len(calls)
@@ -333,13 +333,10 @@ def test_rounds_are_the_forwards_after_each_blocks_first(mode):
 
 def test_a_batch_makes_the_forwards_of_its_longest_row(monkeypatch):
     alone = [counted("converge", prompt)[0] for prompt in prompts()[:5]]
-    model, calls = model_of("llama"), []
-    hook = model.register_forward_hook(lambda *_: calls.append(1))
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(generator, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    stats = details_of(model, prompts()[:5], EOS, PAD, WIDTH - 1, "converge", LIMIT).stats
-    hook.remove()
+    stats, calls = counted("converge", *prompts()[:5])
     assert stats.forwards == [one.forwards[0] for one in alone] and stats.tokens == [one.tokens[0] for one in alone]
-    assert stats.batch_forwards == len(calls) == max(stats.forwards) < sum(stats.forwards)
+    assert stats.batch_forwards == calls == max(stats.forwards) < sum(stats.forwards)
     assert stats.tokens_per_forward == sum(stats.tokens) / sum(stats.forwards)
     assert stats.seconds == 4.0 and stats.tokens_per_second == sum(stats.tokens) / 4

@@ -133,9 +133,10 @@ def test_the_file_of_own_answers_depends_on_everything_that_affects_them(assets,
     model, train = tmp_path / "model", tmp_path / "train.parquet"
     runs.save_model(model)
 
-    def fingerprint_of(*more, rows=runs.sums(6)):  # noqa: B008
+    def fingerprint_of(*more, rows=runs.sums(6), reward=REWARD):  # noqa: B008
         runs.save_rows(train, rows)
         config = runs.compose(model, train, tmp_path, *own(tmp_path, "keep_all", "data.train_batch_size=2", *more))
+        (tmp_path / "reward.py").write_text(reward)
         tokenizer = IterativeRefineTrainer.build_tokenizer(config)
         dataset = IterativeRefineTrainer.build_val_dataset(str(train), config, tokenizer)
         return self_generate._fingerprint(config, dataset, range(len(dataset)))
@@ -150,13 +151,7 @@ def test_the_file_of_own_answers_depends_on_everything_that_affects_them(assets,
              fingerprint_of("iterative.self_generate.ground_truth_key=output"),
              fingerprint_of("iterative.self_generate.item_timeout=600")]  # fmt: skip
     runs.save_model(model, seed=1)
-    results.append(fingerprint_of())
-    (reward := tmp_path / "reward.py").write_text(REWARD)
-    config = runs.compose(model, train, tmp_path, *own(tmp_path, "keep_all"))
-    tokenizer = IterativeRefineTrainer.build_tokenizer(config)
-    dataset = IterativeRefineTrainer.build_val_dataset(str(train), config, tokenizer)
-    reward.write_text(REWARD + "# changed")
-    results.append(self_generate._fingerprint(config, dataset, range(len(dataset))))
+    results += [fingerprint_of(), fingerprint_of(reward=REWARD + "# changed")]
     assert len(set(results)) == len(results) == 11
 
 

@@ -31,6 +31,35 @@ def refined(tmp_path_factory):
     return folder, model
 
 
+def drafter_of(model, options):
+    """The drafter that vLLM makes of these options."""
+    from dllm_reasoning.inference.vllm_drafter import SelfDrafter
+
+    config = SimpleNamespace(hf_config=model.config)
+    return SelfDrafter(SimpleNamespace(model_config=config, additional_config=options["additional_config"]))
+
+
+def rounds(model, drafter, prompt, drafts, counted=None):
+    """vLLM's part, played by a loop: verify the drafts in one forward, keep the confirmed ones among the first
+    `counted`, and one token more. Yields (text, drafts, how many were confirmed, the next drafts)."""
+    text = list(prompt)
+    while len(text) < len(prompt) + LIMIT and EOS not in text[len(prompt) :]:
+        with torch.no_grad():
+            logits = model(torch.tensor([text + drafts])).logits[0, len(text) - 1 :]
+        predicted, guesses = logits.argmax(-1).tolist(), drafts[:counted]
+        agreed = next((i for i, d in enumerate(guesses) if d != predicted[i]), len(guesses))
+        drafter.observe(logits, [len(drafts)])
+        text = text + predicted[: agreed + 1]
+        before, (drafts,) = drafts, drafter.propose([predicted[: agreed + 1]], None, None)
+        yield text, before, agreed, drafts
+
+
+def answer_in(text, prompt):
+    """The answer that the text has after the prompt, up to its end token or the limit."""
+    new = text[len(prompt) :][:LIMIT]
+    return new[: new.index(EOS) + 1] if EOS in new else new
+
+
 def prompts(count):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(5, 60, (6,), generator=generator).tolist() for _ in range(count)]
@@ -66,67 +95,36 @@ def test_a_model_without_a_window_and_wrong_settings_are_refused(tiny_llama):
 @pytest.mark.process
 @pytest.mark.parametrize("mode", ["slide", "verify"])
 def test_its_windows_are_those_of_our_own_generation(refined, mode):
-    """vLLM's part is played by a loop: verify the drafts in one forward, keep the confirmed ones and one more. Unlike
-    vLLM, which also keeps a noise token that happens to be right, it keeps guesses only, as our own generation does."""
-    from dllm_reasoning.inference.vllm_drafter import SelfDrafter
-
+    """Unlike vLLM, which also keeps a noise token that happens to be right, the loop keeps guesses only, as our own
+    generation does."""
     folder, model = refined
     asked = prompts(6)
     ours = iterative_generate(model, asked, EOS, 0, refine_iter=mode, max_new_tokens=LIMIT, return_details=True)
-    options = self_draft_options(folder, mode=mode)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=model.config), additional_config=options["additional_config"]
-    )
-    drafter = SelfDrafter(config)
+    drafter = drafter_of(model, self_draft_options(folder, mode=mode))
     for prompt, expected, forwards in zip(asked, ours.tokens, ours.stats.forwards, strict=True):
-        tokens, steps = list(prompt), 0
         drafts = [NOISE] * sum(SelfDraftSettings(mode).window(WINDOW - 1, 1))  # our own first window
-        while len(tokens) < len(prompt) + LIMIT and EOS not in tokens[len(prompt) :]:
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :]
-            predicted = logits.argmax(-1).tolist()
-            guesses = drafts[: WINDOW - 1]
-            agreed = next((i for i, d in enumerate(guesses) if d != predicted[i]), len(guesses))
-            drafter.observe(logits, [len(drafts)])
-            tokens += predicted[: agreed + 1]
-            (drafts,) = drafter.propose([predicted[: agreed + 1]], None, None)
-            steps += 1
-        new = tokens[len(prompt) :][:LIMIT]
-        new = new[: new.index(EOS) + 1] if EOS in new else new
-        assert new == expected and steps == forwards
+        texts = [text for text, *_ in rounds(model, drafter, prompt, drafts, WINDOW - 1)]
+        assert answer_in(texts[-1], prompt) == expected and len(texts) == forwards
 
 
 @pytest.mark.process
 def test_redraft_verifies_nothing_but_drafts_from_committed_tokens(refined):
-    from dllm_reasoning.inference.vllm_drafter import SelfDrafter
-
     folder, model = refined
     asked, guesses, confirmed = prompts(6), 3, set()
     expected = iterative_generate(model, asked, EOS, 0, 0, 0, LIMIT, return_details=True).tokens
     options = self_draft_options(folder, mode="redraft", guesses=guesses)
     assert options["speculative_config"]["num_speculative_tokens"] == 2 * guesses
-    drafter = SelfDrafter(SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=model.config), additional_config=options["additional_config"]
-    ))  # fmt: skip
+    drafter = drafter_of(model, options)
     for prompt, answer in zip(asked, expected, strict=True):
-        tokens, drafts = list(prompt), []
-        while len(tokens) < len(prompt) + LIMIT and EOS not in tokens[len(prompt) :]:
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :]
-            predicted = logits.argmax(-1).tolist()
-            agreed = next((i for i, d in enumerate(drafts) if d != predicted[i]), len(drafts))
-            drafter.observe(logits, [len(drafts)])
-            tokens += predicted[: agreed + 1]
-            before, (drafts,) = drafts, drafter.propose([predicted[: agreed + 1]], None, None)
+        for text, before, agreed, drafts in rounds(model, drafter, prompt, []):
             fed = len(before) - guesses  # guesses; below 0 after the prompt, whose forward drafts nothing
             if not before or agreed < fed:
                 assert drafts == [NOISE] * guesses
             elif agreed == fed:
-                fresh = model(torch.tensor([tokens[:-1] + [NOISE] * guesses])).logits[0, len(tokens) - 1 :].argmax(-1)
+                fresh = model(torch.tensor([text[:-1] + [NOISE] * guesses])).logits[0, len(text) - 1 :].argmax(-1)
                 assert drafts == fresh.tolist() + [NOISE] * guesses
                 confirmed.add(agreed)
-        new = tokens[len(prompt) :][:LIMIT]
-        assert (new[: new.index(EOS) + 1] if EOS in new else new) == answer
+        assert answer_in(text, prompt) == answer
     assert {0, guesses} <= confirmed
 
 

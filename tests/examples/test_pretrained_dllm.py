@@ -5,6 +5,7 @@ Not covered: the figures of the pretrained model (`make demo-pretrained-dllm` sh
 
 import json
 import math
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
+from examples.demo_runner import json_rows
 from examples.dllm_arithmetic.evaluate import accuracy_under_parallelism
 from examples.pretrained.dllm import demo, serve, target, tasks
 from examples.pretrained.stages import Stage
@@ -88,7 +90,7 @@ def test_answers_that_come_with_the_questions_are_right_and_short(splits):
 
 def test_the_model_learns_from_given_answers(tmp_path, splits):
     target.write_given_answers(tmp_path / "target", COUNTS)
-    train, val = [[row["messages"] for row in target.read_rows(tmp_path / f"target.{split}.jsonl")]
+    train, val = [[row["messages"] for row in json_rows(tmp_path / f"target.{split}.jsonl")]
                   for split in ("train", "val")]  # fmt: skip
     assert [turns[-1]["content"] for turns in train + val] == [asked.worked for asked in splits["train"]]
     assert [turn["role"] for turn in train[0]] == ["system", "user", "assistant"] and len(val) == 24
@@ -127,12 +129,8 @@ def test_both_trainings_have_the_same_steps_batches_and_learning_rate(tmp_path):
     refinement, twin = read(list(stages[0].command)), read(list(stages[1].command))
     for name in ("data.train_batch_size", "optim.lr", "trainer.total_training_steps", "model.partial_pretrain",
                  "data.max_length", "trainer.seed", "model.fsdp_config.dtype"):  # fmt: skip
-        values = []
-        for config in (refinement, twin):
-            for part in name.split("."):
-                config = config[part]
-            values.append(config)
-        assert values[0] == values[1], name
+        value = attrgetter(name)
+        assert value(refinement) == value(twin), name
     settings = refinement.iterative
     assert (settings.noise_pattern, settings.single_round_steps, settings.noise_seed) == ("packed", 36, 1)
     for number, stage in enumerate(stages):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import gsm8k as benchmark
 from benchmarks.run import WANTED
 from examples.data_preprocess.gsm8k import DATA_SOURCE, convert
+from examples.pretrained import demo as grpo
 from examples.pretrained import stages
 from examples.pretrained.gsm8k import demo, questions, select, serve
 from examples.pretrained.gsm8k.reward import compute_score, number_after
@@ -98,7 +99,7 @@ def test_the_rows_have_the_prompts_marker_and_the_training_command_its_limit(tmp
     prompt = questions.CANDIDATES[name]
     row = questions.asked(prompt, {"question": "How many?", "answer": "#### 1"}, 0, "train")
     assert row["extra_info"]["marker"] == prompt.marker
-    command = demo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 10, 1,
+    command = grpo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 10, 1,
                                     *demo.settings(prompt, 0), "trainer.device=cuda", lr=0.0)  # fmt: skip
     config = trained_config(command)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (512, prompt.limit)
@@ -109,7 +110,7 @@ def test_the_rows_have_the_prompts_marker_and_the_training_command_its_limit(tmp
 
 def test_lora_is_a_setting_of_all_runs_and_is_served_as_an_adapter_too(tmp_path):
     prompt = questions.CANDIDATES["hashes"]
-    command = demo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 4, 0,
+    command = grpo.training_command(tmp_path, demo.source(tmp_path), tmp_path / "run", 4, 0,
                                     *demo.settings(prompt, 32))  # fmt: skip
     model = trained_config(command).actor_rollout_ref.model
     assert (model.lora_rank, model.lora_alpha) == (32, 32)

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch
 from tests.helpers.models import make_tokenizer, save_tiny_llama
@@ -112,7 +107,7 @@ def test_a_merged_model_gives_the_same_logits_in_plain_transformers(llama, tmp_p
     assert torch.equal(logits_of(tmp_path / "hf"), logits)
     shards = [load_file(file) for file in (tmp_path / "hf").glob("model-*.safetensors")]
     assert len(shards) > 2 and any("lm_head.weight" in shard for shard in shards) == ("tied" not in llama)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token == "<pad>"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token == "<pad>"
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert run("test", "--local_dir", folder, "--test_hf_dir", tmp_path / "hf") == 0
     assert run("test", "--local_dir", folder, "--test_hf_dir", llama) == 1  # the update moved it
@@ -158,7 +153,7 @@ def test_a_critic_becomes_a_model_of_one_value_a_token(llama, tmp_path):
     engine = make_engine(llama, loader=PluginConfig(name="value_head"))
     folder, values = saved(engine, tmp_path, "critic")
     assert run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--is-value-model") == 0
-    assert torch.equal(logits_of(tmp_path / "hf", AutoModelForTokenClassification), values)
+    assert torch.equal(logits_of(tmp_path / "hf", transformers.AutoModelForTokenClassification), values)
 
 
 def test_the_dtype_can_be_chosen(tiny_llama, tmp_path):

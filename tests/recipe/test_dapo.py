@@ -53,10 +53,16 @@ def dapo(directory, group_class=OddPromptsAlike, **more):
     return fake_trainer(dapo_config(directory, **more), group_class, RayDAPOTrainer)
 
 
+def fitted(directory, group_class=OddPromptsAlike, **more):
+    """The trainer after its training."""
+    trainer = dapo(directory, group_class, **more)
+    trainer.fit()
+    return trainer
+
+
 @pytest.mark.process
 def test_batches_are_filled_with_groups_that_differ(tmp_path):
-    trainer = dapo(tmp_path)
-    trainer.fit()
+    trainer = fitted(tmp_path)
     rows = metrics_rows(tmp_path)
     assert len(rows) == 3
     for row, update in zip(rows, trainer.actor_rollout_wg.updates, strict=True):
@@ -74,8 +80,7 @@ def test_batches_are_filled_with_groups_that_differ(tmp_path):
 
 @pytest.mark.process
 def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
-    trainer = dapo(tmp_path, FakeGroup)  # all 6 groups differ: 2 are left over, then 4
-    trainer.fit()
+    trainer = fitted(tmp_path, FakeGroup)  # all 6 groups differ: 2 are left over, then 4
     generated = trainer.actor_rollout_wg.generated
     assert generated == [["0", "1", "2", "3", "4", "5"], ["4", "5", "6", "7", "8", "9", "10", "11"],
                          ["8", "9", "10", "11"]]
@@ -85,14 +90,11 @@ def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
 
 @pytest.mark.process
 def test_surplus_prompts_survive_a_resume(tmp_path):
-    trainer = dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=2)
-    trainer.fit()
+    fitted(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=2)
     state = json.loads((tmp_path / "out" / "global_step_2" / "trainer_state.json").read_text())
     assert [row["uid"] for row in state["variant"]["surplus"]] == ["8", "9", "10", "11"]
-    whole = dapo(tmp_path / "whole", FakeGroup)
-    whole.fit()
-    again = dapo(tmp_path, FakeGroup, trainer__save_freq=1)
-    again.fit()
+    whole = fitted(tmp_path / "whole", FakeGroup)
+    again = fitted(tmp_path, FakeGroup, trainer__save_freq=1)
     assert again.actor_rollout_wg.generated == whole.actor_rollout_wg.generated[2:]
     assert torch.equal(again.actor_rollout_wg.updates[0].batch["input_ids"],
                        whole.actor_rollout_wg.updates[2].batch["input_ids"])
@@ -100,7 +102,7 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
 
 @pytest.mark.process
 def test_surplus_prompts_of_other_data_are_dropped(tmp_path):
-    dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
+    fitted(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1)  # leaves 4 and 5 over
     config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(rows[:8]))
@@ -117,8 +119,7 @@ def test_surplus_prompts_of_other_data_are_dropped(tmp_path):
 def test_a_run_of_the_plain_trainer_is_resumed_as_dapo(tmp_path):
     plain = {"trainer__save_freq": 1, "trainer__total_training_steps": 1, "data__gen_batch_size": 4}
     fake_trainer(dapo_config(tmp_path, **plain), FakeGroup).fit()
-    again = dapo(tmp_path, FakeGroup, data__gen_batch_size=4, trainer__total_training_steps=2)
-    again.fit()
+    again = fitted(tmp_path, FakeGroup, data__gen_batch_size=4, trainer__total_training_steps=2)
     assert again.actor_rollout_wg.generated == [["4", "5", "6", "7"]]
 
 
@@ -168,8 +169,7 @@ class LosingOne(FakeGroup):
 @pytest.mark.process
 def test_a_lost_sample_of_an_odd_batch_leaves_an_even_one(tmp_path):
     odd = {"data__train_batch_size": 5, "actor_rollout_ref__actor__ppo_mini_batch_size": 5}
-    trainer = dapo(tmp_path, LosingOne, trainer__total_training_steps=2, **odd)
-    trainer.fit()
+    trainer = fitted(tmp_path, LosingOne, trainer__total_training_steps=2, **odd)
     # A group of three stays on one rank, so that 2 ranks share 4 prompts; the fifth waits with the sixth.
     assert trainer.actor_rollout_wg.generated == [["0", "1", "2", "3", "4", "5"],
                                                   ["4", "5", "6", "7", "8", "9", "10", "11"]]
@@ -185,7 +185,7 @@ def test_a_lost_sample_of_an_odd_batch_leaves_an_even_one(tmp_path):
 def test_a_batch_that_ranks_cannot_share_once_a_sample_is_lost_is_named(tmp_path):
     one = {"data__train_batch_size": 1, "actor_rollout_ref__actor__ppo_mini_batch_size": 1}
     with pytest.raises(StepFailed, match="batch_size=1 with lost samples gives 2 ranks no even share.*=2 or more"):
-        dapo(tmp_path, LosingOne, **one).fit()
+        fitted(tmp_path, LosingOne, **one)
 
 
 @pytest.mark.process
@@ -201,13 +201,12 @@ def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
 @pytest.mark.process
 def test_a_metric_that_no_reward_returns_is_refused(tmp_path):
     with pytest.raises(StepFailed, match="metric='accc' is unknown: the reward returns seq_reward.*words"):
-        dapo(tmp_path, FakeGroup, algorithm__filter_groups__metric="accc").fit()
+        fitted(tmp_path, FakeGroup, algorithm__filter_groups__metric="accc")
 
 
 @pytest.mark.process
 def test_without_a_filter_it_is_the_plain_trainer(tmp_path):
-    trainer = dapo(tmp_path, algorithm__filter_groups__enable="false", data__gen_batch_size=4)
-    trainer.fit()
+    trainer = fitted(tmp_path, algorithm__filter_groups__enable="false", data__gen_batch_size=4)
     assert [len(asked) for asked in trainer.actor_rollout_wg.generated] == [4, 4, 4]
     assert "train/num_gen_batches" not in metrics_rows(tmp_path)[0]
 

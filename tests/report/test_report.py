@@ -16,34 +16,22 @@ from verl.utils.jsonl import read_objects
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _run_dir(tmp_path):
-    rows = [
-        {
-            "step": i,
-            "data": {
-                "critic/score/mean": i / 10,
-                "spd/scenario/A": 0.5,
-                "spd/scenario/B": 0.1,
-                "timing_s/gen": 1.0,
-                "timing_s/step": 2.0,
-                "training/dropped_samples": 1,
-                "actor/odd": float(i % 7),
-                "reward/again": float(i % 7),
-            },
-        }
-        for i in range(1, 41)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    same = {"spd/scenario/A": 0.5, "spd/scenario/B": 0.1, "timing_s/gen": 1.0, "timing_s/step": 2.0,
+            "training/dropped_samples": 1}
+    rows = [{"step": i, "data": {"critic/score/mean": i / 10, **same, "actor/odd": float(i % 7),
+                                 "reward/again": float(i % 7)}} for i in range(1, 41)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
     sample = {
-        "step": 40,
-        "kind": "best",
-        "prompt": "how many <b>apples</b> ?",
-        "response": None,
-        "score": 1.25,
+        "step": 40, "kind": "best", "prompt": "how many <b>apples</b> ?", "response": None, "score": 1.25,
         "extras": {"L": 3.0, "scenario_A": 0.0, "scenario_B": 1.0, "score": 1.25},
         "segments": [{"text": "five", "kind": "match"}, {"text": "pears", "kind": "rejected"}],
     }
-    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    write_rows(tmp_path / "samples.jsonl", [sample])
     (tmp_path / "run_config.yaml").write_text("trainer:\n  nnodes: 1\n")
     (tmp_path / "versions.json").write_text('{"torch": "2.13.0"}')
     return tmp_path
@@ -90,7 +78,7 @@ def test_page_lists_starts_with_command_steps_and_end(tmp_path):
         {"start": 2, "step": 30, "ended": "stopped", "time": "2026-01-01T11:00:00"},
         {"start": 3, "step": 30, "total_steps": 60, "command": "python -m x", "config": "3.yaml", "time": "4"},
     ]  # fmt: skip
-    (_run_dir(tmp_path) / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(_run_dir(tmp_path) / "starts.jsonl", rows)
     page = write_report(tmp_path).read_text()
     cells = re.findall(r"<td[^>]*>(.*?)</td>", page.partition("<h2>Starts</h2>")[2].partition("</table>")[0])
     assert cells == [
@@ -112,7 +100,7 @@ def test_cards_give_first_and_last_tenth_and_sums(tmp_path):
 def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_losses(tmp_path):
     _run_dir(tmp_path)
     sample = {"step": 3, "kind": "best", "prompt": "p", "response": "r", "score": 1.0, "extras": {}, "segments": None}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    write_rows(tmp_path / "samples.jsonl", [sample])
     page = write_report(tmp_path).read_text()
     assert "<div class=\"response\">r</div>" in page and "Draft tokens" not in page
     rows = [{"step": i, "data": {"train/loss": 4.0 / i, "train/lr": 1e-5, "val/loss": 3.0 / i}} for i in range(1, 11)]
@@ -138,10 +126,6 @@ def test_the_command_makes_the_page_of_a_running_run_and_names_a_folder_without_
     (run / "report.html.tmp").mkdir()
     refused = subprocess.run([*command, str(run)], capture_output=True, text=True, cwd=ROOT)
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "report.html.tmp" in refused.stderr
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def timeline_rows(steps, servers=2, start=1.7e9):

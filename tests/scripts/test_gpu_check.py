@@ -206,9 +206,7 @@ def test_a_command_passes_the_dry_run(name, inputs, tmp_path, capsys):
     assert ended.value.code == 0, capsys.readouterr().out
 
 
-def metrics(
-    norm: float = 0.5, loss: float = 0.01, distance: float = 1e-4, last: float = 0.4, late: float = 1e-4
-) -> dict:  # fmt: skip
+def metrics(norm=0.5, loss=0.01, distance=1e-4, last=0.4, late=1e-4) -> dict:
     return {(1, "actor/grad_norm"): norm, (1, "actor/pg_loss"): loss, (1, DISTANCE): distance, (STEPS, DISTANCE): late,
             (STEPS, "actor/grad_norm"): last, (STEPS, "actor/pg_loss"): loss}  # fmt: skip
 
@@ -269,6 +267,12 @@ def test_a_gpu_without_pytorch_for_it_is_an_error(capsys, monkeypatch, tmp_path)
     assert "cannot use them" in capsys.readouterr().out
 
 
+def run_installer(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Set up an environment for CUDA there."""
+    environment = {"PATH": "/usr/bin:/bin", "VERL_DEVICE": "cuda", **variables}
+    return subprocess.run(["bash", "scripts/setup_env.sh"], cwd=folder, env=environment, capture_output=True, text=True)
+
+
 def copy_installer(folder: Path) -> None:
     requirements = (f"requirements/{kind}.txt" for kind in ("base", "cuda", "test", "reasoning_gym"))
     for name in ("scripts/setup_env.sh", "setup.py", *requirements):
@@ -284,10 +288,7 @@ def test_the_environment_is_made_again_for_another_kind_of_device(tmp_path, befo
     (tmp_path / ".venv/.ready").write_text(before)
     command(tmp_path / ".venv/bin", "python", "exit 4")  # pip would run now
     python = command(tmp_path, "python", 'test "$1" = -c || { echo "$@"; exit 3; }')
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "VERL_DEVICE": "cuda"}
-    ended = subprocess.run(
-        ["bash", "scripts/setup_env.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    ended = run_installer(tmp_path, PYTHON=str(python))
     assert (tmp_path / ".venv").exists() == stays
     assert (ended.returncode, "-m venv .venv" in ended.stdout) == ((4, False) if stays else (3, True)), ended.stdout
 
@@ -298,10 +299,7 @@ def test_what_pip_says_goes_to_a_log_and_only_a_failure_to_the_screen(tmp_path, 
     copy_installer(tmp_path)
     said = f'for i in 1 2 3; do echo "WARNING: $i of $*" >&2; done\ncase "$*" in *{fails_at}*) exit 5;; esac'
     command(tmp_path / ".venv/bin", "python", f"[ $1 = -c ] && exit\n{said}")
-    environment = {"PATH": "/usr/bin:/bin", "VERL_DEVICE": "cuda"}
-    ended = subprocess.run(
-        ["bash", "scripts/setup_env.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    ended = run_installer(tmp_path)
     lines, log = ended.stdout.splitlines(), (tmp_path / ".venv/setup.log").read_text()
     assert "WARNING: 3 of -m pip --disable-pip-version-check install -r requirements/cuda.txt" in log
     if fails_at == "nothing":

@@ -30,6 +30,17 @@ def compose(*overrides):
     return OmegaConf.create(OmegaConf.to_container(config, resolve=True))
 
 
+@pytest.fixture
+def findings(tiny_llama):
+    """What a dry run knows of the target when it checks a scorer."""
+    return SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), tokenizer=None, datasets={})
+
+
+def refusals(findings, *overrides):
+    """The messages of check_scorer."""
+    return [problem.message for problem in check_scorer(to_settings(compose(*overrides), PPOConfig), findings)]
+
+
 def problems_of(tokenizer, *overrides):
     return list(check_servers_and_separator(compose(*overrides), SimpleNamespace(tokenizer=tokenizer)))
 
@@ -46,23 +57,18 @@ def test_an_address_without_http_and_a_wrong_setting_are_wrong(monkeypatch):
     assert problem.kind == "wrong" and "must start with http://" in problem.message
 
 
-def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, monkeypatch):
-    findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), tokenizer=None, datasets={})
-
-    def messages(*overrides):
-        return [problem.message for problem in check_scorer(to_settings(compose(*overrides), PPOConfig), findings)]
-
-    assert messages("spd.head_inputs=pair") == []
-    assert "needs a target with tied embeddings" in messages("spd.head_inputs=logits")[0]
+def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(findings, monkeypatch):
+    assert refusals(findings, "spd.head_inputs=pair") == []
+    assert "needs a target with tied embeddings" in refusals(findings, "spd.head_inputs=logits")[0]
     findings.hf_config.tie_word_embeddings = True
-    assert messages("spd.head_inputs=logits") == []
-    assert "spd.state_layer=99 must be an inner layer" in messages("spd.state_layer=99")[0]
+    assert refusals(findings, "spd.head_inputs=logits") == []
+    assert "spd.state_layer=99 must be an inner layer" in refusals(findings, "spd.state_layer=99")[0]
 
     def make_head(config):
         raise ValueError(f"this head needs spd.head_inputs=pair, not {config.head_inputs}")
 
     monkeypatch.setattr(SCORERS["target"], "make_head", make_head)
-    assert messages() == ["this head needs spd.head_inputs=pair, not state"]
+    assert refusals(findings) == ["this head needs spd.head_inputs=pair, not state"]
 
 
 @pytest.mark.parametrize(
@@ -75,17 +81,12 @@ def test_a_target_or_a_head_that_does_not_fit_the_settings_is_wrong(tiny_llama, 
         (["spd.state_layer=2"], "a number below that, or null"),
     ],
 )
-def test_the_advice_of_a_refusal_helps(tiny_llama, tmp_path, wrong, advice):
+def test_the_advice_of_a_refusal_helps(tiny_llama, findings, tmp_path, wrong, advice):
     AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama)).save_pretrained(tmp_path)
-    findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), tokenizer=None, datasets={})
-
-    def messages(*overrides):
-        given = [f"actor_rollout_ref.model.path={tiny_llama}", *(o.format(saved=tmp_path) for o in overrides)]
-        return [problem.message for problem in check_scorer(to_settings(compose(*given), PPOConfig), findings)]
-
-    (message,) = messages(*wrong)
+    given = [f"actor_rollout_ref.model.path={tiny_llama}", *(override.format(saved=tmp_path) for override in wrong)]
+    (message,) = refusals(findings, *given)
     assert advice in message
-    assert messages(*wrong, advice if "=" in advice else "spd.state_layer=1") == []
+    assert refusals(findings, *given, advice if "=" in advice else "spd.state_layer=1") == []
 
 
 def test_a_run_without_the_group_spd_is_sent_to_its_config(tiny_llama):
@@ -97,13 +98,8 @@ def test_a_run_without_the_group_spd_is_sent_to_its_config(tiny_llama):
 
 @pytest.mark.parametrize(("backbone", "inputs"), [("target", "state"), ("own", "state"), ("own", "pair")])
 def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone, inputs):
-    settings = (
-        f"spd.backbone={backbone}",
-        "spd.head_size=16",
-        f"spd.head_inputs={inputs}",
-        "data.max_prompt_length=92",
-    )
-    config = OmegaConf.to_container(compose(*settings))
+    settings = (f"spd.backbone={backbone}", f"spd.head_inputs={inputs}", "spd.head_size=16")
+    config = OmegaConf.to_container(compose(*settings, "data.max_prompt_length=92"))
     hf_config = AutoConfig.from_pretrained(tiny_llama)
     size, exact = measure_loaded(hf_config, config)
     model = load_spd_scorer(

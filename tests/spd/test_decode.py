@@ -16,6 +16,7 @@ from verl.models import kv_cache
 from verl.models.kv_cache import Prefills
 
 VOCAB = 23
+reject_all, accept_all = rules.exact(), rules.accept_all()
 
 
 def tiny_llama(seed: int, layers: int = 2, attention: str = "sdpa", kv_heads: int = 2) -> LlamaForCausalLM:
@@ -43,14 +44,6 @@ def ragged_prompts(count: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-def reject_all(block):
-    return torch.zeros_like(block.mismatch)
-
-
-def accept_all(block):
-    return torch.ones_like(block.mismatch)
 
 
 def hf_greedy(model, prompt: list[int], new_tokens: int, eos: list[int]) -> list[int]:

@@ -6,14 +6,13 @@ Not covered: a GPU, several nodes, a raylet that dies (make chaos).
 import contextlib
 import os
 import socket
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.helpers.spd_run import SPDRuns, running
-from tests.helpers.watched_runs import listening
+from tests.helpers.watched_runs import becomes, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -45,9 +44,7 @@ def test_a_killed_driver_leaves_no_process_port_or_shared_memory(tmp_path):
         assert len(mine) > 5 and len(ports) > 2 and shared
         run.kill()
         run.wait(10)
-        deadline = time.monotonic() + 90
-        while (any(map(alive, mine)) or shared & set(os.listdir("/dev/shm"))) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        becomes(lambda: not any(map(alive, mine)) and not shared & set(os.listdir("/dev/shm")), 90)
         assert not (left := [p for p in mine if alive(p)]), left
         assert not shared & set(os.listdir("/dev/shm"))
     for port in ports:

@@ -24,12 +24,13 @@ def build(tiny_llama, store, **settings):
     return model
 
 
-def count_forwards(model) -> list[int]:
-    rows = []
+def fed_to(model) -> list[torch.Size]:
+    """The shapes of the ids that the backbone reads from now on."""
+    shapes = []
     model.backbone.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    return rows
+    return shapes
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -41,21 +42,21 @@ def test_stored_states_give_the_logits_of_a_plain_forward(tiny_llama, tmp_path, 
 
 def test_each_block_is_forwarded_once_also_by_a_later_process(tiny_llama, tmp_path):
     model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
-    rows = count_forwards(model)
+    shapes = fed_to(model)
     first = model(**inputs())
-    assert rows == [2]
-    assert torch.equal(model(**inputs()), first) and rows == [2]
+    assert shapes == [(2, 6)]
+    assert torch.equal(model(**inputs()), first) and shapes == [(2, 6)]
     again = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
-    rows = count_forwards(again)
-    assert torch.equal(again(**inputs()), first) and rows == []
+    shapes = fed_to(again)
+    assert torch.equal(again(**inputs()), first) and shapes == []
 
 
 def test_only_unseen_blocks_of_a_batch_are_forwarded(tiny_llama, tmp_path):
     model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
-    rows = count_forwards(model)
+    shapes = fed_to(model)
     model(**inputs((0,)))
     model(**inputs((0, 1, 0, 1)))
-    assert rows == [1, 1]
+    assert [rows for rows, _ in shapes] == [1, 1]
 
 
 def test_a_full_memory_forgets_the_oldest_and_the_files_keep_it(tmp_path, monkeypatch):
@@ -72,9 +73,9 @@ def test_a_full_memory_forgets_the_oldest_and_the_files_keep_it(tmp_path, monkey
 def test_another_target_finds_nothing(tiny_llama, tmp_path):
     build(tiny_llama, FeatureStore(tmp_path / "s", "one"))(**inputs())
     other = build(tiny_llama, FeatureStore(tmp_path / "s", "other"))
-    rows = count_forwards(other)
+    shapes = fed_to(other)
     other(**inputs())
-    assert rows == [2]
+    assert shapes == [(2, 6)]
 
 
 def test_only_the_head_gets_gradients_and_the_same_ones(tiny_llama, tmp_path):
@@ -121,9 +122,6 @@ def test_blocks_of_one_answer_are_read_as_a_tree(tiny_llama, tmp_path):
               "targets": [[30, 48 + k, 7] for k in range(8)]}
     given = SPDInputData.from_blocks(**blocks, sep_token_id=3, pad_token_id=0).as_kwargs()
     model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
-    lengths = []
-    model.backbone.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    shapes = fed_to(model)
     torch.testing.assert_close(model(**given), build(tiny_llama, None)(**given), atol=1e-5, rtol=1e-5)
-    assert lengths == [(1, 27 + 8 * 2)]  # the longest context and each block's draft
+    assert shapes == [(1, 27 + 8 * 2)]  # the longest context and each block's draft

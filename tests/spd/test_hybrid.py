@@ -21,13 +21,8 @@ DRAFT, TARGET = [10, 11, 12, 13], [10, 21, 12, 23, 24]  # mismatches at position
 )
 def test_hybrid_by_hand(actions, length, tokens, on_path, reached, counted):
     hybrid = hybrid_of(DRAFT, TARGET, actions, EOS)
-    assert (hybrid.effective_len, hybrid.tokens, hybrid.on_target_path, hybrid.ended) == (
-        length,
-        tokens,
-        on_path,
-        False,
-    )
-    assert hybrid.reached == reached
+    assert (hybrid.effective_len, hybrid.tokens, hybrid.on_target_path) == (length, tokens, on_path)
+    assert hybrid.ended is False and hybrid.reached == reached
     assert counted_positions(DRAFT, TARGET, reached, "judged") == counted
     assert counted_positions(DRAFT, TARGET, reached, "all") == [0, 1, 0, 1]
 

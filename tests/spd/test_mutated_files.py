@@ -62,57 +62,38 @@ def null_in_one_row(parents, name, rng):
 
 
 def each(change):
-    """A mutation of every value by `change(value, rng)`."""
+    """A mutation of every value by `change(value)`."""
 
     def mutate(parents, name, rng):
         for parent in parents:
-            parent[name] = change(parent[name], rng)
+            parent[name] = change(parent[name])
 
-    mutate.__name__ = change.__name__
     return mutate
 
 
-def as_floats(value, rng):
+def as_floats(value):
     if isinstance(value, list):
         return [float(v) for v in value]
     return 0.5 if isinstance(value, str) and not value.isdecimal() else float(value)
 
 
-def as_text(value, rng):
-    return str(value)
-
-
-def as_bytes(value, rng):
-    return str(value).encode()
-
-
-def in_a_list(value, rng):
-    return [value]
-
-
-def in_a_struct(value, rng):
-    return {"value": value}
-
-
 # A text stays: another text could be as good a truth, which no reader can tell.
-def huge(value, rng):
+def huge(value):
     return [*value[:-1], 2**40] if isinstance(value, list) else value if isinstance(value, str) else 2**40
 
 
-def negative(value, rng):
+def negative(value):
     return [-1, *value[1:]] if isinstance(value, list) else value if isinstance(value, str) else -1
 
 
-def emptied(value, rng):
-    return [] if isinstance(value, list) else ""
-
-
-def with_null_inside(value, rng):
-    return [*value[:-1], None] if isinstance(value, list) else None
-
-
-CHANGES = (as_floats, as_text, as_bytes, in_a_list, in_a_struct, huge, negative, emptied, with_null_inside)
-COLUMNS = [drop, null_in_one_row, *(each(change) for change in CHANGES)]
+COLUMNS = {
+    "drop": drop, "null_in_one_row": null_in_one_row, "as_floats": each(as_floats), "as_text": each(str),
+    "as_bytes": each(lambda value: str(value).encode()), "in_a_list": each(lambda value: [value]),
+    "in_a_struct": each(lambda value: {"value": value}), "huge": each(huge), "negative": each(negative),
+    "emptied": each(lambda value: [] if isinstance(value, list) else ""),
+    "with_null_inside": each(lambda value: [*value[:-1], None] if isinstance(value, list) else None),
+}
+OF_STRUCTS = ("drop", "null_in_one_row", "as_text", "as_bytes", "in_a_list")
 
 
 def mutate_column(path, out, rng):
@@ -123,11 +104,10 @@ def mutate_column(path, out, rng):
     if isinstance(rows[0][name], dict) and rng.random() < 0.9:
         parents = [row[name] for row in rows]
         name = rng.choice(sorted(parents[0]))
-    fits_all = (drop, null_in_one_row, *COLUMNS[3:6])
-    mutation = rng.choice(fits_all if isinstance(parents[0][name], dict) else COLUMNS)
-    mutation(parents, name, rng)
+    mutation = rng.choice(OF_STRUCTS if isinstance(parents[0][name], dict) else [*COLUMNS])
+    COLUMNS[mutation](parents, name, rng)
     write(out, rows)
-    return f"{name} {mutation.__name__}"
+    return f"{name} {mutation}"
 
 
 def mutate(path, out, rng):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +20,7 @@ from examples.spd_arithmetic.pair import PairFiles
 from examples.spd_arithmetic.questions import PromptStyle
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
 from tests.helpers.models import make_tokenizer
+from tests.helpers.watched_runs import wait_until
 from verl.utils.accelerator import default_dtype
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +105,7 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_files(given, plain, tmp
     kept = tmp_path / "bed.partial" / prepare_blocks.KEPT
     with open(tmp_path / "log", "w") as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        while not list(kept.glob("*/*.json")):
-            assert first.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.001)
+        wait_until(lambda: any(kept.glob("*/*.json")), first, tmp_path / "log")
         first.send_signal(signal.SIGKILL)
         first.wait()
     assert list(kept.glob("*/*.json")) and not out.exists()

@@ -13,6 +13,7 @@ import pytest
 
 from recipe.spd.rollout.client import Completer
 from recipe.spd.rollout.store import Completion, CompletionStore
+from tests.helpers.watched_runs import becomes
 from verl.rollout.server_process import LocalServerError, RunningServer
 from verl.rollout.vllm_rollout.openai_server import LocalVllmServer
 from verl.utils.accelerator import default_dtype
@@ -73,9 +74,7 @@ time.sleep(600)
 def test_a_server_that_ignores_sigterm_leaves_no_semaphore(tmp_path):
     name = tmp_path / "name"
     server = supervised([sys.executable, "-c", HOLDER, str(name)], {})
-    until = time.monotonic() + 20
-    while not (name.exists() and name.read_text()) and time.monotonic() < until:
-        time.sleep(0.05)
+    assert becomes(lambda: name.exists() and name.read_text())
     semaphore = Path("/dev/shm") / f"sem.{name.read_text().strip('/')}"
     assert semaphore.exists()
     server.end(grace=20)

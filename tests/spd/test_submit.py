@@ -48,11 +48,7 @@ class Head:
         self.address = f"http://127.0.0.1:{dashboard}"
         self.directory = directory
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MODEL_PATH"))}
-        self.env.update(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN=secrets.token_hex(16),
-            OMP_NUM_THREADS="1",
-        )
+        self.env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16), OMP_NUM_THREADS="1")
         options = {
             "port": self.port, "dashboard-host": "127.0.0.1", "dashboard-port": dashboard,
             "dashboard-agent-listen-port": agent, "ray-client-server-port": client, "min-worker-port": 0,

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import operator
 import os
 import random
 import re
@@ -22,7 +23,10 @@ from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
 from recipe.spd.rollout.decoder import greedy_generate
 from tests.helpers.models import make_tokenizer
+from tests.helpers.watched_runs import becomes
+from tests.spd.test_prepare_blocks import write_questions
 
+RESULTS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 NUMBER = r"(\d+)"
 CHANGES = (  # pattern of a sentence, value before -> value after
     (rf"\w+ (?:loses|sells|drops|eats) {NUMBER} \w+", lambda v, n: v - n),
@@ -74,24 +78,19 @@ def drawn(count: int, seed: int = 1) -> list[corpus.Problem]:
     return [corpus.sample_problem(rng) for _ in range(count)]
 
 
-def styles(problem: corpus.Problem, rng: random.Random) -> list[corpus.Chooser]:
-    mixed = [corpus.mixed_style(rng) for _ in range(2)]
-    return [corpus.house_style, *mixed, corpus.draft_style(problem.item, 0.45)]
-
-
 def test_answers_are_right_under_every_wording():
     rng = random.Random(2)
     for problem in drawn(400):
         wanted = read_and_solve(corpus.question_text(problem))
         assert wanted == corpus.solve(problem)
-        for style in styles(problem, rng):
+        mixed = [corpus.mixed_style(rng) for _ in range(2)]
+        for style in (corpus.house_style, *mixed, corpus.draft_style(problem.item, 0.45)):
             words, _ = corpus.render(corpus.answer_slots(problem), style)
             text = " ".join(words)
             assert words[-3:] == ["answer", "is", str(wanted)]
             calculations = re.findall(r"(\d+) ([-+*/]) (\d+) (?:=|makes|is) (\d+)", text)
             for a, sign, b, result in calculations:
-                a, b = int(a), int(b)
-                assert int(result) == {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign], text
+                assert int(result) == RESULTS[sign](int(a), int(b)), text
             silent = problem.start.kind == "total"  # its first step has nothing to calculate
             assert len(calculations) == problem.steps - silent
             assert all(0 <= int(n) <= corpus.MAX_NUMBER for n in re.findall(r"\d+", text))
@@ -152,8 +151,7 @@ def test_drill_counts_only_right_results():
     ids, labels = train_models.drill_row(random.Random(0), Encoder())
     text = Encoder().decode(ids)
     for a, sign, b, result in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text):
-        assert int(result) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b),
-                               "/": int(a) // int(b)}[sign]
+        assert int(result) == RESULTS[sign](int(a), int(b))
     assert sum(label != -100 for label in labels) == train_models.DRILL_CALCULATIONS
 
 
@@ -236,12 +234,11 @@ def tiny_testbed(tmp_path_factory):
         model = SmallLlama(shape)
         model.embedding.data.mul_(0.02)  # else an untrained model repeats its input, and the two agree
         export(model, root / name)
-    rows = [{"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"} for p in drawn(12)]
-    for split, part in (("train", rows[:9]), ("test", rows[9:])):
-        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    arguments = ["--out", str(out), "--train-questions", str(root / "train.jsonl"), "--test-questions",
-                 str(root / "test.jsonl"), "--target", str(root / "target"), "--draft",
-                 str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
+    train, test = (write_questions(root / f"{split}.jsonl", problems)
+                   for split, problems in (("train", drawn(12)[:9]), ("test", drawn(12)[9:])))
+    arguments = ["--out", str(out), "--train-questions", str(train), "--test-questions", str(test), "--target",
+                 str(root / "target"), "--draft", str(root / "draft"),
+                 "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
                  "--gamma", "4", "--processes", "2", "--batch-size", "2", "--dtype", "float32"]
     prepare_blocks.main(arguments)
@@ -448,7 +445,4 @@ def test_workers_end_with_a_killed_parent():
     left = set(pids.get())
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in left):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+    assert becomes(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left), 10), left

@@ -60,12 +60,10 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("REWARD_USELESS", "-2")
     monkeypatch.setenv("SPD_VLLM_URLS", "http://a:1,http://b:2")
     data = prepare(tmp_path, [BLOCK])
-    args = entry.parse_args(
-        [
-            "--blocks", "b", "--metadata", "m", "--model", "some model", "--output-dir", str(tmp_path / "o"),
-            "trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.optim.lr=1e-3",
-        ]
-    )  # fmt: skip
+    args = entry.parse_args([
+        "--blocks", "b", "--metadata", "m", "--model", "some model", "--output-dir", str(tmp_path / "o"),
+        "trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.optim.lr=1e-3",
+    ])  # fmt: skip
     config, known = entry.compose_config(entry.training_overrides(args, data, None))
     assert known.actor_rollout_ref.actor.optim.lr != 1e-3 and known.keys() == config.keys()
     assert config.actor_rollout_ref.model.path == "some model" and config.spd.target_path == "some model"

@@ -15,17 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.watched_runs import becomes
-from verl.utils import supervisor
-from verl.utils.children import (
-    PROCESS_STARTS,
-    ChildDied,
-    ForkedChild,
-    ProcessorSeconds,
-    Program,
-    SpawnedChild,
-    serve,
-    supervised,
-)
+from verl.utils import children, supervisor
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
@@ -73,7 +63,7 @@ def ended(*pids):
     return not psutil.wait_procs([p for p in processes if p.status() != psutil.STATUS_ZOMBIE], timeout=20)[1]
 
 
-KINDS = {"forked": lambda: ForkedChild(work), "spawned": lambda: SpawnedChild(serve, work)}
+KINDS = {"forked": lambda: children.ForkedChild(work), "spawned": lambda: children.SpawnedChild(children.serve, work)}
 
 
 @pytest.fixture(params=KINDS)
@@ -109,12 +99,12 @@ def test_an_exception_that_cannot_be_sent_arrives_as_its_text(start):
 
 
 def test_a_child_that_dies_is_reported_with_its_exit_code(start):
-    with pytest.raises(ChildDied, match="its process ended with exit code 3$") as caught:
+    with pytest.raises(children.ChildDied, match="its process ended with exit code 3$") as caught:
         start().call(20.0, "die")
     assert caught.value.exit_code == 3
     child = start()
     os.kill(child.call(20.0, "a")[0], signal.SIGKILL)  # while it has nothing to do
-    with pytest.raises(ChildDied, match="exit code -9"):
+    with pytest.raises(children.ChildDied, match="exit code -9"):
         child.call(20.0, "b")
 
 
@@ -123,14 +113,14 @@ def test_a_child_that_gets_no_processor_is_not_stopped(start):
     pid, _ = child.call(20.0, "a")
     os.kill(pid, signal.SIGSTOP)
     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
-    assert child.call(ProcessorSeconds(0.5), "b")[0] == pid
+    assert child.call(children.ProcessorSeconds(0.5), "b")[0] == pid
     with pytest.raises(TimeoutError):
-        child.call(ProcessorSeconds(0.3), "hang")
+        child.call(children.ProcessorSeconds(0.3), "hang")
     assert child.gone
 
 
 def test_a_spawned_child_has_four_gibibytes_of_memory():
-    child = SpawnedChild(serve, work)
+    child = children.SpawnedChild(children.serve, work)
     assert child.call(60.0, "2 GiB") == 2 << 30
     with pytest.raises(MemoryError):
         child.call(60.0, "5 GiB")
@@ -139,11 +129,11 @@ def test_a_spawned_child_has_four_gibibytes_of_memory():
 
 @pytest.mark.parametrize("how", ["leave a process", "fork"])
 def test_what_the_leader_of_a_group_started_ends_with_it(how):
-    child = SpawnedChild(serve, work, leads_group=True)
+    child = children.SpawnedChild(children.serve, work, leads_group=True)
     left = child.call(20.0, how)
     child.end()
     assert ended(left)
-    child = SpawnedChild(serve, work, leads_group=True)
+    child = children.SpawnedChild(children.serve, work, leads_group=True)
     left = child.call(20.0, how)
     os.kill(child.pid, signal.SIGKILL)  # not by this side: its guard sees it
     assert ended(left)
@@ -160,7 +150,7 @@ def test_starts_of_many_threads_do_not_keep_the_pipes_of_each_other():
             began = time.monotonic()
             try:
                 child.call(60.0, "die")
-            except ChildDied as error:
+            except children.ChildDied as error:
                 problems.extend([error.exit_code] if error.exit_code != 3 else [])
             problems.extend(["late"] if time.monotonic() - began > 30 else [])
 
@@ -176,7 +166,7 @@ def test_a_forked_process_starts_others_though_a_thread_held_the_lock():
     held, free = threading.Event(), threading.Event()
 
     def hold():
-        with PROCESS_STARTS:
+        with children.PROCESS_STARTS:
             held.set()
             free.wait(60)
 
@@ -186,7 +176,7 @@ def test_a_forked_process_starts_others_though_a_thread_held_the_lock():
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            with PROCESS_STARTS:
+            with children.PROCESS_STARTS:
                 code = 0
         finally:
             os._exit(code)
@@ -234,7 +224,7 @@ def outcome(command, limits, stdin=b""):
         output.extend(part if number == 1 else b"")
         return True
 
-    program = supervised(command, {"GIVEN": "7", "HOME": None}, limits, stdin=stdin, **PIPES)
+    program = children.supervised(command, {"GIVEN": "7", "HOME": None}, limits, stdin=stdin, **PIPES)
     report = program.outputs(60.0, take)
     program.end(grace=10)
     return report.decode(), bytes(output)
@@ -249,7 +239,7 @@ def test_a_program_gets_its_input_and_reports_its_exit_code():
 
 
 def test_a_fork_of_this_process_does_not_hold_back_the_end_of_the_input():
-    program = supervised(["cat"], {}, LIMITS, stdin=b"abc", **PIPES)
+    program = children.supervised(["cat"], {}, LIMITS, stdin=b"abc", **PIPES)
     if (pid := os.fork()) == 0:  # as a data loader does while programs run
         time.sleep(60)
         os._exit(0)
@@ -267,14 +257,14 @@ def test_a_program_does_not_inherit_ignored_signals():
 
 
 def test_a_program_that_does_not_report_in_time_is_killed():
-    program = Program([sys.executable, "-c", "import time; time.sleep(60)"], **PIPES)
+    program = children.Program([sys.executable, "-c", "import time; time.sleep(60)"], **PIPES)
     began = time.monotonic()
     assert program.outputs(0.5, lambda *part: True) == b"" and time.monotonic() - began < 20
     assert program.end(grace=0.2) == -9 and program.end() is None
 
 
 def test_arguments_keep_their_names():
-    child = ForkedChild(functools.wraps(work)(lambda **given: given))
+    child = children.ForkedChild(functools.wraps(work)(lambda **given: given))
     assert child.call(20.0, seconds=1, self=2) == {"seconds": 1, "self": 2}
     child.end()
 
@@ -282,7 +272,7 @@ def test_arguments_keep_their_names():
 def test_a_forked_child_that_would_outlive_its_parent_says_so(monkeypatch):
     refused = Mock(side_effect=OSError(errno.EPERM, "prctl(1, 9): Operation not permitted"))
     monkeypatch.setattr("verl.utils.children.end_with_parent", refused)
-    child = ForkedChild(work)
+    child = children.ForkedChild(work)
     with pytest.raises(PermissionError, match=r"prctl\(1, 9\)"):
         child.call(20.0, "a")
     child.end()

@@ -23,12 +23,7 @@ from verl.config.base import BaseConfig
 from verl.models.loading import update_model_config
 from verl.rollout.base import get_rollout_class
 from verl.trainer.config import FilterGroupsConfig
-from verl.trainer.ppo.core_algos import (
-    POLICY_LOSS_REGISTRY,
-    get_adv_estimator_fn,
-    get_policy_loss_fn,
-    register_policy_loss,
-)
+from verl.trainer.ppo import core_algos
 from verl.training.checkpoint import should_save_ckpt_esi
 from verl.utils import distributed, fs, ray_utils
 from verl.utils import import_utils as imp
@@ -38,14 +33,7 @@ from verl.utils.jsonl import read_objects
 from verl.utils.metric import reduce_metrics
 from verl.utils.redact import HIDDEN, redact, redacted_yaml
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
-from verl.workers.config import (
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    SamplingConfig,
-    build_optimizer,
-)
+from verl.workers import config as roles
 
 
 @pytest.mark.parametrize(("backend", "seconds"), [("nccl", 36000), ("gloo", 600)])
@@ -244,30 +232,28 @@ def test_nested_values_are_hidden_and_the_source_is_not_changed():
     assert "hush" not in redacted_yaml(OmegaConf.create(source))
 
 
-def first(*args, **kwargs):
-    pass
+def first(*args, **kwargs): ...
 
 
-def second(*args, **kwargs):
-    pass
+def second(*args, **kwargs): ...
 
 
 def test_an_entry_is_registered_returned_and_protected():
     """Of losses; the tables of estimators and of reward managers (tests/compat/test_behaviours) are of its class."""
     try:
-        assert register_policy_loss("mine")(first) is first is get_policy_loss_fn("mine")
-        assert POLICY_LOSS_REGISTRY["mine"] is first
-        assert register_policy_loss("mine")(first) is first  # again
+        assert core_algos.register_policy_loss("mine")(first) is first is core_algos.get_policy_loss_fn("mine")
+        assert core_algos.POLICY_LOSS_REGISTRY["mine"] is first
+        assert core_algos.register_policy_loss("mine")(first) is first  # again
         with pytest.raises(ValueError, match="'mine' is already registered by tests.utils.test_small_helpers"):
-            register_policy_loss("mine")(second)
-        assert get_policy_loss_fn("mine") is first
-        POLICY_LOSS_REGISTRY["direct"] = second
-        assert get_policy_loss_fn("direct") is second
+            core_algos.register_policy_loss("mine")(second)
+        assert core_algos.get_policy_loss_fn("mine") is first
+        core_algos.POLICY_LOSS_REGISTRY["direct"] = second
+        assert core_algos.get_policy_loss_fn("direct") is second
     finally:
-        POLICY_LOSS_REGISTRY.pop("mine", None)
-        POLICY_LOSS_REGISTRY.pop("direct", None)
+        core_algos.POLICY_LOSS_REGISTRY.pop("mine", None)
+        core_algos.POLICY_LOSS_REGISTRY.pop("direct", None)
     with pytest.raises(ValueError, match="'mine' is unknown"):
-        get_policy_loss_fn("mine")
+        core_algos.get_policy_loss_fn("mine")
 
 
 def test_a_name_in_another_case_is_suggested():
@@ -277,25 +263,18 @@ def test_a_name_in_another_case_is_suggested():
         get_rollout_class("hf", "server")
     assert get_rollout_class("hf", "async") is get_rollout_class("hf", "sync")  # a step generates in one call
     with pytest.raises(ValueError, match="adv_estimator='GRPO' is unknown; did you mean 'grpo'"):
-        get_adv_estimator_fn("GRPO")
+        core_algos.get_adv_estimator_fn("GRPO")
 
 
 EOS, SEP, UNK = 2, 3, 4
 
 
-@pytest.fixture
-def model(tmp_path):
-    path = save_tiny_llama(tmp_path / "model")
-    GenerationConfig(eos_token_id=[UNK, EOS, SEP], pad_token_id=0).save_pretrained(path)
-    return path
-
-
-def test_the_union_of_tokenizer_and_generation_config_begins_with_the_eos_token(model):
+def test_the_union_of_tokenizer_and_generation_config_begins_with_the_eos_token(tmp_path):
+    model = save_tiny_llama(tmp_path / "model")
+    GenerationConfig(eos_token_id=[UNK, EOS, SEP], pad_token_id=0).save_pretrained(model)
     assert stop_ids(make_tokenizer(), model) == stop_ids(hf_tokenizer(model)) == [EOS, UNK, SEP]
-    assert HFModelConfig(path=model).load().generation_config.eos_token_id == [UNK, EOS, SEP]
-
-
-def test_given_ids_replace_the_union(model):
+    assert roles.HFModelConfig(path=model).load().generation_config.eos_token_id == [UNK, EOS, SEP]
+    # given ids replace the union
     assert stop_ids(make_tokenizer(), model, [SEP]) == [SEP] and stop_ids(make_tokenizer(), model, []) == []
 
 
@@ -308,34 +287,33 @@ def test_without_a_generation_config_the_ids_of_the_config_count(tmp_path):
 
 
 def test_with_a_type_the_node_is_merged_over_its_defaults():
-    got = omega_conf_to_dataclass(OmegaConf.create({"top_p": 0.5}), SamplingConfig)
-    assert got == SamplingConfig(top_p=0.5)
-    assert type(omega_conf_to_dataclass(compose_ppo("actor_rollout_ref.model.path=m").critic, FSDPCriticConfig)) is (
-        FSDPCriticConfig
-    )
+    got = omega_conf_to_dataclass(OmegaConf.create({"top_p": 0.5}), roles.SamplingConfig)
+    assert got == roles.SamplingConfig(top_p=0.5)
+    critic = omega_conf_to_dataclass(compose_ppo("actor_rollout_ref.model.path=m").critic, roles.FSDPCriticConfig)
+    assert type(critic) is roles.FSDPCriticConfig
     with pytest.raises(Exception, match="top_q"):
-        omega_conf_to_dataclass(OmegaConf.create({"top_q": 0.5}), SamplingConfig)
+        omega_conf_to_dataclass(OmegaConf.create({"top_q": 0.5}), roles.SamplingConfig)
 
 
 def test_empty_plain_and_untyped_nodes():
-    assert omega_conf_to_dataclass(OmegaConf.create({}), SamplingConfig) == SamplingConfig()
+    assert omega_conf_to_dataclass(OmegaConf.create({}), roles.SamplingConfig) == roles.SamplingConfig()
     assert omega_conf_to_dataclass(None) is None
-    ready = SamplingConfig(n=2)
-    assert omega_conf_to_dataclass(ready, SamplingConfig) is ready
+    ready = roles.SamplingConfig(n=2)
+    assert omega_conf_to_dataclass(ready, roles.SamplingConfig) is ready
     with pytest.raises(AssertionError, match="_target_"):
         omega_conf_to_dataclass(OmegaConf.create({"n": 1}))
 
 
 def test_values_are_checked_when_a_dataclass_is_made():
     with pytest.raises(ValueError, match="actor.clip_ratio=-1 is too small; use 0 or more") as error:
-        FSDPActorConfig(rollout_n=1, clip_ratio=-1, ppo_epochs=0)
+        roles.FSDPActorConfig(rollout_n=1, clip_ratio=-1, ppo_epochs=0)
     assert "actor.ppo_epochs=0 is too small; use 1 or more" in str(error.value)
     with pytest.raises(ValueError, match="algorithm.filter_groups.metric"):
         FilterGroupsConfig(enable=True)
 
 
 def test_actor_validate_says_what_would_divide():
-    actor = FSDPActorConfig(rollout_n=1, ppo_mini_batch_size=12, ppo_micro_batch_size_per_gpu=2)
+    actor = roles.FSDPActorConfig(rollout_n=1, ppo_mini_batch_size=12, ppo_micro_batch_size_per_gpu=2)
     actor.validate(n_gpus=4, train_batch_size=16)
     with pytest.raises(ValueError, match=r"Use a multiple of 8 \(8 or 16\)"):
         actor.validate(n_gpus=8, train_batch_size=16)
@@ -349,14 +327,14 @@ def test_update_dict_with_config_changes_what_is_shared():
 
 def test_the_optimizer_gets_trainable_parameters_and_its_settings():
     free, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    config = FSDPOptimizerConfig(lr=0.1, betas=[0.8, 0.9], override_optimizer_config={"eps": 1e-3})
-    optimizer = build_optimizer([free, frozen], config)
+    config = roles.FSDPOptimizerConfig(lr=0.1, betas=[0.8, 0.9], override_optimizer_config={"eps": 1e-3})
+    optimizer = roles.build_optimizer([free, frozen], config)
     assert type(optimizer) is torch.optim.AdamW
     group = optimizer.param_groups[0]
     assert group["params"] == [free]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.9), 1e-3, 0.01)
-    assert type(build_optimizer([free], FSDPOptimizerConfig(optimizer="SGD"))) is torch.optim.SGD
+    assert type(roles.build_optimizer([free], roles.FSDPOptimizerConfig(optimizer="SGD"))) is torch.optim.SGD
     with pytest.raises(ValueError, match="did you mean 'AdamW'"):
-        build_optimizer([free], FSDPOptimizerConfig(optimizer="AdanW"))
+        roles.build_optimizer([free], roles.FSDPOptimizerConfig(optimizer="AdanW"))
     with pytest.raises(ValueError, match="nothing to optimize"):
-        build_optimizer([frozen], FSDPOptimizerConfig())
+        roles.build_optimizer([frozen], roles.FSDPOptimizerConfig())

@@ -24,25 +24,15 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from dllm_reasoning.inference.commit_rules import MOST_BRANCHED
-from examples.demo_runner import ROOT, begin, console
+from examples.demo_runner import ROOT, begin, console, json_rows, python
 from examples.dllm_arithmetic.acceptance import LOSSLESS
 from examples.dllm_arithmetic.demo import command, result_table
 from examples.dllm_arithmetic.demo import describe as describe_refinement
 from examples.dllm_arithmetic.evaluate import MODES, accuracy_under_parallelism, paired
 from examples.pretrained import fetch
+from examples.pretrained.dllm import target as sft
 from examples.pretrained.dllm import tasks
-from examples.pretrained.dllm.target import (
-    COUNTS,
-    LR,
-    SEED,
-    limit_of,
-    read_rows,
-    sft_command,
-    target_stages,
-    tuned,
-    write_conversations,
-)
-from examples.pretrained.stages import Stage, options, python, refuse_other_settings, run_and_report
+from examples.pretrained.stages import Stage, options, refuse_other_settings, run_and_report
 from verl.utils.accelerator import default_dtype, get_device_name
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -68,10 +58,10 @@ class Sizes:
 def write_pairs(rows: Sequence[Mapping[str, Any]], model: Path, data: Path, held_out: int = 24) -> None:
     """DATA.{train,val}.jsonl with conversations for SFT, and DATA.{train,val}.parquet with the same tokens for
     refinement: `instruction` is the prompt as the chat template renders it."""
-    write_conversations(rows, data, held_out)
+    sft.write_conversations(rows, data, held_out)
     tokenizer = hf_tokenizer(str(model))
     for split in ("train", "val"):
-        conversations = [row["messages"] for row in read_rows(Path(f"{data}.{split}.jsonl"))]
+        conversations = [row["messages"] for row in json_rows(Path(f"{data}.{split}.jsonl"))]
         pairs = [{"instruction": rendered(tokenizer, turns[:-1]), "output": turns[-1]["content"]}
                  for turns in conversations]  # fmt: skip
         pd.DataFrame(pairs).to_parquet(f"{data}.{split}.parquet")
@@ -100,7 +90,7 @@ def refine_command(model: Path, data: Path, folder: Path, sizes: Sizes, seed: in
         "data.train_batch_size": sizes.batch, "data.micro_batch_size_per_gpu": sizes.batch // 4,
         "data.dataloader_num_workers": 0, "model.partial_pretrain": model,
         "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": default_dtype(device),
-        "optim.lr": LR, "optim.weight_decay": 0.0, "trainer.device": device, "trainer.n_gpus_per_node": 1,
+        "optim.lr": sft.LR, "optim.weight_decay": 0.0, "trainer.device": device, "trainer.n_gpus_per_node": 1,
         "trainer.total_epochs": 1000, "trainer.total_training_steps": sizes.steps,
         "trainer.test_freq": max(1, sizes.steps // 4), "trainer.save_checkpoint_steps": max(1, sizes.steps // 6),
         "trainer.max_ckpt_to_keep": 1, "trainer.seed": seed + 1, "trainer.default_local_dir": folder,
@@ -126,7 +116,7 @@ def trained_stages(
     runs = {name: folder / name for name in ("refinement", "twin")}
 
     def prepare() -> None:
-        ended = [row for row in read_rows(answers.result) if row["ended"]]
+        ended = [row for row in json_rows(answers.result) if row["ended"]]
         write_pairs(ended, target, data)
 
     def prepare_test() -> None:
@@ -136,7 +126,7 @@ def trained_stages(
         Stage(f"seed{seed}/{name}", made, runs[name], (answers,), prepare, training=(runs[name], sizes.steps))
         for name, made in (
             ("refinement", refine_command(target, data, runs["refinement"], sizes, seed)),
-            ("twin", sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, LR, seed)),
+            ("twin", sft.sft_command(target, data, runs["twin"], sizes.steps, sizes.batch, sft.LR, seed)),
         )
     ]  # fmt: skip
     models = {name: runs[name] / f"global_step_{sizes.steps}" / "huggingface" for name in runs}
@@ -229,22 +219,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
     parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl: a further task")
     args = parser.parse_args(argv)
-    out = args.out.resolve()
+    out = args.out
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     if not 2 <= sizes.block <= math.isqrt(MOST_BRANCHED):
         parser.error(f"--block {sizes.block}: give 2 to {math.isqrt(MOST_BRANCHED)} tokens; generation by branches "
                      "feeds the square of it")  # fmt: skip
     begin("Iterative refinement of a pretrained model")
     model, gsm8k = fetch.model_folder(args.model), args.gsm8k and args.gsm8k.resolve()
-    stages = target_stages(model, out, gsm8k)
+    stages = sft.target_stages(model, out, gsm8k)
     refuse_other_settings(stages[0], out)
     answers = stages[-1]
 
     def write(file: Path) -> None:
-        write_test(tuned(out), file, COUNTS, sizes.questions, SEED, gsm8k)
+        write_test(sft.tuned(out), file, sft.COUNTS, sizes.questions, sft.SEED, gsm8k)
 
     for seed in args.seeds:
-        stages += trained_stages(answers, tuned(out), out, sizes, seed, write, limit_of(gsm8k))
+        stages += trained_stages(answers, sft.tuned(out), out, sizes, seed, write, sft.limit_of(gsm8k))
     show = partial(report, out, args.seeds)
     return run_and_report(stages, args.until, out, describe, show, fetched=not args.model)
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.demo_runner import python
 from examples.pretrained.dllm import tasks
-from examples.pretrained.stages import Stage, python
+from examples.pretrained.stages import Stage
 from verl.utils.accelerator import default_dtype, get_device_name
 
 COUNTS = {"train": 1600, "val": 150, "test": 240}  # questions; `val` and `test` of COUNTS are not trained on
@@ -38,11 +39,6 @@ def write_conversations(rows: Sequence[Mapping[str, Any]], data: Path, held_out:
         lines = ({"messages": [*tasks.messages(row["question"]), {"role": "assistant", "content": row["answer"]}]}
                  for row in kept)  # fmt: skip
         Path(f"{data}.{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of a jsonl file."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def write_given_answers(data: Path, counts: dict[str, int], gsm8k: Path | None = None) -> None:

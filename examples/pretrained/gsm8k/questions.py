@@ -17,10 +17,10 @@ from typing import Any
 
 from examples.data_preprocess.gsm8k import INSTRUCTION, convert
 from examples.data_preprocess.local_files import save
-from examples.demo_runner import ROOT
+from examples.demo_runner import ROOT, json_rows
 from examples.pretrained import fetch
 from examples.pretrained.questions import conversation
-from examples.pretrained.spd.labels import FEW_SHOT, SYSTEM, read_gsm8k
+from examples.pretrained.spd.labels import FEW_SHOT, SYSTEM
 from verl.data.rl_dataset import DatasetError
 from verl.utils.fs import output_folder
 
@@ -71,7 +71,7 @@ TOOL_SYSTEM = (
 
 def worked_answers() -> list[tuple[str, str, str]]:
     """(question, steps of its answer, number) of the worked examples."""
-    parts = ((row["question"], *row["answer"].rpartition(WORKED_ENDING)) for row in read_gsm8k(FEW_SHOT))
+    parts = ((row["question"], *row["answer"].rpartition(WORKED_ENDING)) for row in json_rows(FEW_SHOT))
     return [(question, steps, number.rstrip(".")) for question, steps, _, number in parts]
 
 

@@ -8,7 +8,6 @@ merged model's.
 
 import argparse
 import json
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, get_args
 import pandas as pd
 
 from examples.pretrained.gsm8k.reward import compute_score
-from examples.spd_arithmetic.serving import server
+from examples.spd_arithmetic.serving import first_choice, server
 from verl.utils.fs import output_file
 
 CONCURRENT = 16  # requests at a time
@@ -28,10 +27,7 @@ ADAPTER = "adapter"  # its name in the server
 def answer(url: str, model: str, messages: Sequence[dict[str, str]], limit: int) -> str:
     """The served model's greedy answer to a conversation, of at most `limit` tokens."""
     body = {"model": model, "messages": list(messages), "temperature": 0.0, "max_tokens": limit}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=1200) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+    return first_choice(f"{url}/v1/chat/completions", body, 1200)["message"]["content"]
 
 
 def adapter_options(adapter: Path) -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any
 import pandas as pd
 from transformers import AutoTokenizer
 
-from examples.pretrained.spd.labels import Row, drawn, prompts_of, read_gsm8k, read_rows
+from examples.demo_runner import json_rows
+from examples.pretrained.spd.labels import Row, drawn, prompts_of, read_rows
 from examples.spd_arithmetic.questions import Question, write_questions
 from recipe.spd.rollout.answers import final_answer
 from verl.utils.fs import output_folder
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     for split, name in SPLITS.items():
-        asked, rows = read_gsm8k(args.gsm8k / name), read_rows(args.labels / f"{split}.parquet")
+        asked, rows = json_rows(args.gsm8k / name), read_rows(args.labels / f"{split}.parquet")
         numbers = list(dict.fromkeys(row["question"] for row in rows))
         if split == "test":
             labelled = {*numbers}

@@ -25,12 +25,12 @@ from statistics import mean
 
 from transformers import AutoConfig
 
-from examples.demo_runner import ROOT, begin, console
+from examples.demo_runner import ROOT, begin, console, python
 from examples.pretrained import fetch
 from examples.pretrained.spd import serve
 from examples.pretrained.spd.gains import DROP, gains
 from examples.pretrained.spd.labels import made_by
-from examples.pretrained.stages import Stage, options, python, refuse_other_settings, run_and_report
+from examples.pretrained.stages import Stage, options, refuse_other_settings, run_and_report
 from examples.spd_arithmetic.demo import saved_scorer
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.config import ScoringModelConfig
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "refined" in args.roles and "supervised" not in args.roles:
         parser.error("--roles refined starts from the supervised scorer: add supervised")
     begin("SPD scorer of a pretrained pair")
-    gsm8k, out = fetch.gsm8k_folder(args.gsm8k), args.out.resolve()
+    gsm8k, out = fetch.gsm8k_folder(args.gsm8k), args.out
     models = {name: fetch.model_folder(getattr(args, name), f"--{name}", MODELS[name]) for name in MODELS}
     pair, sizes = Pair(**models, gsm8k=gsm8k, out=out), Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     stages = pair_stages(pair, sizes, args.own_labels or not fits_stored_labels(pair))

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
+from examples.demo_runner import json_rows
 from examples.spd_arithmetic import vllm_tasks
 from examples.spd_arithmetic.pair import PairFiles, end_tokens
 from examples.spd_arithmetic.questions import PromptStyle, is_right
@@ -45,11 +46,6 @@ first. draft_ids: the draft's most likely token in place of each of them; empty 
 MODELS = "models.json"  # next to OUT: the fingerprints of the models that made the labels
 
 Row = dict[str, Any]
-
-
-def read_gsm8k(file: Path) -> list[dict[str, str]]:
-    """The lines of a jsonl file with `question` and `answer`, in order."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def drawn(count: int, skip: int, lines: int) -> list[int]:
@@ -151,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     check_models(args.out.parent, args.target, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    asked, rows = read_gsm8k(args.questions), read_rows(args.out)
+    asked, rows = json_rows(args.questions), read_rows(args.out)
     known, half_done = {row["question"] for row in rows}, {rows[n]["question"] for n in unlabelled(rows, args.wrong)}
     numbers = [n for n in drawn(args.count, args.skip, len(asked)) if n not in known or n in half_done]
     prompts, truths = prompts_of(asked, numbers, tokenizer), {n: asked[n]["answer"] for n in numbers}
