@@ -89,7 +89,9 @@ def compose_run(directory: Path, model: str, tree: str = "verl.trainer.config/pp
 def _defaults(tree: str) -> DictConfig:
     module, _, name = tree.partition("/")
     with initialize_config_module(module, version_base=None):
-        return compose(name)
+        config = compose(name)
+    OmegaConf.set_struct(config.custom_reward_function.reward_kwargs, False)  # takes any keyword of REWARD
+    return config
 
 
 def metrics_rows(directory: Path) -> list[dict]:
@@ -175,6 +177,11 @@ class FakeGroup:
     def load_checkpoint(self, path, *args) -> None:
         self.calls.append("load")
         self.version = int((Path(path) / "version").read_text())
+
+
+def group_with(base: type = FakeGroup, **attributes) -> type:
+    """A class of groups that differs from `base` in these attributes."""
+    return type("Group", (base,), attributes)
 
 
 def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_class: type | None = None, roles=()):

@@ -55,8 +55,7 @@ def test_rules_judge_what_the_model_wrote_and_not_what_its_tools_answered(source
             rule.settings = RewardModelConfig(**settings)
             assert rule(conversation(turns, tokenizer, source)).sum().item() == score
     rule = NaiveRewardManager(tokenizer, 0, default_compute_score)
-    single = asyncio.run(rule.run_single(conversation(asked, tokenizer, source)))
-    assert single["reward_score"] == wrong
+    assert asyncio.run(rule.run_single(conversation(asked, tokenizer, source)))["reward_score"] == wrong
 
 
 @pytest.mark.parametrize("masked", [True, False])

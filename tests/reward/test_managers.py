@@ -16,12 +16,7 @@ from tests.reward.test_judged_text import texts
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.loading import get_custom_reward_fn, load_reward_manager
-from verl.reward.managers import (
-    DAPORewardManager,
-    NaiveRewardManager,
-    PrimeRewardManager,
-    naive,
-)
+from verl.reward.managers import DAPORewardManager, NaiveRewardManager, PrimeRewardManager, naive
 from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.pool import ExternFunction, Failure
 from verl.reward.rows import RewardError, Row, drop_failed, parse_results

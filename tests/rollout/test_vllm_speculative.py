@@ -95,8 +95,7 @@ def hybrid_of(folder, method, tied=False, **more):
             words({f"w{i}": i for i in range(WORDS)}).save_pretrained(path)
     method = "draft_model" if method == "padded" else method
     settings = SpeculativeConfig(method=method, draft_path=draft, num_tokens=2, **more)
-    rollout = {"speculative": settings, "response_length": LENGTH, "ignore_eos": True}
-    made = Hybrid(model, rollout)
+    made = Hybrid(model, {"speculative": settings, "response_length": LENGTH, "ignore_eos": True})
     made.draft = draft
     return made
 
@@ -136,8 +135,7 @@ def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp
         assert torch.equal(held[name][:WORDS], trained.lm_head.weight)
         norm = "model.layers.1.input_layernorm.weight"  # matrices are in the kernels' own layout
         assert torch.equal(held[norm], trained.get_parameter(norm))
-    numbers = numbers_of(output.batch["responses"])
-    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
+    assert p_value(numbers_of(output.batch["responses"]), answer_log_probs(hybrid.engine, 0.7)) > 1e-4
     assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
     assert (1.2 if tied else 2) * max(accepted[:2]) < min(accepted[2:])  # tied models repeat their input: both alike
     assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 1200

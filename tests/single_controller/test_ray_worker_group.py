@@ -306,8 +306,7 @@ def test_pools_split_and_merge(ray_cluster):
             merge_resource_pool(first, second)
         with pytest.raises(ValueError, match="do not add up"):
             split_resource_pool(a, [1, 2])
-        wg = RayWorkerGroup(second, RayClassWithInitArgs(Adder))
-        assert wg.add(1) == [1]
+        assert RayWorkerGroup(second, RayClassWithInitArgs(Adder)).add(1) == [1]
     finally:
         a.release()
         b.release()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import make_engine
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
 from verl.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
@@ -216,8 +216,7 @@ def test_the_critics_step_does_not_depend_on_the_cut(of_one, mode, cut):
 def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_two, role, mode):
     ranks, folder = of_two
     for cut in on_ranks(role, mode):
-        both = [of_rank[role, mode, cut] for of_rank in ranks]
-        metrics = {name: (max if "max" in name else np.mean)([m[name] for m in both]) for name in both[0]}
+        metrics = mean_metrics([of_rank[role, mode, cut] for of_rank in ranks])
         gradients = list(np.load(folder / f"{role} {mode} {cut}.npz").values())
         same((metrics, gradients), of_one[1][role, mode])
 
@@ -227,8 +226,7 @@ def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_tw
 @pytest.mark.parametrize("cut", ["tokens", "tokens shared"])
 def test_two_ranks_leave_out_rows_without_advantages_together(of_one, of_two, cut):
     ranks, folder = of_two
-    metrics = {name: (max if "max" in name else np.mean)([m["first", cut][name] for m in ranks])
-               for name in ranks[0]["first", cut]}  # fmt: skip
+    metrics = mean_metrics([of_rank["first", cut] for of_rank in ranks])
     gradients = list(np.load(f"{folder}/first {cut}.npz").values())
     same((metrics, gradients), actor_step(of_one[0]["actor"], first_step(ragged_batch()), "token-mean", "whole", False))
 

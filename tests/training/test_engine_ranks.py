@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import save_tiny_llama
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
 from verl.training.checkpoint import CheckpointWriter, publish
 from verl.training.parallel.sharding import full_tensor
 from verl.utils.distributed import host_barrier
@@ -109,22 +109,16 @@ def other_ranks(rank, world_size, path, folder):
     }
 
 
-def mean_metrics(of_two, name):
-    per_rank = [out[name][0] for out in of_two[0]]
-    assert per_rank[0].keys() == per_rank[1].keys()
-    reduce = {k: max if "max" in k else (lambda v: sum(v) / len(v)) for k in per_rank[0]}
-    return {k: reduce[k]([m[k][0] for m in per_rank]) for k in per_rank[0]}
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(("name", "model"), [("hybrid", {}), ("lora", {"lora_rank": 4})])
 def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name, model):
     """float32 sums in another order: 1e-5 is promised. Metrics of ranks are averaged, as the trainer does."""
     metrics, weights = sgd_step(0, 1, odd_llama, micro=8, **model)
-    of_one = {key: value[0] for key, value in metrics.items()}
-    assert mean_metrics(of_two, name) == pytest.approx(of_one, rel=1e-5, abs=1e-6)
-    for rank in range(2):
-        torch.testing.assert_close(dict(np.load(of_two[0][rank][name][1])), weights, rtol=0, atol=1e-5)
+    counted, files = zip(*(out[name] for out in of_two[0]), strict=True)
+    of_two_ranks = mean_metrics([{key: value[0] for key, value in of_rank.items()} for of_rank in counted])
+    assert of_two_ranks == pytest.approx({key: value[0] for key, value in metrics.items()}, rel=1e-5, abs=1e-6)
+    for file in files:
+        torch.testing.assert_close(dict(np.load(file)), weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.process

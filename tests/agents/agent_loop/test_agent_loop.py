@@ -18,13 +18,7 @@ from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.reward.test_managers import TOKENIZER
-from verl.agents.agent_loop import (
-    AgentLoopBase,
-    AgentLoopManager,
-    AgentLoopOutput,
-    AsyncLLMServerManager,
-    register,
-)
+from verl.agents.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, AsyncLLMServerManager, register
 from verl.agents.agent_loop.manager import manager_class
 from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
 from verl.agents.agent_loop.rows import batch_of
@@ -181,8 +175,7 @@ def test_a_conversation_that_fills_the_model_is_lost_before_a_server_is_asked(ma
 def test_an_answer_is_cut_where_the_engine_says_so_whatever_its_length(manager, agent):
     """A stop token at the limit; an answer that another limit cut; one that ended."""
     whole, short = [7] * (RESPONSE - 1) + [EOS], [7] * 5
-    answers = [(whole, "completed"), (short, "length"), ([7, EOS], "completed")]
-    for ids, reason in answers:
+    for ids, reason in [(whole, "completed"), (short, "length"), ([7, EOS], "completed")]:
         made = manager(lambda row, turn, ids=ids, reason=reason: TokenOutput(token_ids=ids, stop_reason=reason))
         more = {"tools_kwargs": [{}]} if agent == "tool_agent" else {}
         output = generated(made, 1, agent=agent, **more)
@@ -269,12 +262,10 @@ def test_conversations_may_be_cancelled_before_they_have_begun(manager):
 
     async def cancel_at_once():
         call = asyncio.create_task(worker.generate_sequences(batch))
-        cancel = asyncio.create_task(worker.cancel_rest())
-        await cancel
+        await asyncio.create_task(worker.cancel_rest())
         return await call
 
-    output = asyncio.run(cancel_at_once())
-    assert output.non_tensor_batch[LOST].tolist() == [True] * 3
+    assert asyncio.run(cancel_at_once()).non_tensor_batch[LOST].tolist() == [True] * 3
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])

@@ -126,8 +126,7 @@ def held(worker, *turns, texts=("42",)):
 
 
 def said(i, id):
-    function = {"name": "say", "arguments": {"i": i}}
-    return {"id": id, "type": "function", "function": function}
+    return {"id": id, "type": "function", "function": {"name": "say", "arguments": {"i": i}}}
 
 
 #: A template that leaves reasoning of earlier turns out, and one that moves the rules behind the last message.
@@ -172,8 +171,7 @@ def test_each_turn_is_a_row_after_what_the_template_renders(worker_of, monkeypat
     rows = [(prompt, output.response_ids[start:end]) for start, end, prompt in output.extra_fields["turn_prompts"]]
     assert rows == list(zip(engine.seen, engine.wrote, strict=True)) and engine.wrote == ids
     assert output.extra_fields["end_reason"] == "stop" and "58" in tokenizer.decode(output.response_ids)
-    made = worker._batch_of([output])
-    batch = to_rows(made).batch
+    batch = to_rows(worker._batch_of([output])).batch
     for row, (prompt, wrote) in enumerate(rows):
         attended = batch["attention_mask"][row].bool()
         assert batch["input_ids"][row][attended].tolist() == prompt + wrote

@@ -119,8 +119,7 @@ def test_a_worker_that_dies_after_the_cut_does_not_hold_its_conversations_again(
     output = generated(made, [5, 6, 6, 5, 6, SLOW, SLOW, 5])
     assert time.monotonic() - started < SLOW_S
     assert output.meta_info["metrics"]["agent_loop/restarted_workers"] == 1
-    lost = output.non_tensor_batch[LOST]
-    assert lost.tolist() == [False] * 4 + [True] * 4
+    assert output.non_tensor_batch[LOST].tolist() == [False] * 4 + [True] * 4
 
 
 def test_workers_share_the_counts_of_running_requests(manager):

@@ -30,8 +30,7 @@ def no_pause_between_attempts(monkeypatch):
 
 def run(tool, *calls, **settings):
     async def converse():
-        runner = ToolRunner([tool], max_tool_response_length=500, **settings)
-        async with runner.conversation() as tools:
+        async with ToolRunner([tool], max_tool_response_length=500, **settings).conversation() as tools:
             return await asyncio.gather(*(tools.call(tool.name, call) for call in calls))
 
     return asyncio.run(converse())
@@ -119,8 +118,7 @@ def test_sandbox_fusion_sends_limits_and_shows_the_outputs():
 
     with serving(service) as (url, requests):
         tool = SandboxFusionTool({"sandbox_fusion_url": url, "default_timeout": 5, "memory_limit_mb": 256}, None)
-        codes = ("print(42)", "while 1: 0", "pass", "broken")
-        results = run(tool, *({"code": code} for code in codes))
+        results = run(tool, *({"code": code} for code in ("print(42)", "while 1: 0", "pass", "broken")))
     assert [result.response.text for result in results[:3]] == [
         "42\na warning", "The program was stopped after 5 s.", "The program printed nothing."
     ]  # fmt: skip

@@ -341,8 +341,7 @@ def converse(start, *texts, step=3, seed=1, ids=(5, 6)):
 
 
 def test_a_run_that_starts_again_gets_the_results_without_calls(tmp_path):
-    first = started(tmp_path)
-    expected = converse(first, "a", "raise", "b")
+    expected = converse(started(tmp_path), "a", "raise", "b")
     assert expected[0][0] == ("a 1", 0.5, {"n": 1}, None) and expected[0][1][3] == "exception"
     again = started(tmp_path)
     assert converse(again, "a", "raise", "b") == expected

@@ -35,8 +35,7 @@ def train(folder, model, steps, **more):
         "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "rollout__total_epochs": 20,
     }  # fmt: skip
     config = composed(folder, model, "fully_async_ppo_trainer", **{**given, **more})
-    runner = FullyAsyncTaskRunner()
-    runner.run(with_derived_settings(config))
+    FullyAsyncTaskRunner().run(with_derived_settings(config))
     return folder / "out"
 
 

@@ -114,8 +114,7 @@ def test_a_mini_batch_holds_the_same_rows_on_any_number_of_ranks(ranks):
     sizes = [[3, 5], [2, 9], [4, 4], [7, 1], [6, 6], [1, 2], [3, 3], [5, 5]]  # 8 prompts x 2
     order = balanced_order(sizes, ranks, 4, heaviest_first, whole_groups=False)
     assert sorted(order.tolist()) == list(range(16))
-    shares = np.split(order, ranks)
-    first = np.concatenate([s[: 8 // ranks] for s in shares])
+    first = np.concatenate([s[: 8 // ranks] for s in np.split(order, ranks)])
     assert sorted(first.tolist()) == list(range(8))
 
 

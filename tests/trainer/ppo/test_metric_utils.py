@@ -1,6 +1,5 @@
 """Names and figures of step and validation metrics."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -19,8 +18,7 @@ from verl.trainer.ppo.rollout_phase import end_reasons
 
 
 def batch(response_lengths=(2, 3, 0), prompt_lengths=(1, 2, 2), limit=3, prompt_limit=2):
-    steps = torch.arange(limit)
-    response_mask = (steps[None] < torch.tensor(response_lengths)[:, None]).long()
+    response_mask = (torch.arange(limit)[None] < torch.tensor(response_lengths)[:, None]).long()
     prompt_mask = (torch.arange(prompt_limit)[None] >= prompt_limit - torch.tensor(prompt_lengths)[:, None]).long()
     rewards = torch.zeros(response_mask.shape)
     rewards[:, 0] = torch.tensor([1.0, 3.0, 100.0])
@@ -134,8 +132,7 @@ def test_subset_sizes_are_powers_of_two_and_n():
 
 def test_vectorised_bootstrap_equals_the_loop():
     rng = np.random.default_rng(0)
-    sizes = [4, 4, 5]
-    uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    uids = [f"p{i}" for i, size in enumerate([4, 4, 5]) for _ in range(size)]
     values = rng.normal(size=len(uids)).tolist()
     preds = rng.choice(["a", "b", "c"], size=len(uids)).tolist()
     got = process_validation_metrics(["s"] * len(uids), uids, {"reward": values, "pred": preds}, seed=7)["s"]["reward"]

@@ -68,8 +68,7 @@ def test_each_turn_is_a_row_after_its_own_prompt():
 
 def test_a_turn_is_cut_where_the_response_is():
     data = samples([[1]], [[11, 12, 13]], [[1, 1, 1]], [[(0, 2, [1]), (2, 9, [1, 5]), (7, 9, [1])]], length=3)
-    rows = to_rows(data)
-    assert rows.batch["responses"].tolist() == [[11, 12, 0], [13, 0, 0]]
+    assert to_rows(data).batch["responses"].tolist() == [[11, 12, 0], [13, 0, 0]]
 
 
 def test_mini_batches_hold_the_same_samples():
@@ -104,8 +103,7 @@ def test_log_probs_of_turns_are_those_of_the_conversation(llama):
     whole, split = whole_and_split()
     actor, mask = make_actor(make_engine(llama)), whole.batch["response_mask"]
     expected, _ = actor.compute_log_prob(whole)
-    rows = to_rows(split)
-    log_probs, _ = actor.compute_log_prob(rows)
+    log_probs, _ = actor.compute_log_prob(to_rows(split))
     merged = from_rows(DataProto.from_dict({"old_log_probs": log_probs}), split).batch["old_log_probs"]
     torch.testing.assert_close(merged, expected * mask, rtol=1e-4, atol=1e-5)
     assert merged[mask.bool()].abs().min() > 0
@@ -165,8 +163,7 @@ def test_a_run_trains_turns_with_the_advantage_of_their_conversation(tmp_path):
     (data,) = trainer.actor_rollout_wg.updates
     assert data.meta_info[ROWS_PER_SAMPLE] == 2 and len(data) == 8 * 4 * 2
     batch, mask = data.batch, data.batch["response_mask"]
-    counted = sorted(mask.sum(1).tolist())
-    assert counted == [0] * 16 + [2] * 32 + [6] * 16
+    assert sorted(mask.sum(1).tolist()) == [0] * 16 + [2] * 32 + [6] * 16
     assert ((batch["old_log_probs"] + batch["responses"]) * mask).abs().max() == 0
     first, second = (batch["advantages"][i::2] for i in (0, 1))
     of_sample = first[:, 0]

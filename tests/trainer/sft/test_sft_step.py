@@ -27,8 +27,7 @@ def pairs(tmp_path):
 
 def step(trainer, steps=2):
     """Metrics of some steps and the weights after them."""
-    results = [trainer.training_step(trainer._draw()) for _ in range(steps)]
-    return results, weights_of(trainer.engine)
+    return [trainer.training_step(trainer._draw()) for _ in range(steps)], weights_of(trainer.engine)
 
 
 def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, llama):
@@ -177,8 +176,7 @@ def test_ranks_share_each_batch_of_an_epoch():
 
 
 def test_validation_rows_are_seen_once_and_filled_up_without_counting():
-    shares = [list(RankShares(5, 4, rank, 2)) for rank in range(2)]
-    assert shares == [[[0, 2], [4]], [[1, 3], [5]]]
+    assert [list(RankShares(5, 4, rank, 2)) for rank in range(2)] == [[[0, 2], [4]], [[1, 3], [5]]]
     filled = PaddedRows([{"loss_mask": torch.ones(3)}] * 5)
     assert filled[4]["loss_mask"].sum() == 3 and filled[5]["loss_mask"].sum() == 0
 
