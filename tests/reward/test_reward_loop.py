@@ -10,14 +10,8 @@ from tests.helpers.columns import object_columns
 from tests.helpers.http_server import serving
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
 from tests.reward.test_managers import TOKENIZER, batch, reward_config
-from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
-from verl.experimental.reward_loop.reward_manager import (
-    DAPORewardManager,
-    NaiveRewardManager,
-    RateLimitedRewardManager,
-    get_reward_manager_cls,
-    register,
-)
+from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, reward_manager
+from verl.experimental.reward_loop.reward_manager import DAPORewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.reward import managers
 from verl.reward.loading import load_reward_manager
@@ -70,7 +64,7 @@ def test_overlong_answers_lose_points():
 
 
 def test_both_registries_of_verl_are_one():
-    @register("of_samples")
+    @reward_manager.register("of_samples")
     class OfSamples(RewardManagerBase):
         def __init__(self, config, tokenizer, compute_score):
             super().__init__(config, tokenizer)
@@ -100,7 +94,7 @@ def test_both_registries_of_verl_are_one():
 
 def test_limits_come_from_the_config():
     limits = config(max_concurrent=3, max_rpm=120)
-    for cls in (RateLimitedRewardManager, get_reward_manager_cls("rate_limited")):
+    for cls in (reward_manager.RateLimitedRewardManager, get_reward_manager_cls("rate_limited")):
         manager = cls(limits, TOKENIZER, words)
         assert single(manager, batch()[:1])["reward_score"] == 12.0
         assert manager._max_concurrent == 3 and manager._rpm_limiter.rate_limit == 2.0 and manager._tpm_limiter is None

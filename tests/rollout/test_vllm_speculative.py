@@ -7,14 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers.engines import leave_group, rl_batch
 from tests.rollout.test_vllm_rollout import Hybrid, difference
@@ -81,7 +74,6 @@ def p_value(numbers, log_probs):
     statistic = ((seen - expected) ** 2 / expected).sum()
     freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
     return torch.special.gammaincc(freedom / 2, statistic / 2).item()
-
 
 
 def hybrid_of(folder, method, tied=False, **more):
@@ -212,7 +204,7 @@ def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
         rollout = {"name": "vllm", "mode": mode, "speculative": drafts}
         section = {"rollout": rollout, "actor": {"ulysses_sequence_parallel_size": sharing}}
         tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-        hf_config = AutoConfig.from_pretrained(tiny_llama)
+        hf_config = LlamaConfig.from_pretrained(tiny_llama)
         findings = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, to_start=False)
         return list(check_drafter(OmegaConf.create({"actor_rollout_ref": section}), findings))
 

@@ -87,20 +87,23 @@ def first_step(batch: DataProto) -> DataProto:
     return batch
 
 
-def actor_step(engine, share, mode, cut, terms=True):
-    """(metrics, gradients) of one update on `share`; `terms`: with entropy and KL losses."""
+def actor_of(engine, cut, rows=ROWS, **config):
+    """The actor that takes `rows` in one step, cut in this way."""
     settings, packed, shared = CUTS[cut]
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(remove_padding=packed, share_prompt=shared)
+    sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N}
+    config = FSDPActorConfig(**{**sizes, "share_prompt_forward": shared, **config, **settings})
+    return DataParallelPPOActor(config, engine, policy)
+
+
+def actor_step(engine, share, mode, cut, terms=True):
+    """(metrics, gradients) of one update on `share`; `terms`: with entropy and KL losses."""
     loss = {"policy_loss": PolicyLossConfig(
         loss_mode=mode, clip_cov_ratio=0.1, clip_cov_lb=0.0, clip_cov_ub=9.0, kl_cov_ratio=0.1, ppo_kl_coef=5.0
     )} if mode in CHOICES else {"loss_agg_mode": mode}  # fmt: skip
-    config = FSDPActorConfig(**{
-        "ppo_mini_batch_size": len(share), "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N, "grad_clip": 1e6,
-        **loss, "entropy_coeff": 0.01 * terms, "use_kl_loss": terms, "kl_loss_coef": 0.1,
-        "share_prompt_forward": shared, **settings,
-    })  # fmt: skip
-    metrics = DataParallelPPOActor(config, engine, policy).update_policy(share)
+    added = {"entropy_coeff": 0.01 * terms, "use_kl_loss": terms, "kl_loss_coef": 0.1}
+    metrics = actor_of(engine, cut, len(share), grad_clip=1e6, **loss, **added).update_policy(share)
     return {name: value[0] for name, value in metrics.items()}, engine.optimizer.seen
 
 
@@ -183,16 +186,7 @@ def test_the_actors_step_does_not_depend_on_the_cut(of_one, mode, cut):
 
 def log_probs(engine, cut, batch=None):
     """(log-probs, entropies) of the batch without an update, each [16, 5]; or of another one."""
-    settings, packed, shared = CUTS[cut]
-    policy = get_policy("causal_lm", chunk_tokens=7)
-    policy.set_forward(remove_padding=packed, share_prompt=shared)
-    config = FSDPActorConfig(**{
-        "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N,
-        "share_prompt_forward": shared, **settings,
-    })  # fmt: skip
-    return DataParallelPPOActor(config, engine, policy).compute_log_prob(
-        ragged_batch() if batch is None else batch, calculate_entropy=True
-    )
+    return actor_of(engine, cut).compute_log_prob(ragged_batch() if batch is None else batch, calculate_entropy=True)
 
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])

@@ -14,7 +14,7 @@ from verl.training.checkpoint import CheckpointWriter, publish
 from verl.training.parallel.sharding import full_tensor
 from verl.utils.distributed import host_barrier
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 VOCAB = 63  # odd: the two shards of embedding and output matrix differ in size
 KL = dict(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
@@ -109,7 +109,6 @@ def other_ranks(rank, world_size, path, folder):
     }
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("name", "model"), [("hybrid", {}), ("lora", {"lora_rank": 4})])
 def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name, model):
     """float32 sums in another order: 1e-5 is promised. Metrics of ranks are averaged, as the trainer does."""
@@ -121,7 +120,6 @@ def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name,
         torch.testing.assert_close(dict(np.load(file)), weights, rtol=0, atol=1e-5)
 
 
-@pytest.mark.process
 def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
     before = weights_of(make_engine(odd_llama))
     for out in of_two[0]:
@@ -130,14 +128,12 @@ def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
         assert all((weights[k] == before[k]).all() for k in before)
 
 
-@pytest.mark.process
 def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
     for out in of_two[0]:
         assert out["resumed"][0] == out["straight"][0]
         np.testing.assert_equal(*(dict(np.load(out[name][1])) for name in ("resumed", "straight")))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_continues_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
     results = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
@@ -153,7 +149,6 @@ def test_a_checkpoint_of_two_ranks_continues_with_the_same_loss_on_other_numbers
     assert all((loaded[key] == saved[key]).all() for key in saved.files)  # to the bit: nothing was computed
 
 
-@pytest.mark.process
 def test_generators_belong_to_a_number_of_ranks(odd_llama, of_two):
     engine = make_engine(odd_llama)
     seed_before = torch.get_rng_state()
@@ -183,7 +178,6 @@ def saved_and_published(rank, world_size, path, root, in_background):
     return of_save, hashed
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("in_background", [False, True])
 def test_every_rank_hashes_its_own_files_and_the_manifest_is_that_of_one_process(odd_llama, tmp_path, in_background):
     (of_first, published), (of_second, nothing) = run_ranks(

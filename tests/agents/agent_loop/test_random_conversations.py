@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.agents.agent_loop.parts import SayTool
+from tests.agents.agent_loop.parts import SayTool, listed
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.dllm_reasoning.models import captured_warnings
 from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, QWEN_TOOL, Format, byte_tokenizer, turns
@@ -36,10 +36,9 @@ def worker_of(tmp_path_factory):
         folder = tmp_path_factory.mktemp("format")
         tokenizer, format = byte_tokenizer(FORMATS[name]), FORMATS[name]
         tokenizer.save_pretrained(folder)
-        tools = folder / "tools.yaml"
-        tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
+        tools = listed(folder, "tools", "SayTool")
         parser = "gpt-oss" if name == "gpt-oss" else "hermes"
-        multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
+        multi_turn = {"tool_config_path": tools, "max_parallel_calls": parallel, "journal_tool_calls": False,
                       "max_tool_response_length": 40, "format": parser, **more}  # fmt: skip
         rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True,
                    "stop_token_ids": tokenizer.convert_tokens_to_ids([format.stop, *format.more_stops])}  # fmt: skip

@@ -1,12 +1,11 @@
 """The loop on the driver, with workers that need no Ray: order of steps, drops, stops, resume."""
 
-import json
 import time
 
 import pytest
 import torch
 
-from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, group_with, metrics_rows
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, group_with, metrics_rows, read_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.failure import NonFiniteRun
@@ -36,7 +35,7 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     update = group.updates[0]
     assert {"advantages", "response_mask", "group_index"} <= set(update.batch.keys())
     assert update.meta_info["temperature"] == 1.0
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(tmp_path / "out" / "samples.jsonl")
     assert {s["kind"] for s in samples} == {"best", "worst", "random"}
     assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)
 
@@ -77,11 +76,11 @@ def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     assert not {"reward/steps/mean", "reward/pred/mean", "reward/uid/mean", "reward/step/mean"} & set(row)
     sent = trainer.actor_rollout_wg.updates[0]
     assert len(set(sent.batch["group_index"].tolist())) == 8  # groups by the run's uid
-    first, *others = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    first, *others = read_rows(tmp_path / "d" / "1.jsonl")
     assert len(others) == 31 and first["input"].startswith("q : ") and {"output", "gts", "score"} <= first.keys()
     assert first["input_extra"] == "x" and first["uid"] == "same" and first["step"] == 1
     assert first["steps"] == [1.0] * (1 + round(6 * first["score"]) % 3)
-    first, *_ = [json.loads(line) for line in (tmp_path / "v" / "0.jsonl").read_text().splitlines()]
+    first, *_ = read_rows(tmp_path / "v" / "0.jsonl")
     assert first["reward"] == first["score"] == pytest.approx(2 / 6) and first["reward_extra"] == 7
 
 

@@ -1,6 +1,5 @@
 """The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import weights_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rl_run import read_rows
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.run.ranks import all_reduce_max
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
@@ -57,7 +57,7 @@ def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny
     assert peak == 1e-3
     assert trainer._utilisation(batch, 2.0) == {"perf/mfu/train": pytest.approx(reached / 1e-3)}
     trainer.fit()
-    *_, row = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
+    *_, row = read_rows(pairs / "out" / "metrics.jsonl")
     assert 0 < row["data"]["perf/mfu/train"] and 0.05 < row["data"]["perf/max_memory_resident_gb"] < 64
 
 
