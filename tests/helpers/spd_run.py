@@ -68,7 +68,8 @@ class SPDRuns:
 
     def run(self, name: str, *more: str, **options: str) -> None:
         """A run as a process, to its end."""
-        assert self.start(name, *more, **options).wait(300) == 0, self.log(name)[-3000:]
+        code = self.start(name, *more, **options).wait(300)
+        assert code == 0, self.log(name)[-3000:]
 
     def run_here(self, name: str, *more: str) -> None:
         """A run in this process, on the Ray session that it is connected to."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.http_server import serving
 from tests.helpers.models import make_tokenizer
-from tests.helpers.rl_run import compose_run, metrics_rows, read_rows
+from tests.helpers.rl_run import compose_run, metrics_rows
 from tests.helpers.watched_runs import family
 from tests.reward.test_managers import batch
 from verl.config.reward_model import RewardModelConfig, RewardModelModelConfig, RewardModelRolloutConfig
@@ -145,7 +146,7 @@ def test_a_discriminative_model_in_a_pool_of_its_own(ray_cluster, tiny_llama, tm
         custom_reward_function__path="null", trainer__rollout_data_dir=tmp_path / "dump",
     )  # fmt: skip
     TaskRunner().run(config)
-    dumped = read_rows(tmp_path / "dump" / "1.jsonl")
+    dumped = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
     (row,) = metrics_rows(tmp_path / "run")
     assert row["critic/score/mean"] == pytest.approx(sum(r["score"] for r in dumped) / len(dumped), rel=1e-4)
     assert len({round(r["score"], 4) for r in dumped}) > len(dumped) / 2
@@ -182,7 +183,7 @@ def test_a_generative_model_judges_by_a_function_of_the_user(tiny_llama, tmp_pat
         custom_reward_function__path=judge, trainer__rollout_data_dir=tmp_path / "dump",
     )  # fmt: skip
     TaskRunner().run(config)
-    dumped = read_rows(tmp_path / "dump" / "1.jsonl")
+    dumped = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
     assert len(dumped) == 32 and all(row["length"] == 3 for row in dumped)
     by_output = {row["output"]: row["score"] for row in dumped}
     assert len(by_output) > 8 and all(by_output[row["output"]] == row["score"] for row in dumped)

@@ -108,32 +108,35 @@ def test_an_engine_that_is_slow_takes_fewer_prompts_from_the_queue(tmp_path):
 
 def greedy(rollout, prompts, rid):
     """The tokens that the server answers to prompts that are asked together."""
-    from tests.helpers.engines import ask
+    from verl.rollout.replica import ServerClient
 
-    async def answers(client):
-        sampling = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
-        asked = (client.generate(f"{rid}-{n}", ids, sampling, True) for n, ids in enumerate(prompts))
-        return [answer.token_ids for answer in await asyncio.gather(*asked)]
+    async def ask():
+        async with ServerClient(rollout.server_handle) as client:
+            sampling = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+            asked = (client.generate(f"{rid}-{n}", ids, sampling, True) for n, ids in enumerate(prompts))
+            return [answer.token_ids for answer in await asyncio.gather(*asked)]
 
-    return ask(rollout, answers)
+    return asyncio.run(ask())
 
 
 def first_refuses(rollout):
     """The error of a batch while a request runs, and what the request has made when it is aborted."""
-    from tests.helpers.engines import ask
+    from verl.rollout.replica import ServerClient
 
-    async def refused(client):
-        sampling = {"temperature": 0.0, "max_tokens": 15, "ignore_eos": True}
-        running = asyncio.create_task(client.generate("long", [5, 6], sampling, False))
-        while not rollout.server.requests:
-            await asyncio.sleep(0.005)
-        await client.post("pause_generation", {"mode": "in_place"})
-        said, _ = await asyncio.to_thread(refusal, rollout)
-        await client.post("abort_request", {"abort_all": True})
-        await client.post("continue_generation", {})
-        return said, (await running).stop_reason
+    async def ask():
+        async with ServerClient(rollout.server_handle) as client:
+            sampling = {"temperature": 0.0, "max_tokens": 15, "ignore_eos": True}
+            running = asyncio.create_task(client.generate("long", [5, 6], sampling, False))
+            while not rollout.server.requests:
+                await asyncio.sleep(0.005)
+            await client.post("pause_generation", {"mode": "in_place"})
+            with pytest.raises(RuntimeError, match="1 requests run") as refused:
+                await asyncio.to_thread(rollout.read_weights, rollout.model_config.local_path)
+            await client.post("abort_request", {"abort_all": True})
+            await client.post("continue_generation", {})
+            return str(refused.value), (await running).stop_reason
 
-    return ask(rollout, refused)
+    return asyncio.run(ask())
 
 
 def serve_on_ranks(rank, world_size, path):

@@ -84,7 +84,8 @@ def test_a_weight_that_is_not_finite_is_named_and_not_sent(folders, value):
 def sent_by_three(rank, world_size, path, dtype, bucket, nodes):
     """All weights in float32, from rank 2 only; `nodes` holds a letter for the machine of each rank."""
     platform.node = lambda: nodes[rank]
-    weights = make_engine(path).get_per_tensor_param(getattr(torch, dtype), bucket, check_finite=True)
+    engine = make_engine(path)
+    weights = engine.get_per_tensor_param(getattr(torch, dtype), bucket, check_finite=True)
     sent = {name: tensor.float().numpy() for name, tensor in weights}
     return sent if rank == 2 else sorted(sent)
 

@@ -8,7 +8,6 @@ import pytest
 from ray.exceptions import RayError
 
 from tests.helpers.rl_run import compose_run, metrics_rows
-from tests.helpers.rl_run import read_rows as rows
 from verl.config.asynchronous import with_derived_settings
 from verl.report.metric_names import unknown_metrics
 from verl.trainer.fully_async.phase import SAMPLE_ID
@@ -36,8 +35,13 @@ def train(folder, model, steps, **more):
         "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "rollout__total_epochs": 20,
     }  # fmt: skip
     config = composed(folder, model, "fully_async_ppo_trainer", **{**given, **more})
-    FullyAsyncTaskRunner().run(with_derived_settings(config))
+    runner = FullyAsyncTaskRunner()
+    runner.run(with_derived_settings(config))
     return folder / "out"
+
+
+def rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 #: An update may train samples of the weights before the last sync.

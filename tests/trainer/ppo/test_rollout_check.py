@@ -10,7 +10,7 @@ from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.logs import logged
 from tests.helpers.models import save_tiny_llama
-from tests.helpers.rl_run import compose_run, read_rows
+from tests.helpers.rl_run import compose_run
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -42,7 +42,7 @@ def test_a_run_compares_the_first_weights_before_anything_else(tmp_path, dtype):
     types = {f"actor_rollout_ref__{key}dtype": dtype for key in ("actor__fsdp_config__", "rollout__")}
     (line,) = [line for line in run(tmp_path, **types) if "log-probs of rollout and trainer agree" in line]
     assert f"rollout {dtype}, trainer {dtype}" in line
-    rows = read_rows(tmp_path / "out" / "metrics.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     # A CPU keeps the weights that were sent for the comparison: they count where they are first used.
     assert [row["data"]["rollout/weight_syncs"] for row in rows] == [1, 0]
