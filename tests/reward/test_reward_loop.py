@@ -7,9 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.columns import object_columns
+from tests.helpers.configs import compose_ppo
 from tests.helpers.http_server import serving
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
-from tests.reward.test_managers import TOKENIZER, batch, reward_config
+from tests.reward.test_managers import TOKENIZER, batch
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, reward_manager
 from verl.experimental.reward_loop.reward_manager import DAPORewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
@@ -82,7 +83,7 @@ def test_both_registries_of_verl_are_one():
 
     assert managers.get_reward_manager_cls("of_samples") is OfSamples is get_reward_manager_cls("of_samples")
     assert managers.get_reward_manager_cls("of_batches") is OfBatches
-    made = load_reward_manager(reward_config(name="of_samples"), TOKENIZER, 0)
+    made = load_reward_manager(compose_ppo("reward_manager.name=of_samples"), TOKENIZER, 0)
     assert type(made) is OfSamples and made(batch()).sum(1).tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="OfBatches scores whole batches; the reward loop needs a subclass of Reward"):
         get_reward_manager_cls("of_batches")

@@ -245,9 +245,7 @@ def test_an_answer_that_is_python_runs_nowhere(code, tmp_path):
     ],
 )
 def test_dapo(text, truth, right, predicted):
-    assert math_dapo.compute_score(text, truth) == {
-        "score": 1.0 if right else -1.0, "acc": right, "pred": predicted,
-    }  # fmt: skip
+    assert math_dapo.compute_score(text, truth) == {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,7 @@ def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
     made.config.data.tool_config_path = listed(tmp_path, "tools", "AddTool")
     given = [None, [9, 8]]  # the data set's prompts have them already
     output = generated(made, 2, agent="single_turn_agent", raw_prompt_ids=given)
-    words = ["add", "user", "what"]
-    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == words
+    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == ["add", "user", "what"]
     assert output.batch["prompts"][1, -2:].tolist() == [9, 8]
 
 

@@ -77,9 +77,7 @@ def test_the_row_is_what_the_engine_saw(worker_of, data):
     turns = data.draw(st.lists(turn(tokenizer, format, name), max_size=5))
     texts = data.draw(st.lists(st.text(max_size=60), min_size=1, max_size=3))
     question = data.draw(st.text(max_size=10))
-    worker.server_manager = engine = ScriptedEngine(
-        worker.rollout_config, lambda *asked: turns.pop(0) if turns else []
-    )
+    worker.server_manager = engine = ScriptedEngine(worker.rollout_config, lambda *asked: turns.pop(0) if turns else [])
     output = asyncio.run(
         worker._run_agent_loop(
             {"logprobs": True}, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False},

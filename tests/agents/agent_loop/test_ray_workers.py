@@ -119,8 +119,7 @@ def test_a_worker_that_dies_after_the_cut_does_not_hold_its_conversations_again(
 def test_workers_share_the_counts_of_running_requests(manager):
     made = manager(ScriptedWorker)
     workers = made.agent_loop_workers
-    servers = [ray.get(workers[i % 2].acquire.remote(f"conversation {i}")) for i in range(4)]
-    assert servers == [0, 1, 0, 1]
+    assert [ray.get(workers[i % 2].acquire.remote(f"conversation {i}")) for i in range(4)] == [0, 1, 0, 1]
     assert ray.get(workers[1].acquire.remote("conversation 0")) == 0  # where its first turn was
     made._reset_router()
     assert [ray.get(worker.acquire.remote(name)) for worker, name in zip(workers, "ab", strict=True)] == [0, 1]

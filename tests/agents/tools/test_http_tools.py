@@ -60,9 +60,7 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
     with serving(lambda request: (404, "unknown index")) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert len(requests) == 1 and result.failure == "exception"
-        assert result.response.text == (
-            f"Error: 'search' raised ServiceError: {url} answered 404: \"unknown index\"."
-        )
+        assert result.response.text == (f"Error: 'search' raised ServiceError: {url} answered 404: \"unknown index\".")
     gone = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')[0]  # the server has ended
     assert gone.failure == "exception" and "ClientConnectorError" in gone.response.text
 

@@ -42,9 +42,7 @@ async def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwa
             return texts, await tools.calc_rewards()
 
     both = await asyncio.gather(converse(KWARGS), converse(None))
-    assert both == [
-        (["total 11", "total 13"], {"counter": 13.0}), (["total 1", "total 3"], {"counter": 3.0})
-    ]  # fmt: skip
+    assert both == [(["total 11", "total 13"], {"counter": 13.0}), (["total 1", "total 3"], {"counter": 3.0})]
     assert [call for call in tool.log if call[1] not in ({}, {"start": 0})] == [
         ("create", {"start": 10, "a": 1}), ("execute", {"b": 2}), ("execute", {"b": 2}),
         ("calc_reward", {"c": 3}), ("release", {"d": 4}),

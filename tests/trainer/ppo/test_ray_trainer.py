@@ -41,8 +41,7 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
 
 
 def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
-    trainer = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false")
-    batch = trainer.actor_rollout_wg.updates[0].batch
+    batch = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false").actor_rollout_wg.updates[0].batch
     numbers = (batch["responses"] != 30).sum(-1)  # score of a row in sixths
     assert torch.allclose(batch["advantages"][:, 0], (numbers - 3.5) / 6, atol=1e-6)
 

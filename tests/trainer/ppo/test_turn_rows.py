@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.columns import object_columns
 from tests.helpers.engines import make_actor, make_engine, weights_of
 from tests.helpers.rl_run import FakeGroup, fake_run, metrics_rows
 from verl.protocol import DataProto
+from verl.protocol.serialization import object_array
 from verl.trainer.ppo.batching import fill_groups
 from verl.trainer.ppo.turn_rows import TURNS, RankRows, from_rows, to_rows
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
 from verl.training.policy import prefix_tree
-
-
-def column(values):
-    made = np.empty(len(values), dtype=object)
-    made[:] = values
-    return made
 
 
 def samples(prompts, responses, masks, turns, width=3, length=6, **columns) -> DataProto:
@@ -33,7 +29,7 @@ def samples(prompts, responses, masks, turns, width=3, length=6, **columns) -> D
     tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], 1)
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
     meta = {"temperature": 1.0, "global_steps": 1}
-    return DataProto.from_dict(tensors | columns, {TURNS: column(turns), "uid": column(["a"] * len(rows))}, meta)
+    return DataProto.from_dict(tensors | columns, object_columns(**{TURNS: turns, "uid": ["a"] * len(rows)}), meta)
 
 
 def two() -> DataProto:
@@ -146,7 +142,7 @@ class TurnsGroup(FakeGroup):
         batch = output.batch
         asked = prompts_of(batch)
         two = [[(0, 2, ids), (3, 5, [7, *ids, 8])] for ids in asked]
-        output.non_tensor_batch[TURNS] = column([turns if i % 2 == 0 else None for i, turns in enumerate(two)])
+        output.non_tensor_batch[TURNS] = object_array([turns if i % 2 == 0 else None for i, turns in enumerate(two)])
         batch["response_mask"] = torch.ones_like(batch["responses"])
         batch["response_mask"][::2] = torch.tensor([1, 1, 0, 1, 1, 0])
         return output

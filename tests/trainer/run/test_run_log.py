@@ -144,15 +144,8 @@ def test_conversations_have_segments_of_generated_and_given_text():
 
 @pytest.mark.process
 def test_validation_is_named_by_source_and_dumped(tmp_path):
-    config = compose_run(
-        tmp_path,
-        "unused",
-        trainer__val_only="true",
-        trainer__validation_data_dir=tmp_path / "val",
-        actor_rollout_ref__rollout__val_kwargs__n=2,
-    )
-    trainer = fake_trainer(config)
-    trainer.fit()
+    settings = {"trainer__validation_data_dir": tmp_path / "val", "actor_rollout_ref__rollout__val_kwargs__n": 2}
+    trainer = fake_run(tmp_path, trainer__val_only="true", **settings)
     assert not trainer.actor_rollout_wg.updates
     (row,) = metrics_rows(tmp_path)
     assert row["val-core/letters/reward/mean@2"] == pytest.approx(2.5 / 6)
