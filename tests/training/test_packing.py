@@ -48,7 +48,7 @@ def outputs_of(model, batch, temperature=0.8, chunk_tokens=7, **forward):
     model.zero_grad()
     log_probs, entropy = policy.log_probs(model, batch, temperature=temperature, with_entropy=True)
     weights = torch.linspace(-1, 1, log_probs.numel()).reshape(log_probs.shape)
-    (log_probs * weights + 0.2 * entropy).sum().backward()
+    (log_probs * weights + 0.3 * entropy).sum().backward()
     return [log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
