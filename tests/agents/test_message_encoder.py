@@ -53,8 +53,7 @@ def test_a_template_that_names_the_call_of_an_answer_names_the_tool():
     """Some look the name, or the id, of an answer's call up in the turn before."""
     found = "{% for t in messages[loop.index0 - 1].tool_calls if t.id == m.tool_call_id %}{{ t.function.name }}: "
     template = turns(IM % "user", IM % "assistant", found + "{{ c }}{% endfor %}")
-    tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
-    encoder = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    encoder, tokenizer = encoder_of(Format(template, "<|im_end|>", None, None))
     message = {"role": "tool", "name": "look", "content": "42"}
     assert tokenizer.decode(encoder.encode_appended([message])) == "\nlook: 42"
 
@@ -97,8 +96,7 @@ MOVES = "{% if loop.last %}(rules){% endif %}"
 def test_a_template_that_rewrites_turns_is_checked_by_what_it_renders_at_once():
     answer = "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n" + MOVES
     template = turns(IM % "user" + MOVES, answer, IM % "tool" + MOVES).replace("<|im_end|>\n", "!")
-    tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
-    encoder = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    encoder, tokenizer = encoder_of(Format(template, "<|im_end|>", None, None))
     for role in ("tool", "user"):
         hint = "Set actor_rollout_ref.rollout.multi_turn.row_per_turn=true"
         with pytest.raises(ValueError, match=f"role '{role}' cannot be added.* {hint}"):

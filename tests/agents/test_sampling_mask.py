@@ -1,12 +1,11 @@
 """Kept tokens of top-k and top-p: recorded by rollouts, and what the trainer renormalises its log-probs over."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from tests.agents.agent_loop.parts import listed
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group, make_actor, make_engine
 from tests.helpers.models import save_tiny_llama
@@ -77,8 +76,7 @@ def test_log_probs_over_kept_tokens_have_the_gradient_of_a_masked_softmax(config
         return torch.autograd.grad(loss, [states, layer.weight, layer.bias])
 
     output = chunked_log_probs(layer, config, states, labels, chunk_tokens=3, with_entropy=with_entropy, kept=kept)
-    logits = config(layer(states)).masked_fill(~allowed, -1e30)
-    log_p = logits.log_softmax(-1)
+    log_p = config(layer(states)).masked_fill(~allowed, -1e30).log_softmax(-1)
     plain = log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     tight = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(output.log_probs.double(), plain[0], **tight)
@@ -93,6 +91,13 @@ def model_path(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=96)
 
 
+def hf_rollout(engine, **settings):
+    config = RolloutConfig(name="hf", prompt_length=P, response_length=R, **settings)
+    rollout = get_rollout_class("hf", "sync")(config, engine.model_config, engine.mesh)
+    rollout.bind_actor(engine, get_policy("causal_lm"))
+    return rollout
+
+
 FILTERS = [{"top_p": 0.6}, {"top_k": 5}, {"top_k": 20, "top_p": 0.5}]
 LAYOUTS = {"padded": {}, "packed": {"remove_padding": True}, "shared": {"remove_padding": True, "share_prompt": True}}
 
@@ -101,10 +106,7 @@ LAYOUTS = {"padded": {}, "packed": {"remove_padding": True}, "shared": {"remove_
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_before_the_first_update_the_ratio_of_hf_samples_is_one(model_path, filters, layout):
     engine = make_engine(model_path)
-    config = RolloutConfig(name="hf", prompt_length=P, response_length=R, calculate_log_probs=True, **filters)
-    rollout = get_rollout_class("hf", "sync")(config, engine.model_config, engine.mesh)
-    rollout.bind_actor(engine, get_policy("causal_lm"))
-    samples = rollout.generate_sequences(prompts(temperature=0.8))
+    samples = hf_rollout(engine, calculate_log_probs=True, **filters).generate_sequences(prompts(temperature=0.8))
     assert samples.non_tensor_batch[SAMPLING_MASK][0][0] == samples.batch["response_mask"][0].sum()
     (mass,) = samples.meta_info.pop("metrics")["health/kept_mass"]
     assert (0 if "top_k" in filters else filters["top_p"] - 1e-6) < mass < 1
@@ -130,9 +132,7 @@ def test_masks_are_recorded_for_filtered_training_samples_only(model_path):
         ({"top_p": 0.9}, {"validate": True}, False), ({"top_p": 0.9}, {"do_sample": False}, False),
         ({"top_p": 0.9}, {"probe_tokens": 3}, False),
     ):  # fmt: skip
-        config = RolloutConfig(name="hf", prompt_length=P, response_length=R, max_num_seqs=8, **settings)
-        rollout = get_rollout_class("hf", "sync")(config, engine.model_config, engine.mesh)
-        rollout.bind_actor(engine, get_policy("causal_lm"))
+        rollout = hf_rollout(engine, max_num_seqs=8, **settings)
         samples = rollout.generate_sequences(prompts(**meta))  # 12 samples, 8 at a time
         assert (SAMPLING_MASK in samples.non_tensor_batch) == recorded
         assert len(samples) == 12
@@ -159,13 +159,11 @@ def test_before_the_first_update_the_ratio_of_vllm_samples_is_one(model_path):
 
 def rows_of_conversations(directory, **more):
     """Metrics of two steps of GRPO with agent loops of vLLM; one update a step, with the rollout's log-probs as old."""
-    interaction = {"class_name": "tests.agents.agent_loop.parts.PatientInteraction", "config": {}}
     directory.mkdir()
-    (directory / "interaction.yaml").write_text(json.dumps({"interaction": [interaction]}))
     rollout = {
         "name": "vllm", "mode": "async", "dtype": "float32", "calculate_log_probs": "true", "max_num_seqs": 64,
         "top_p": 0.9, "top_k": 30, "stop_token_ids": list(range(2, 30)), "agent__default_agent_loop": "tool_agent",
-        "multi_turn__interaction_config_path": directory / "interaction.yaml", **more,
+        "multi_turn__interaction_config_path": listed(directory, "interaction", "PatientInteraction"), **more,
     }  # fmt: skip
     config = compose_run(
         directory, save_tiny_llama(directory / "model", vocab_size=64), trainer__local="true",

@@ -16,15 +16,7 @@ from verl.config.sft import SFTConfig
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, TrainerConfig
 from verl.utils.accelerator import default_dtype
-from verl.workers.config import (
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    FSDPRefConfig,
-    HFModelConfig,
-    RewardManagerConfig,
-    RewardModelConfig,
-    RolloutConfig,
-)  # fmt: skip
+from verl.workers import config as workers
 
 # Keys whose value in the yaml is not the dataclass's own: required there, or following another key only there.
 DIFFERENT = {
@@ -148,9 +140,10 @@ def at(tree, path):
 
 
 SECTIONS = {
-    "data": DataConfig, "actor_rollout_ref.model": HFModelConfig, "actor_rollout_ref.actor": FSDPActorConfig,
-    "actor_rollout_ref.ref": FSDPRefConfig, "actor_rollout_ref.rollout": RolloutConfig, "critic": FSDPCriticConfig,
-    "reward_model": RewardModelConfig, "reward_manager": RewardManagerConfig, "algorithm": AlgoConfig,
+    "data": DataConfig, "actor_rollout_ref.model": workers.HFModelConfig,
+    "actor_rollout_ref.actor": workers.FSDPActorConfig, "actor_rollout_ref.ref": workers.FSDPRefConfig,
+    "actor_rollout_ref.rollout": workers.RolloutConfig, "critic": workers.FSDPCriticConfig,
+    "reward_model": workers.RewardModelConfig, "reward_manager": workers.RewardManagerConfig, "algorithm": AlgoConfig,
     "trainer": TrainerConfig,
 }  # fmt: skip
 

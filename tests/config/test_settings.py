@@ -39,8 +39,7 @@ def test_a_typed_tree_has_the_keys_and_values_of_the_yaml_files(tree, config_typ
     config = compose_ppo(config_dir=CONFIG_DIR, config_name=tree)
     if tree == "ppo_trainer":
         config.actor_rollout_ref.rollout.name = "hf"
-    plain = to_plain(to_settings(config, config_type))
-    assert plain == OmegaConf.to_container(config, resolve=True)
+    assert to_plain(to_settings(config, config_type)) == OmegaConf.to_container(config, resolve=True)
 
 
 def test_a_part_that_reads_a_few_values_does_not_check_the_others():

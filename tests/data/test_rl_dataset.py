@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
+from tests.agents.agent_loop.parts import listed
 from tests.helpers.models import make_tokenizer
 from verl.data import RLHFDataset, collate_fn
 from verl.data.rl_dataset import DatasetError, read_rows, truncate_ids
@@ -40,15 +41,14 @@ def write(path, rows):
 
 
 def test_a_prompt_has_the_tools_and_its_length_counts_them(tmp_path):
-    tool = {"class_name": "tests.agents.agent_loop.parts.AddTool", "config": {}}
-    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool.function.parameters.required | join(' ') }} {% endfor %}"
         "{{ messages[0].content }}"
     )
     file = write(tmp_path / "d.jsonl", [row("1"), row("1 + 2")])
-    settings = config(tool_config_path=str(tmp_path / "tools.yaml"), filter_overlong_prompts=True, max_prompt_length=3)
+    settings = config(filter_overlong_prompts=True, max_prompt_length=3)
+    settings.tool_config_path = listed(tmp_path, "tools", "AddTool")
     dataset = RLHFDataset(file, tokenizer, settings)
     assert [tokenizer.decode(sample["raw_prompt_ids"]) for sample in dataset] == ["a b 1"]  # the other has 5 tokens
 

@@ -1,25 +1,21 @@
 """Small engines, batches and actors for tests of one rank or several."""
 
+import asyncio
 import weakref
 from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout import get_rollout_class
+from verl.rollout.replica import ServerClient
 from verl.training.actor import DataParallelPPOActor
 from verl.training.engine import FSDPEngine
 from verl.training.parallel import sharding
 from verl.training.policy import get_policy
-from verl.workers.config import (
-    CheckpointConfig,
-    FSDPActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    RolloutConfig,
-)
+from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
 def make_engine(
@@ -76,6 +72,16 @@ def serve_weights(engine, version=0, **settings):
     rollout.update_weights(engine.get_per_tensor_param())
     rollout.resume(["kv_cache"])
     return rollout
+
+
+def ask(rollout, function):
+    """What `function(client)`, a coroutine function, gets from the HTTP server of a rollout."""
+
+    async def session():
+        async with ServerClient(rollout.server_handle) as client:
+            return await function(client)
+
+    return asyncio.run(session())
 
 
 def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<sep>", "<unk>"]
+ENDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 WORDS = [str(i) for i in range(20)] + "a b c d e f g h i j k l m n o p q r s t u v w x y z + - * = . , ? :".split()
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}q : {{ m['content'] }} a : "
@@ -19,14 +20,8 @@ def make_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
     vocab = {w: i for i, w in enumerate(SPECIAL + list(words))}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        sep_token="<sep>",
-        unk_token="<unk>",
-    )
+    special = {f"{token.strip('<>')}_token": token for token in SPECIAL}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -40,19 +35,9 @@ def save_tiny_llama(
     With `tied` its output matrix is its embedding, as in most small models that people use.
     """
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=positions,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=tied,
-    )
+    size = dict(hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, vocab_size=vocab_size)
+    heads = dict(num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32)
+    config = LlamaConfig(**size, **heads, **ENDS, max_position_embeddings=positions, tie_word_embeddings=tied)
     LlamaForCausalLM(config).save_pretrained(str(directory))
     make_tokenizer().save_pretrained(str(directory))
     return str(directory)
@@ -82,8 +67,8 @@ def save_markov_llama(
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     size = dict(hidden_size=80, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
                 max_position_embeddings=512) | size  # fmt: skip
-    ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ends))
+    config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=False, **size, **ENDS)
+    model = LlamaForCausalLM(config)
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     following = [tokenizer.convert_tokens_to_ids(after.get(token, "<eos>")) for token in tokens]
     with torch.no_grad():

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 
+import numpy as np
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -32,6 +33,12 @@ def _entry(rank: int, world_size: int, port: int, environ: dict, fn, args, queue
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def mean_metrics(of_ranks: list[dict]) -> dict:
+    """Metrics of all ranks, reduced as the trainer does: to the largest where the name has max in it, else the mean."""
+    assert all(metrics.keys() == of_ranks[0].keys() for metrics in of_ranks)
+    return {name: (max if "max" in name else np.mean)([m[name] for m in of_ranks]) for name in of_ranks[0]}
 
 
 def run_ranks(fn, world_size: int, *args):

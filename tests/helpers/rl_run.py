@@ -25,6 +25,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, brok
 '''
 
 
+#: A GRPO run on CPU ranks with the hf rollout.
+RUN = """
+trainer.device=cpu trainer.n_gpus_per_node=1 trainer.logger=[] trainer.total_epochs=2 trainer.val_before_train=false
+trainer.report=false data.train_batch_size=8 data.max_prompt_length=12 data.max_response_length=6 data.seed=1
+data.dataloader_num_workers=0 algorithm.adv_estimator=grpo algorithm.rollout_correction.rollout_is=null
+actor_rollout_ref.model.use_remove_padding=false actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16
+actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+actor_rollout_ref.actor.fsdp_config.dtype=float32 actor_rollout_ref.actor.optim.lr=1e-3
+"""
+
+
 def write_prompts(directory: Path, prompts: int = 24) -> dict[str, str]:
     """train.jsonl, val.jsonl and reward.py in `directory`; their paths by name."""
     directory.mkdir(exist_ok=True)
@@ -45,38 +58,17 @@ def write_prompts(directory: Path, prompts: int = 24) -> dict[str, str]:
 
 
 def overrides(directory: Path, model: str, **more) -> list[str]:
-    """Overrides of a GRPO run on CPU ranks with the hf rollout; `more` has dots written as two underscores."""
+    """Overrides of RUN in a folder; `more` has dots written as two underscores."""
     files = write_prompts(directory)
-    keys = {
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": 1,
-        "trainer.logger": "[]",
-        "trainer.total_epochs": 2,
-        "trainer.val_before_train": "false",
-        "trainer.report": "false",
-        "trainer.default_local_dir": directory / "out",
-        "data.train_files": files["train.jsonl"],
-        "data.val_files": files["val.jsonl"],
-        "data.train_batch_size": 8,
-        "data.max_prompt_length": 12,
-        "data.max_response_length": 6,
-        "data.seed": 1,
-        "data.dataloader_num_workers": 0,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.rollout_correction.rollout_is": "null",
-        "custom_reward_function.path": files["reward.py"],
-        "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.model.use_remove_padding": "false",
-        "actor_rollout_ref.rollout.name": "hf",
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 16,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 16,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
-        "actor_rollout_ref.actor.optim.lr": "1e-3",
-    }
-    keys.update({key.replace("__", "."): value for key, value in more.items()})
+    places = {"trainer.default_local_dir": directory / "out", "actor_rollout_ref.model.path": model}
+    places |= {"data.train_files": files["train.jsonl"], "data.val_files": files["val.jsonl"]}
+    return merged(RUN, places | {"custom_reward_function.path": files["reward.py"]}, more)
+
+
+def merged(run: str, places: dict, more: dict) -> list[str]:
+    """KEY=VALUE for each key: of `run` as on a command line, of `places`, and of `more` with underscores for dots."""
+    keys = dict(word.split("=", 1) for word in run.split()) | places
+    keys |= {key.replace("__", "."): value for key, value in more.items()}
     return [f"{key}={value}" for key, value in keys.items()]
 
 
@@ -89,13 +81,19 @@ def compose_run(directory: Path, model: str, tree: str = "verl.trainer.config/pp
 def _defaults(tree: str) -> DictConfig:
     module, _, name = tree.partition("/")
     with initialize_config_module(module, version_base=None):
-        return compose(name)
+        config = compose(name)
+    OmegaConf.set_struct(config.custom_reward_function.reward_kwargs, False)  # takes any keyword of REWARD
+    return config
 
 
-def metrics_rows(directory: Path) -> list[dict]:
-    """metrics.jsonl without what differs between machines and moments."""
-    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    moment = ("timing", "perf/")
+def read_rows(file: Path) -> list[dict]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def metrics_rows(directory: Path, moment: tuple[str, ...] = ("timing", "perf/")) -> list[dict]:
+    """metrics.jsonl without what differs between machines and moments: metrics that begin with one of `moment`."""
+    rows = read_rows(directory / "out" / "metrics.jsonl")
     return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
 
 
@@ -175,6 +173,11 @@ class FakeGroup:
     def load_checkpoint(self, path, *args) -> None:
         self.calls.append("load")
         self.version = int((Path(path) / "version").read_text())
+
+
+def group_with(base: type = FakeGroup, **attributes) -> type:
+    """A class of groups that differs from `base` in these attributes."""
+    return type("Group", (base,), attributes)
 
 
 def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_class: type | None = None, roles=()):

@@ -7,8 +7,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from tests.helpers.configs import compose_ppo
+from tests.helpers.rl_run import merged, metrics_rows
 
 TREE = "sft_trainer"
+#: A run on the CPU in float32.
+RUN = """
+data.train_batch_size=8 data.micro_batch_size_per_gpu=4 data.max_length=24 data.dataloader_num_workers=0
+model.fsdp_config.dtype=float32 model.enable_gradient_checkpointing=false optim.lr=1e-2 trainer.device=cpu
+trainer.n_gpus_per_node=1 trainer.logger=[] trainer.report=false trainer.total_epochs=2
+"""
 
 
 def write_pairs(directory: Path, rows: int = 24, seed: int = 0) -> Path:
@@ -25,27 +32,10 @@ def write_pairs(directory: Path, rows: int = 24, seed: int = 0) -> Path:
 
 
 def overrides(directory: Path, model: str, **more) -> list[str]:
-    """Overrides of a run on the CPU in float32; `more` has dots written as two underscores."""
-    keys = {
-        "data.train_files": directory / "train.jsonl",
-        "data.val_files": directory / "val.jsonl",
-        "data.train_batch_size": 8,
-        "data.micro_batch_size_per_gpu": 4,
-        "data.max_length": 24,
-        "data.dataloader_num_workers": 0,
-        "model.partial_pretrain": model,
-        "model.fsdp_config.dtype": "float32",
-        "model.enable_gradient_checkpointing": "false",
-        "optim.lr": "1e-2",
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": 1,
-        "trainer.logger": "[]",
-        "trainer.report": "false",
-        "trainer.total_epochs": 2,
-        "trainer.default_local_dir": directory / "out",
-    }
-    keys.update({key.replace("__", "."): value for key, value in more.items()})
-    return [f"{key}={value}" for key, value in keys.items()]
+    """Overrides of RUN in a folder; `more` has dots written as two underscores."""
+    files = {f"data.{name}_files": directory / f"{name}.jsonl" for name in ("train", "val")}
+    places = {"model.partial_pretrain": model, "trainer.default_local_dir": directory / "out"}
+    return merged(RUN, files | places, more)
 
 
 def compose_sft(directory: Path, model: str, **more) -> DictConfig:
@@ -67,6 +57,4 @@ def make_trainer(directory: Path, model: str, **more):
 
 def metric_rows(directory: Path) -> list[dict]:
     """metrics.jsonl without what differs between machines and moments."""
-    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    moment = ("train/time", "perf/")
-    return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
+    return metrics_rows(directory, moment=("train/time", "perf/"))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.agents.agent_loop.parts import AddTool
+from tests.agents.agent_loop.parts import AddTool, listed
 from tests.agents.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.chat_templates import FORMATS, byte_tokenizer
 from tests.helpers.configs import SOUND, compose_ppo
@@ -33,13 +33,7 @@ def problems(*overrides, template=TEMPLATE, rows=(), tokenizer=None):
 @pytest.fixture
 def tools(tmp_path):
     """A function that writes a file of one AddTool with this config; the override that names it."""
-
-    def write(**config):
-        path = tmp_path / "tools.yaml"
-        path.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": config}]}))
-        return f"{ROLLOUT}.multi_turn.tool_config_path={path}"
-
-    return write
+    return lambda **config: f"{ROLLOUT}.multi_turn.tool_config_path={listed(tmp_path, 'tools', 'AddTool', **config)}"
 
 
 SUM = {"example_arguments": {"a": 1, "b": 2}}

@@ -118,8 +118,7 @@ def assert_advice_mends(given, reported):
 def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
     """There the known tree, made from the same yaml, has it too."""
     config = compose_ppo(*SOUND, "+data.max_promt_length=3", "+actor_rollout_ref.rollout.val_kwargs.do_sampl=1")
-    reported = [p.message for p in find_problems(config, known=config)]
-    assert reported == [
+    assert [p.message for p in find_problems(config, known=config)] == [
         "data.max_promt_length is not a known key; did you mean data.max_prompt_length?",
         "actor_rollout_ref.rollout.val_kwargs.do_sampl is not a known key; did you mean "
         "actor_rollout_ref.rollout.val_kwargs.do_sample?",

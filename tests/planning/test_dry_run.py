@@ -39,8 +39,7 @@ def overrides(tmp_path, tiny_llama):
 
 def plan(overrides, capsys, **kwargs):
     """(exit code, printed text)"""
-    code = dry_run(compose_ppo(*overrides), known=compose_ppo(), **kwargs)
-    return code, capsys.readouterr().out
+    return dry_run(compose_ppo(*overrides), known=compose_ppo(), **kwargs), capsys.readouterr().out
 
 
 def row(text, name):

@@ -1,15 +1,14 @@
 """The registry of columns holds what real batches contain: dtype, shape, and the step of the loop that adds each."""
 
 import functools
-import json
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
+from tests.agents.agent_loop.parts import listed, prompts_of, server_group
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.helpers.chat_templates import FORMATS, byte_tokenizer
 from tests.helpers.columns import object_columns
@@ -22,7 +21,6 @@ from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.protocol.columns import ARRAYS, TENSORS, WRITERS
 from verl.reward.managers import PrimeRewardManager
-from verl.rollout.replica import ServerHandle
 from verl.rollout.sampling import GenerationRequest
 from verl.trainer.fully_async.phase import SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group, Sample
@@ -141,10 +139,8 @@ def conversations(tmp_path_factory):
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder / "model")
     multi_turn = {"row_per_turn": True, "format": "hermes", "journal_tool_calls": False}
-    for key, entries, name in (("tool", "tools", "AddTool"), ("interaction", "interaction", "PatientInteraction")):
-        multi_turn[f"{key}_config_path"] = str(folder / f"{key}.yaml")
-        listed = {entries: [{"class_name": f"tests.agents.agent_loop.parts.{name}", "config": {}}]}
-        (folder / f"{key}.yaml").write_text(json.dumps(listed))
+    multi_turn["tool_config_path"] = listed(folder, "tools", "AddTool")
+    multi_turn["interaction_config_path"] = listed(folder, "interaction", "PatientInteraction")
     config = compose_ppo(
         *overrides(
             folder, str(folder / "model"), data__max_prompt_length=200, data__max_response_length=100,
@@ -153,8 +149,7 @@ def conversations(tmp_path_factory):
         )
     )  # fmt: skip
     OmegaConf.update(config, "actor_rollout_ref.rollout.multi_turn", multi_turn)
-    handles = [ServerHandle("127.0.0.1:1")]
-    manager = AgentLoopManager(config, SimpleNamespace(world_size=1, rollout_server=lambda: handles))
+    manager = AgentLoopManager(config, server_group())
     end = tokenizer.convert_tokens_to_ids(FORMAT.stop)
 
     def answer(request, prompt_ids, sampling_params):
@@ -168,9 +163,7 @@ def conversations(tmp_path_factory):
             raw_prompt=[[{"role": "user", "content": "add"}]], agent_name=[agent], tools_kwargs=[{}],
             interaction_kwargs=[{"name": "patient", "extra": {}}],
         )  # fmt: skip
-        ids = torch.full((1, 8), 5)
-        meta = {"n": 2, "eos_token_id": end, "pad_token_id": 0, "global_steps": 1}
-        prompts = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, columns, meta)
+        prompts = prompts_of(columns, width=8, n=2, eos_token_id=end)
         request = GenerationRequest.from_batch(prompts, manager.rollout_config)
         yield "_generate", prompts, conversations_of(prompts, request, manager.rollout_config)
         yield "_generate", prompts, manager.generate_sequences(prompts)

@@ -10,20 +10,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.helpers.ranks import run_ranks
-from verl import DataProto
-from verl.protocol import (
-    DataProtoConfig,
-    DataProtoError,
-    DataProtoItem,
-    all_gather_data_proto,
-    collate_fn,
-    fold_batch_dim,
-    list_of_dict_to_dict_of_list,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    union_numpy_dict,
-    unpad_dataproto,
-)
+from verl import DataProto, protocol
+from verl.protocol import DataProtoConfig, DataProtoError, DataProtoItem
 
 FAST = settings(max_examples=30, deadline=None)
 
@@ -67,9 +55,9 @@ def test_repeat_agrees_with_choosing_rows(rows, n, interleave):
 @FAST
 @given(rows=st.integers(1, 9), k=st.integers(1, 12))
 def test_pad_then_unpad_is_the_identity(rows, k):
-    padded, pad = pad_dataproto_to_divisor(make(rows), k)
+    padded, pad = protocol.pad_dataproto_to_divisor(make(rows), k)
     assert len(padded) % k == 0 and 0 <= pad < k
-    assert same(unpad_dataproto(padded, pad), make(rows))
+    assert same(protocol.unpad_dataproto(padded, pad), make(rows))
 
 
 @FAST
@@ -157,7 +145,7 @@ def test_union_is_in_place_and_names_the_key_and_both_shapes_when_sides_differ()
 def test_union_takes_nan_as_equal_to_nan():
     a = {"x": np.array([1.0, np.nan]), "o": np.array([{"k": float("nan")}, [np.arange(2)]], dtype=object)}
     b = {"x": np.array([1.0, np.nan]), "o": np.array([{"k": float("nan")}, [np.arange(2)]], dtype=object)}
-    assert union_numpy_dict(a, b) is a
+    assert protocol.union_numpy_dict(a, b) is a
     data = DataProto.from_dict({"x": torch.tensor([1.0, torch.nan])})
     data.union(DataProto.from_dict({"x": torch.tensor([1.0, torch.nan])}))
 
@@ -199,7 +187,7 @@ def test_indexing_by_every_kind():
         assert data[rows].non_tensor_batch["uid"].tolist() == ["u1", "u3"]
     with pytest.raises(IndexError, match="row 4 of a DataProto with 4 rows"):
         data[4]
-    assert collate_fn([data[i] for i in range(4)]).batch["ids"].tolist() == data.batch["ids"].tolist()
+    assert protocol.collate_fn([data[i] for i in range(4)]).batch["ids"].tolist() == data.batch["ids"].tolist()
 
 
 def test_construction_names_the_column_that_does_not_fit():
@@ -223,9 +211,9 @@ def test_iterator_covers_every_row_each_epoch_and_repeats_with_its_seed():
 
 def test_folding_unfolding_and_column_chunks():
     data = make(6)
-    folded = fold_batch_dim(data, 2)
+    folded = protocol.fold_batch_dim(data, 2)
     assert folded.batch["ids"].shape == (2, 3, 3) and folded.non_tensor_batch["uid"].shape == (2, 3)
-    assert same(unfold_batch_dim(folded), data)
+    assert same(protocol.unfold_batch_dim(folded), data)
     wide = DataProto.from_dict({"x": torch.arange(8).view(2, 4), "y": torch.tensor([7, 8])}, {"u": ["a", "b"]})
     wide.non_tensor_batch["pair"] = np.array([[1, 2], [3, 4]])
     parts = wide.unfold_column_chunks(2, ["x"])
@@ -253,14 +241,14 @@ def test_tensordict_and_back():
 
 
 def test_lists_of_dicts():
-    assert list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
+    assert protocol.list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
     with pytest.raises(DataProtoError, match="entry 1 has keys"):
-        list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
+        protocol.list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
 
 
 def _gather(rank, world):
     data = DataProto.from_dict({"x": torch.tensor([rank, rank + 10])}, {"u": [f"r{rank}", "z"]})
-    all_gather_data_proto(data, torch.distributed.group.WORLD)
+    protocol.all_gather_data_proto(data, torch.distributed.group.WORLD)
     return data.batch["x"].tolist(), data.non_tensor_batch["u"].tolist()
 
 

@@ -211,9 +211,7 @@ def test_a_copy_of_python_in_its_folder_is_not_executed_with_or_without_set_uid(
 
 def test_gigabytes_of_output_are_cut_and_end_it(confined):
     before = psutil.Process().memory_info().rss
-    outcome = run_python(
-        "import sys\nwhile True: sys.stdout.write('x' * 1000000)", limits=SandboxConfig(output_kb=100)
-    )
+    outcome = run_python("import sys\nwhile True: sys.stdout.write('x' * 1000000)", limits=SandboxConfig(output_kb=100))
     assert outcome.stopped == "output" and len(outcome.stdout) == 100 << 10
     outcome = run_python("import os\nwhile True: os.write(2, b'x' * 100000)", limits=SandboxConfig(seconds=2))
     assert outcome.stopped == "time" and len(outcome.stderr) == 16 << 10

@@ -47,16 +47,13 @@ def test_rules_judge_what_the_model_wrote_and_not_what_its_tools_answered(source
     tokenizer = make_tokenizer([*RIGHT.split(), "look", "I", "don't", "know"])
     asked, told = ["I don't know", RIGHT, ""], [RIGHT, "look", "I don't know"]
     wrong = -1.0 if source == "math_dapo" else 0.0
-    for settings, turns, score in (
-        ({}, asked, wrong), ({}, told, 1.0), ({"judged_text": "conversation"}, asked, 1.0),
-    ):  # fmt: skip
+    for settings, turns, score in (({}, asked, wrong), ({}, told, 1.0), ({"judged_text": "conversation"}, asked, 1.0)):
         for function in (default_compute_score, partial(default_compute_score, sandbox=SandboxConfig())):
             rule = manager(tokenizer, 0, function)
             rule.settings = RewardModelConfig(**settings)
             assert rule(conversation(turns, tokenizer, source)).sum().item() == score
     rule = NaiveRewardManager(tokenizer, 0, default_compute_score)
-    single = asyncio.run(rule.run_single(conversation(asked, tokenizer, source)))
-    assert single["reward_score"] == wrong
+    assert asyncio.run(rule.run_single(conversation(asked, tokenizer, source)))["reward_score"] == wrong
 
 
 @pytest.mark.parametrize("masked", [True, False])

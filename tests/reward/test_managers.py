@@ -1,11 +1,11 @@
 """Reward managers: where the score stands, what functions are given, that errors name the row."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.columns import object_columns
@@ -16,12 +16,7 @@ from tests.reward.test_judged_text import texts
 from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.loading import get_custom_reward_fn, load_reward_manager
-from verl.reward.managers import (
-    DAPORewardManager,
-    NaiveRewardManager,
-    PrimeRewardManager,
-    naive,
-)
+from verl.reward.managers import DAPORewardManager, NaiveRewardManager, PrimeRewardManager, naive
 from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.pool import ExternFunction, Failure
 from verl.reward.rows import RewardError, Row, drop_failed, parse_results
@@ -199,18 +194,6 @@ def test_without_workers_a_function_by_file_runs_here(batch_rewards):
     assert manager.verify(batch())[0] == os.getpid()
 
 
-def reward_config(path=None, function="compute_score", **manager):
-    settings = {"source": "register", "name": "naive", "module": {"path": None, "name": None}} | manager
-    return OmegaConf.create(
-        {
-            "custom_reward_function": {"path": path, "name": function},
-            "reward_manager": settings,
-            "reward_model": {"overlong_buffer": None, "reward_loop_source": "register"},
-            "data": {"reward_fn_key": "data_source"},
-        }
-    )
-
-
 @pytest.mark.process
 def test_custom_functions_from_a_file_with_bound_kwargs(tmp_path):
     file = tmp_path / "mine.py"
@@ -218,9 +201,8 @@ def test_custom_functions_from_a_file_with_bound_kwargs(tmp_path):
         "def mine(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n"
         "async def judge(solution_str, bonus=0, **kw):\n    return len(solution_str.split()) + bonus\n"
     )
-    mine, judge = (reward_config(str(file), name) for name in ("mine", "judge"))
-    for config in (mine, judge):
-        config.custom_reward_function.reward_kwargs = {"bonus": 4}
+    given = (f"custom_reward_function.path={file}", "+custom_reward_function.reward_kwargs.bonus=4")
+    mine, judge = (compose_ppo(*given, f"custom_reward_function.name={name}") for name in ("mine", "judge"))
     assert get_custom_reward_fn(mine)("x", "y", "z", bonus=1) == 4
     scores, extras = compute_reward(batch(), load_reward_manager(mine, TOKENIZER, num_examine=0))
     assert scores.sum(-1).tolist() == [4, 4] and extras == {}
@@ -403,16 +385,12 @@ def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
 
 
 def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
-    config = reward_config(name="prime")
-    config.reward_model = {
-        "overlong_buffer": None, "reward_loop_source": "register", "num_workers": 2, "item_timeout": 7.0,
-        "error": "drop",
-        "sandbox_fusion": {"url": "http://x/run_code", "max_concurrent": 128, "memory_limit_mb": 99},
-        "sandbox": {"seconds": 3.0},
-    }  # fmt: skip
+    limits = ("num_workers=2", "item_timeout=7.0", "error=drop", "sandbox_fusion.url=http://x/run_code",
+              "sandbox_fusion.max_concurrent=128", "sandbox_fusion.memory_limit_mb=99", "sandbox.seconds=3.0")
+    config = compose_ppo("reward_manager.name=prime", *(f"reward_model.{limit}" for limit in limits))
     made = load_reward_manager(config, TOKENIZER, 0)
     bound = made.compute_score.source[2]
     assert bound["sandbox_fusion_url"] == "http://x/run_code" and bound["memory_limit_mb"] == 99
     assert bound["concurrent_semaphore"].number == 128 // made.workers(made.settings)
-    assert bound["sandbox"] == SandboxConfig(seconds=3.0)
+    assert replace(bound["sandbox"], _target_="") == SandboxConfig(seconds=3.0)
     assert (made.settings.error, made.settings.item_timeout, type(made)) == ("drop", 7.0, PrimeRewardManager)

@@ -7,17 +7,12 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.helpers.columns import object_columns
+from tests.helpers.configs import compose_ppo
 from tests.helpers.http_server import serving
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
-from tests.reward.test_managers import TOKENIZER, batch, reward_config
-from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
-from verl.experimental.reward_loop.reward_manager import (
-    DAPORewardManager,
-    NaiveRewardManager,
-    RateLimitedRewardManager,
-    get_reward_manager_cls,
-    register,
-)
+from tests.reward.test_managers import TOKENIZER, batch
+from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, reward_manager
+from verl.experimental.reward_loop.reward_manager import DAPORewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.reward import managers
 from verl.reward.loading import load_reward_manager
@@ -70,7 +65,7 @@ def test_overlong_answers_lose_points():
 
 
 def test_both_registries_of_verl_are_one():
-    @register("of_samples")
+    @reward_manager.register("of_samples")
     class OfSamples(RewardManagerBase):
         def __init__(self, config, tokenizer, compute_score):
             super().__init__(config, tokenizer)
@@ -88,7 +83,7 @@ def test_both_registries_of_verl_are_one():
 
     assert managers.get_reward_manager_cls("of_samples") is OfSamples is get_reward_manager_cls("of_samples")
     assert managers.get_reward_manager_cls("of_batches") is OfBatches
-    made = load_reward_manager(reward_config(name="of_samples"), TOKENIZER, 0)
+    made = load_reward_manager(compose_ppo("reward_manager.name=of_samples"), TOKENIZER, 0)
     assert type(made) is OfSamples and made(batch()).sum(1).tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="OfBatches scores whole batches; the reward loop needs a subclass of Reward"):
         get_reward_manager_cls("of_batches")
@@ -100,7 +95,7 @@ def test_both_registries_of_verl_are_one():
 
 def test_limits_come_from_the_config():
     limits = config(max_concurrent=3, max_rpm=120)
-    for cls in (RateLimitedRewardManager, get_reward_manager_cls("rate_limited")):
+    for cls in (reward_manager.RateLimitedRewardManager, get_reward_manager_cls("rate_limited")):
         manager = cls(limits, TOKENIZER, words)
         assert single(manager, batch()[:1])["reward_score"] == 12.0
         assert manager._max_concurrent == 3 and manager._rpm_limiter.rate_limit == 2.0 and manager._tpm_limiter is None

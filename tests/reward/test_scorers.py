@@ -7,23 +7,14 @@ import time
 
 import pytest
 
-from verl.reward.rules import (
-    default_compute_score,
-    geo3k,
-    gsm8k,
-    known_sources,
-    math_dapo,
-    math_reward,
-    math_verify,
-    search_r1_like_qa_em,
-    truth_problem,
-)
+from verl.reward import rules
+from verl.reward.rules import default_compute_score, geo3k, gsm8k, math_dapo, math_reward, math_verify
 
 MATH = "lighteval/MATH"
 
 
 def test_every_source_of_the_conventions_has_a_rule():
-    assert len(known_sources()) == 16
+    assert len(rules.known_sources()) == 16
     answers = {"target": ["Paris"]}
     for source in ("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", MATH, "numina_olympiads"):
         assert default_compute_score(source, "so \\boxed{2}", "2") == 1.0
@@ -254,9 +245,7 @@ def test_an_answer_that_is_python_runs_nowhere(code, tmp_path):
     ],
 )
 def test_dapo(text, truth, right, predicted):
-    assert math_dapo.compute_score(text, truth) == {
-        "score": 1.0 if right else -1.0, "acc": right, "pred": predicted,
-    }  # fmt: skip
+    assert math_dapo.compute_score(text, truth) == {"score": 1.0 if right else -1.0, "acc": right, "pred": predicted}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +267,7 @@ def test_numbers_are_compared_by_value(answer, truth, same):
 @pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "hiyouga/geometry3k"])
 @pytest.mark.parametrize("truth", [None, "", "  ", ["18"], {"target": "18"}, True, "so\n#### 18", "\\boxed{18}"])
 def test_a_ground_truth_that_no_answer_equals_is_named(source, truth):
-    assert "ground_truth=" in truth_problem(source, truth)
+    assert "ground_truth=" in rules.truth_problem(source, truth)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +284,7 @@ def test_a_ground_truth_that_no_answer_equals_is_named(source, truth):
     ],
 )  # fmt: skip
 def test_each_rule_names_the_ground_truths_that_it_cannot_match(source, truth, problem):
-    found = truth_problem(source, truth)
+    found = rules.truth_problem(source, truth)
     assert found is None if problem is None else problem in found
 
 
@@ -338,11 +327,11 @@ def test_questions(text, score):
 
 
 def test_question_helpers():
-    assert search_r1_like_qa_em.normalize_answer("An apple,  a DAY") == "apple day"
-    assert search_r1_like_qa_em.em_check("the Moon", "moon") == 1
-    assert search_r1_like_qa_em.subem_check("it is the moon, no?", ["sun", "moon"]) == 1
-    assert search_r1_like_qa_em.count_answer_tags("<answer></answer></answer>") == (1, 2)
+    assert rules.search_r1_like_qa_em.normalize_answer("An apple,  a DAY") == "apple day"
+    assert rules.search_r1_like_qa_em.em_check("the Moon", "moon") == 1
+    assert rules.search_r1_like_qa_em.subem_check("it is the moon, no?", ["sun", "moon"]) == 1
+    assert rules.search_r1_like_qa_em.count_answer_tags("<answer></answer></answer>") == (1, 2)
     truth = {"target": "moon"}
-    assert search_r1_like_qa_em.compute_score_subem("<answer>blue moon</answer>", truth) == 1.0
-    assert search_r1_like_qa_em.compute_score_subem("<answer>moon</answer>" * 11, truth) == 1.0  # as in verl
-    assert search_r1_like_qa_em.compute_score("<answer>blue moon</answer>", truth, format_score=0.2) == 0.2
+    assert rules.search_r1_like_qa_em.compute_score_subem("<answer>blue moon</answer>", truth) == 1.0
+    assert rules.search_r1_like_qa_em.compute_score_subem("<answer>moon</answer>" * 11, truth) == 1.0  # as in verl
+    assert rules.search_r1_like_qa_em.compute_score("<answer>blue moon</answer>", truth, format_score=0.2) == 0.2

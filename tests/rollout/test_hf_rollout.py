@@ -59,8 +59,7 @@ def test_greedy_equals_the_uncached_loop_and_stops_each_row_on_its_own(llama):
     expected = [slow_greedy(model, ids, 5, eos) for ids in plain]
     assert len(expected[1]) <= 2
     batch.meta_info["eos_token_id"] = eos
-    output = rollout(llama).generate_sequences(batch)
-    assert answers(output) == expected
+    assert answers(rollout(llama).generate_sequences(batch)) == expected
     batch.meta_info["eos_token_id"] = None
     assert answers(rollout(llama).generate_sequences(batch)) == free
 
@@ -200,8 +199,7 @@ def test_the_log_prob_among_the_allowed_tokens(sampling, token, share):
 def test_frequencies_follow_the_tempered_distribution():
     uniform = torch.rand(20000, generator=torch.Generator().manual_seed(0))
     tokens, *_ = choose(LOGITS.expand(20000, 4), uniform, Sampling(False, 0.5, -1, 1.0))
-    want = (2 * LOGITS[0]).softmax(-1)
-    assert torch.allclose(tokens.bincount(minlength=4) / 20000, want, atol=0.015)
+    assert torch.allclose(tokens.bincount(minlength=4) / 20000, (2 * LOGITS[0]).softmax(-1), atol=0.015)
 
 
 def on_ranks(rank, world_size, path):

@@ -116,8 +116,6 @@ def test_tokens_before_and_after_new_weights_have_the_log_probs_of_their_weights
     ids = torch.tensor([PROMPT + output.token_ids])
     with torch.no_grad():
         of_weights = [model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1) for model in (old, new)]
-    expected = [
-        of_weights[i >= first][i, token].item() for i, token in enumerate(output.token_ids)
-    ]  # fmt: skip
+    expected = [of_weights[i >= first][i, token].item() for i, token in enumerate(output.token_ids)]
     assert output.log_probs == pytest.approx(expected, abs=2e-4)
     assert abs(of_weights[0] - of_weights[1]).max() > 1  # the weights differ enough to be told apart

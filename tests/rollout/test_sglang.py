@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import left_padded, make_engine
+from tests.helpers.engines import ask, left_padded, make_engine
 from tests.helpers.http_exchange import Exchange
 from tests.helpers.models import save_tiny_llama
 from verl.protocol import DataProto
-from verl.rollout.replica import ServerClient
 from verl.rollout.sampling import GenerationRequest
 from verl.rollout.server_process import LocalServerError
 from verl.rollout.sglang_rollout.async_sglang_server import SAMPLING_NAMES, SGLangHttpServer, SGLangReplica
@@ -84,14 +83,6 @@ def send(rollout, weights, version):
     asyncio.run(rollout.resume(["kv_cache"]))
 
 
-def run(rollout, function):
-    async def session():
-        async with ServerClient(rollout.server_handle) as client:
-            return await function(client)
-
-    return asyncio.run(session())
-
-
 def sampled(n, **more):
     return {"temperature": 1.0, "max_tokens": n, "ignore_eos": True, **more}
 
@@ -108,7 +99,7 @@ def test_log_probs_are_those_of_the_trained_module(served):
     with engine.eval_mode():
         for temperature in (1.0, 0.7):
             params = sampled(20, temperature=temperature)
-            output = run(rollout, lambda c, p=params: c.generate("a", [7, 8, 9], p, True))
+            output = ask(rollout, lambda c, p=params: c.generate("a", [7, 8, 9], p, True))
             assert len(output.token_ids) == 20 and output.stop_reason == "length" and output.weights_version == 3
             expected = log_probs(engine.module, [7, 8, 9], output.token_ids, temperature)
             assert output.log_probs == pytest.approx(expected, abs=1e-3)
@@ -117,19 +108,19 @@ def test_log_probs_are_those_of_the_trained_module(served):
 def test_a_stop_token_ends_the_answer_and_counts(served):
     rollout, _ = served
     greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    free = run(rollout, lambda c: c.generate("free", [7, 8], greedy, False)).token_ids
+    free = ask(rollout, lambda c: c.generate("free", [7, 8], greedy, False)).token_ids
     stop = free[4]
     params = {"temperature": 0.0, "max_tokens": 12, "stop_token_ids": [stop]}
-    output = run(rollout, lambda c: c.generate("stop", [7, 8], params, False))
+    output = ask(rollout, lambda c: c.generate("stop", [7, 8], params, False))
     assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
 
 
 def test_a_conversation_may_fill_the_model_length_and_its_prefix_is_cached(served):
     rollout, _ = served
-    output = run(rollout, lambda c: c.generate("full", [7, 9, 11], sampled(LONGEST - 3), False))
+    output = ask(rollout, lambda c: c.generate("full", [7, 9, 11], sampled(LONGEST - 3), False))
     assert len(output.token_ids) == LONGEST - 3
     longer = [7, 9, 11, *output.token_ids[:300]]
-    again = run(rollout, lambda c: c.generate("next", longer, sampled(4), False))
+    again = ask(rollout, lambda c: c.generate("next", longer, sampled(4), False))
     assert len(again.token_ids) == 4 and again.cached_tokens > 250
 
 
@@ -138,12 +129,12 @@ def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served):
     before = len(rollout.server.exchange.arrived)
     for ids in ([7, VOCABULARY], [-1], [], [True]):
         with pytest.raises(ValueError, match=r"is not a token id of the model \(0..63\)|at least one token id"):
-            run(rollout, lambda c, ids=ids: c.generate("b", ids, sampled(3), False))
+            ask(rollout, lambda c, ids=ids: c.generate("b", ids, sampled(3), False))
     assert len(rollout.server.exchange.arrived) == before  # none was sent
     with pytest.raises(ServiceError, match="longer than the model's context length") as refused:
-        run(rollout, lambda c: c.generate("long", [7] * 600, sampled(3), False))
+        ask(rollout, lambda c: c.generate("long", [7] * 600, sampled(3), False))
     assert refused.value.status == 400
-    assert len(run(rollout, lambda c: c.generate("c", [7], sampled(3), False)).token_ids) == 3
+    assert len(ask(rollout, lambda c: c.generate("c", [7], sampled(3), False)).token_ids) == 3
 
 
 def test_an_aborted_request_is_answered_with_its_tokens(served):
@@ -160,7 +151,7 @@ def test_an_aborted_request_is_answered_with_its_tokens(served):
         return output
 
     for rid, body in (("one", {"rid": "one"}), ("any", {"abort_all": True})):
-        output = run(rollout, lambda c, rid=rid, body=body: abort(c, rid, body))
+        output = ask(rollout, lambda c, rid=rid, body=body: abort(c, rid, body))
         assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < LONGEST - 1
         with engine.eval_mode():
             assert output.log_probs == pytest.approx(log_probs(engine.module, [7], output.token_ids), abs=1e-3)
@@ -177,7 +168,7 @@ def test_pause_holds_requests_until_generation_continues(served):
         await client.post("continue_generation", {})
         return held, len((await task).token_ids)
 
-    assert run(rollout, pause) == (True, 8)
+    assert ask(rollout, pause) == (True, 8)
 
 
 def test_new_weights_answer_after_release_and_resume(served, tmp_path):
@@ -190,7 +181,7 @@ def test_new_weights_answer_after_release_and_resume(served, tmp_path):
         asyncio.run(rollout.release())  # the second does nothing
         send(rollout, weights, version)
         asyncio.run(rollout.resume(["weights", "kv_cache"]))  # nothing is released: SGLang would end
-        output = run(rollout, lambda c, v=version: c.generate(f"v{v}", [7, 8, 9], sampled(10), True))
+        output = ask(rollout, lambda c, v=version: c.generate(f"v{v}", [7, 8, 9], sampled(10), True))
         assert output.weights_version == version and output.cached_tokens == 0
         with engine.eval_mode():
             assert output.log_probs == pytest.approx(log_probs(module, [7, 8, 9], output.token_ids), abs=1e-3)

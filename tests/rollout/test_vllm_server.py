@@ -1,6 +1,7 @@
 """The HTTP server of a vLLM engine: what it answers, what it refuses, what happens to requests that are aborted."""
 
 import asyncio
+import functools
 import json
 import time
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.engines import make_engine, serve_weights
+from tests.helpers.engines import ask, make_engine, serve_weights
 from verl.agents.agent_loop.server_manager import turn_seed
 from verl.rollout.replica import ServerClient, ServerHandle
 from verl.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
@@ -30,14 +31,6 @@ def served(tied_llama):
     rollout = serve_weights(engine, version=3, prompt_length=16, response_length=48)
     yield rollout, engine
     rollout.close()
-
-
-def run(rollout, function):
-    async def session():
-        async with ServerClient(rollout.server_handle) as client:
-            return await function(client)
-
-    return asyncio.run(session())
 
 
 async def until_held(server, task):
@@ -66,7 +59,7 @@ async def running(server, client, rid, tokens, log_probs):
 def test_log_probs_are_those_of_the_trained_module(served):
     rollout, engine = served
     prompt = [7, 8, 9]
-    output = run(rollout, lambda c: c.generate("a", prompt, sampled(20), True))
+    output = ask(rollout, lambda c: c.generate("a", prompt, sampled(20), True))
     assert len(output.token_ids) == 20 and output.stop_reason == "length" and output.weights_version == 3
     ids = torch.tensor([prompt + output.token_ids])
     with torch.no_grad(), engine.eval_mode():
@@ -77,33 +70,33 @@ def test_log_probs_are_those_of_the_trained_module(served):
 
 def test_a_seed_gives_the_same_tokens_alone_and_among_others(served):
     rollout, _ = served
-    alone = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+    alone = ask(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
 
     async def among(client):
         return await asyncio.gather(*(client.generate(f"r{i}", [7, 8], sampled(16, i), False) for i in range(10)))
 
-    together = [output.token_ids for output in run(rollout, among)]
+    together = [output.token_ids for output in ask(rollout, among)]
     assert together[7] == alone and len({tuple(ids) for ids in together}) > 5
 
 
 def test_a_stop_token_ends_the_answer_and_counts(served):
     rollout, _ = served
-    free = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+    free = ask(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
     stop = free[5]
-    output = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16, stop_token_ids=[stop]), False))
+    output = ask(rollout, lambda c: c.generate("a", [7, 8], sampled(16, stop_token_ids=[stop]), False))
     assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
 
 
 def test_aborted_requests_are_answered_with_their_tokens(served):
     rollout, _ = served
-    full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))
+    full = ask(rollout, lambda c: c.generate("f", [7], sampled(47), True))
 
     async def abort(client):
         async with running(rollout.server, client, "long", 47, True) as task:
             await client.post("abort_request", {"rid": "long"})
         return await task
 
-    output = run(rollout, abort)
+    output = ask(rollout, abort)
     assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < 47
     assert output.token_ids == full.token_ids[: len(output.token_ids)]
     assert np.allclose(output.log_probs, full.log_probs[: len(output.token_ids)], atol=1e-5)
@@ -128,7 +121,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
                 return True
             await asyncio.sleep(0.005)
 
-    assert run(rollout, leave)
+    assert ask(rollout, leave)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])  # of a step: the reply comes before and after the first interim one
@@ -153,7 +146,7 @@ def test_a_client_that_closes_its_sending_side_gets_its_reply(served, seconds):
 
 def test_pause_in_place_continues_with_the_same_tokens(served):
     rollout, _ = served
-    full = run(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
+    full = ask(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
 
     async def pause(client):
         async with running(rollout.server, client, "p", 40, False) as task:
@@ -164,7 +157,7 @@ def test_pause_in_place_continues_with_the_same_tokens(served):
         await client.post("continue_generation", {})
         return paused, (await task).token_ids
 
-    assert run(rollout, pause) == (True, full)
+    assert ask(rollout, pause) == (True, full)
 
 
 @pytest.mark.parametrize("how", ["abort_all", "rid", "release", "python"])
@@ -189,7 +182,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how)
         finally:
             await client.post("continue_generation", {})
 
-    output = run(rollout, abort)
+    output = ask(rollout, abort)
     assert output.stop_reason == "aborted" and output.token_ids == output.log_probs == []
 
 
@@ -207,35 +200,31 @@ def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
         await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
         return output
 
-    output = run(rollout, release)
+    output = ask(rollout, release)
     assert output.stop_reason == "aborted" and 0 < len(output.token_ids) == len(output.log_probs) < 47
-    assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
+    assert len(ask(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
 
 
 @pytest.mark.parametrize("wakes_first", [False, True])
 def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_weights(served, wakes_first):
     rollout, engine = served
-    expected = run(rollout, lambda c: c.generate("before", [7], sampled(5), False)).token_ids
+    expected = ask(rollout, lambda c: c.generate("before", [7], sampled(5), False)).token_ids
 
-    async def ask(client):
+    async def early(client):
         await asyncio.to_thread(rollout.release)
         task = asyncio.create_task(client.generate("early", [7], sampled(5), False))
         await until_held(rollout.server, task)
         rollout.has_weights = False  # as on a GPU
         await asyncio.to_thread(rollout.resume, ["weights"])
         rollout.weights_version = 4
-        if wakes_first:
-            await asyncio.to_thread(rollout.resume, ["kv_cache"])
-        else:
-            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        update = functools.partial(rollout.update_weights, engine.get_per_tensor_param())
+        wake = functools.partial(rollout.resume, ["kv_cache"])
+        await asyncio.to_thread(wake if wakes_first else update)
         assert rollout.server._held and not task.done()
-        if wakes_first:
-            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
-        else:
-            await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        await asyncio.to_thread(update if wakes_first else wake)
         return await asyncio.wait_for(task, 60)
 
-    output = run(rollout, ask)
+    output = ask(rollout, early)
     rollout.weights_version = 3
     rollout.resume(["kv_cache"])
     assert (output.token_ids, output.weights_version) == (expected, 4)

@@ -7,14 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers.engines import leave_group, rl_batch
 from tests.rollout.test_vllm_rollout import Hybrid, difference
@@ -83,7 +76,6 @@ def p_value(numbers, log_probs):
     return torch.special.gammaincc(freedom / 2, statistic / 2).item()
 
 
-
 def hybrid_of(folder, method, tied=False, **more):
     """A rollout with drafts of 2 tokens; the draft model is another model, with more rows if `method` is padded."""
     model, draft = save_toy(folder / "model", 0, tied=tied), None
@@ -95,8 +87,7 @@ def hybrid_of(folder, method, tied=False, **more):
             words({f"w{i}": i for i in range(WORDS)}).save_pretrained(path)
     method = "draft_model" if method == "padded" else method
     settings = SpeculativeConfig(method=method, draft_path=draft, num_tokens=2, **more)
-    rollout = {"speculative": settings, "response_length": LENGTH, "ignore_eos": True}
-    made = Hybrid(model, rollout)
+    made = Hybrid(model, {"speculative": settings, "response_length": LENGTH, "ignore_eos": True})
     made.draft = draft
     return made
 
@@ -136,8 +127,7 @@ def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp
         assert torch.equal(held[name][:WORDS], trained.lm_head.weight)
         norm = "model.layers.1.input_layernorm.weight"  # matrices are in the kernels' own layout
         assert torch.equal(held[norm], trained.get_parameter(norm))
-    numbers = numbers_of(output.batch["responses"])
-    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
+    assert p_value(numbers_of(output.batch["responses"]), answer_log_probs(hybrid.engine, 0.7)) > 1e-4
     assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
     assert (1.2 if tied else 2) * max(accepted[:2]) < min(accepted[2:])  # tied models repeat their input: both alike
     assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 1200
@@ -214,7 +204,7 @@ def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
         rollout = {"name": "vllm", "mode": mode, "speculative": drafts}
         section = {"rollout": rollout, "actor": {"ulysses_sequence_parallel_size": sharing}}
         tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-        hf_config = AutoConfig.from_pretrained(tiny_llama)
+        hf_config = LlamaConfig.from_pretrained(tiny_llama)
         findings = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, to_start=False)
         return list(check_drafter(OmegaConf.create({"actor_rollout_ref": section}), findings))
 

@@ -125,8 +125,7 @@ def test_a_tensordict_is_cut_and_joined_like_a_data_proto():
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]] and kwargs == {}
     assert [row.tolist() for row in parts[1]["tokens"].unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
     assert_tensordict_eq(d.collect_dp_compute_data_proto(group(2), parts), tensordict(4))
-    ranks = [0, 0, 1, 1]
-    (spread,), _ = d.dispatch_nd_compute_dataproto(ranks, 2, group(4), tensordict(4))
+    (spread,), _ = d.dispatch_nd_compute_dataproto([0, 0, 1, 1], 2, group(4), tensordict(4))
     assert [part["x"].tolist() for part in spread] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     joined = d.collect_nd_compute_dataproto([True, False, True, False], group(4), spread)
     assert_tensordict_eq(joined, tensordict(4))

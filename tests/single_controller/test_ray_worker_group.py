@@ -16,19 +16,8 @@ from verl import DataProto
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
-from verl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-)
-from verl.single_controller.ray.base import (
-    WorkerDiedError,
-    create_colocated_worker_raw_cls,
-    merge_resource_pool,
-    split_resource_pool,
-)
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, base
+from verl.single_controller.ray.base import WorkerDiedError
 from verl.single_controller.ray.fetch import failure_of
 from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.utils.tensordict_utils import get_tensordict
@@ -211,7 +200,7 @@ def test_mesh_partners_share_a_part_and_one_of_them_answers(ray_cluster):
         pool.release()
 
 
-@pytest.mark.parametrize("make", [create_colocated_worker_cls, create_colocated_worker_cls_fused])
+@pytest.mark.parametrize("make", [base.create_colocated_worker_cls, base.create_colocated_worker_cls_fused])
 def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
     both = make({"adder": RayClassWithInitArgs(Adder, step=3), "adder_namer": RayClassWithInitArgs(Namer)})
     wg = RayWorkerGroup(pool, both)
@@ -228,7 +217,7 @@ def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
 def test_a_users_class_over_colocated_roles_calls_them_by_name(pool):
     roles = {"adder": RayClassWithInitArgs(Adder, step=3), "namer": RayClassWithInitArgs(Namer)}
 
-    class Both(create_colocated_worker_raw_cls(roles)):
+    class Both(base.create_colocated_worker_raw_cls(roles)):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def both(self, x):
             return [self.adder.add(x), self.namer.add(x), os.environ["MINE"]]
@@ -239,7 +228,7 @@ def test_a_users_class_over_colocated_roles_calls_them_by_name(pool):
     with pytest.raises(ValueError, match="worker_env sets MASTER_PORT, RANK, which the group sets for each rank"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Adder), worker_env={"RANK": "5", "MASTER_PORT": "1"})
     with pytest.raises(ValueError, match="role 'env_keys' has the name"):
-        create_colocated_worker_raw_cls({"env_keys": RayClassWithInitArgs(Adder)})
+        base.create_colocated_worker_raw_cls({"env_keys": RayClassWithInitArgs(Adder)})
 
 
 def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_is_named(pool):
@@ -297,17 +286,16 @@ def test_counts_follow_the_groups_into_the_order_of_addresses(monkeypatch):
 def test_pools_split_and_merge(ray_cluster):
     a, b = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=False)
     try:
-        first, second = split_resource_pool(a, 1)
+        first, second = base.split_resource_pool(a, 1)
         assert [p.world_size for p in (first, second)] == [1, 1]
         assert [p.bundles("PACK", "cpu")[0][1] for p in (first, second)] == [0, 1]
-        merged = merge_resource_pool(a, b)
+        merged = base.merge_resource_pool(a, b)
         assert merged.store == [group.bundle_count for group in merged.pgs] == [2, 1]
         with pytest.raises(ValueError, match="a part of a split pool cannot be merged"):
-            merge_resource_pool(first, second)
+            base.merge_resource_pool(first, second)
         with pytest.raises(ValueError, match="do not add up"):
-            split_resource_pool(a, [1, 2])
-        wg = RayWorkerGroup(second, RayClassWithInitArgs(Adder))
-        assert wg.add(1) == [1]
+            base.split_resource_pool(a, [1, 2])
+        assert RayWorkerGroup(second, RayClassWithInitArgs(Adder)).add(1) == [1]
     finally:
         a.release()
         b.release()

@@ -31,14 +31,8 @@ def data_config(**keys):
 
 def algorithm(**keys):
     base = {"adv_estimator": "grpo", "use_kl_in_reward": False, "rollout_correction": None, "use_pf_ppo": False}
-    return OmegaConf.create(
-        {
-            "algorithm": {**base, **keys},
-            "critic": {"enable": None},
-            "reward_model": {"enable": False},
-            "actor_rollout_ref": {"actor": {"use_kl_loss": False}},
-        }
-    )
+    off = {"critic": {"enable": None}, "reward_model": {"enable": False}}
+    return OmegaConf.create({"algorithm": base | keys, "actor_rollout_ref": {"actor": {"use_kl_loss": False}}, **off})
 
 
 def test_sampler_follows_the_seed():

@@ -93,8 +93,7 @@ def test_segments_give_what_padded_classes_give(monkeypatch, share, dtype, toler
     results, sdpa = {}, BACKENDS["sdpa"]
     monkeypatch.setattr(attention, "SCORES_AT_A_TIME", 200)  # a few queries at a time
     on_cuda = lambda query, *rest: sdpa(query.as_subclass(OnCuda), *rest).as_subclass(torch.Tensor)  # noqa: E731
-    segments = segment_attention(documented_kernel)
-    backends = {"sdpa": sdpa, "on cuda": on_cuda, "segments": segments}
+    backends = {"sdpa": sdpa, "on cuda": on_cuda, "segments": segment_attention(documented_kernel)}
     if share and window is None and cap is None:
         backends["merged"] = shared_prompts
     for name, backend in backends.items():

@@ -187,8 +187,7 @@ def test_the_settings_that_a_refused_checkpoint_names_load_it(tiny_llama, tmp_pa
     saved = make_engine(tiny_llama, **adapted)
     train(saved, 1)
     saved.save_checkpoint(str(tmp_path / "lora"))
-    full = make_engine(tiny_llama)
-    full.save_checkpoint(str(tmp_path / "full"))
+    make_engine(tiny_llama).save_checkpoint(str(tmp_path / "full"))
     both = "It has adapters: set model.lora_rank=4 and model.target_modules=[q_proj,v_proj], with model.exclude"
     for folder, present, said in (
         ("lora", adapted | {"lora_rank": 8}, "is (4, 64) there, (8, 64) here. Set model.lora_rank=4."),

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.training.checkpoint import (
-    CheckpointCorruptError,
-    CheckpointWriteError,
-    CheckpointWriter,
-    find_valid_checkpoint,
-    publish,
-    verify_manifest,
-)
+from verl.training.checkpoint import CheckpointCorruptError, CheckpointWriteError, CheckpointWriter, publish
 from verl.training.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.checkpoint import find_latest_ckpt_path
 
@@ -34,8 +27,8 @@ def names(root):
 def test_a_published_step_is_listed_verified_and_tracked(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 10)
-    assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_10"
-    verify_manifest(tmp_path / "global_step_10")
+    assert publish.find_valid_checkpoint(tmp_path) == tmp_path / "global_step_10"
+    publish.verify_manifest(tmp_path / "global_step_10")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
     assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_10")
     assert names(tmp_path) == ["global_step_10", "global_step_5"]
@@ -62,7 +55,7 @@ def test_steps_above_the_one_just_written_are_of_another_run(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     save(tmp_path, 5)
-    assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_5"
+    assert publish.find_valid_checkpoint(tmp_path) == tmp_path / "global_step_5"
     save(tmp_path, 15, max_to_keep=2)
     assert names(tmp_path) == [f"global_step_{n}" for n in (10, 15, 20, 30, 5)]
     save(tmp_path, 20, max_to_keep=2)  # the other run's is replaced
@@ -76,7 +69,7 @@ def test_a_list_of_other_runs_that_is_none_is_named(tmp_path, text):
     save(tmp_path, 5)
     (tmp_path / "other_runs.json").write_text(text)
     with pytest.raises(CheckpointCorruptError, match="other_runs.json cannot be read .*; remove it if"):
-        find_valid_checkpoint(tmp_path)
+        publish.find_valid_checkpoint(tmp_path)
 
 
 def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
@@ -86,7 +79,7 @@ def test_a_full_disk_names_the_path_and_keeps_the_old_step(tmp_path):
             (w.path / "half").write_bytes(b"0" * 1000)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert e.value.errno == errno.ENOSPC and names(tmp_path) == ["global_step_1"]
-    assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
+    assert publish.find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
 
 
 def test_a_file_that_changed_since_a_rank_digested_it_is_read_again(tmp_path):
@@ -95,7 +88,7 @@ def test_a_file_that_changed_since_a_rank_digested_it_is_read_again(tmp_path):
         (writer.path / "actor").mkdir()
         (writer.path / "actor" / "model.bin").write_text("longer")
         publish.write_digests(writer.path / "actor", {"model.bin": (1, "0"), "gone.bin": (3, "0")})
-    verify_manifest(tmp_path / "global_step_2")
+    publish.verify_manifest(tmp_path / "global_step_2")
 
 
 def test_a_generator_state_set_again_gives_the_same_numbers():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import make_engine
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
 from verl.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
@@ -87,20 +87,23 @@ def first_step(batch: DataProto) -> DataProto:
     return batch
 
 
-def actor_step(engine, share, mode, cut, terms=True):
-    """(metrics, gradients) of one update on `share`; `terms`: with entropy and KL losses."""
+def actor_of(engine, cut, rows=ROWS, **config):
+    """The actor that takes `rows` in one step, cut in this way."""
     settings, packed, shared = CUTS[cut]
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(remove_padding=packed, share_prompt=shared)
+    sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N}
+    config = FSDPActorConfig(**{**sizes, "share_prompt_forward": shared, **config, **settings})
+    return DataParallelPPOActor(config, engine, policy)
+
+
+def actor_step(engine, share, mode, cut, terms=True):
+    """(metrics, gradients) of one update on `share`; `terms`: with entropy and KL losses."""
     loss = {"policy_loss": PolicyLossConfig(
         loss_mode=mode, clip_cov_ratio=0.1, clip_cov_lb=0.0, clip_cov_ub=9.0, kl_cov_ratio=0.1, ppo_kl_coef=5.0
     )} if mode in CHOICES else {"loss_agg_mode": mode}  # fmt: skip
-    config = FSDPActorConfig(**{
-        "ppo_mini_batch_size": len(share), "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N, "grad_clip": 1e6,
-        **loss, "entropy_coeff": 0.01 * terms, "use_kl_loss": terms, "kl_loss_coef": 0.1,
-        "share_prompt_forward": shared, **settings,
-    })  # fmt: skip
-    metrics = DataParallelPPOActor(config, engine, policy).update_policy(share)
+    added = {"entropy_coeff": 0.01 * terms, "use_kl_loss": terms, "kl_loss_coef": 0.1}
+    metrics = actor_of(engine, cut, len(share), grad_clip=1e6, **loss, **added).update_policy(share)
     return {name: value[0] for name, value in metrics.items()}, engine.optimizer.seen
 
 
@@ -183,16 +186,7 @@ def test_the_actors_step_does_not_depend_on_the_cut(of_one, mode, cut):
 
 def log_probs(engine, cut, batch=None):
     """(log-probs, entropies) of the batch without an update, each [16, 5]; or of another one."""
-    settings, packed, shared = CUTS[cut]
-    policy = get_policy("causal_lm", chunk_tokens=7)
-    policy.set_forward(remove_padding=packed, share_prompt=shared)
-    config = FSDPActorConfig(**{
-        "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N,
-        "share_prompt_forward": shared, **settings,
-    })  # fmt: skip
-    return DataParallelPPOActor(config, engine, policy).compute_log_prob(
-        ragged_batch() if batch is None else batch, calculate_entropy=True
-    )
+    return actor_of(engine, cut).compute_log_prob(ragged_batch() if batch is None else batch, calculate_entropy=True)
 
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])
@@ -216,8 +210,7 @@ def test_the_critics_step_does_not_depend_on_the_cut(of_one, mode, cut):
 def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_two, role, mode):
     ranks, folder = of_two
     for cut in on_ranks(role, mode):
-        both = [of_rank[role, mode, cut] for of_rank in ranks]
-        metrics = {name: (max if "max" in name else np.mean)([m[name] for m in both]) for name in both[0]}
+        metrics = mean_metrics([of_rank[role, mode, cut] for of_rank in ranks])
         gradients = list(np.load(folder / f"{role} {mode} {cut}.npz").values())
         same((metrics, gradients), of_one[1][role, mode])
 
@@ -227,8 +220,7 @@ def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_tw
 @pytest.mark.parametrize("cut", ["tokens", "tokens shared"])
 def test_two_ranks_leave_out_rows_without_advantages_together(of_one, of_two, cut):
     ranks, folder = of_two
-    metrics = {name: (max if "max" in name else np.mean)([m["first", cut][name] for m in ranks])
-               for name in ranks[0]["first", cut]}  # fmt: skip
+    metrics = mean_metrics([of_rank["first", cut] for of_rank in ranks])
     gradients = list(np.load(f"{folder}/first {cut}.npz").values())
     same((metrics, gradients), actor_step(of_one[0]["actor"], first_step(ragged_batch()), "token-mean", "whole", False))
 

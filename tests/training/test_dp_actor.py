@@ -15,8 +15,7 @@ from verl.workers.config import FSDPOptimizerConfig
 
 def update(tiny_llama, batch=None, **config):
     engine = make_engine(tiny_llama)
-    metrics = make_actor(engine, **config).update_policy(batch or rl_batch())
-    return metrics, weights_of(engine)
+    return make_actor(engine, **config).update_policy(batch or rl_batch()), weights_of(engine)
 
 
 @pytest.mark.parametrize(("own", "of_role", "limit"), [(1e-3, 1.0, 1e-3), (None, 1e-3, 1e-3), (1.0, 1e-3, 1.0)])
@@ -30,8 +29,7 @@ def test_the_optimizers_own_limit_of_the_gradient_comes_before_the_roles(tiny_ll
 
 def test_the_loss_is_the_formula_over_counted_tokens(llama):
     batch = rl_batch()
-    engine = make_engine(llama)
-    actor = make_actor(engine, micro=3)
+    actor = make_actor(make_engine(llama), micro=3)
     log_prob, entropy = actor.compute_log_prob(batch, calculate_entropy=True)
     metrics = actor.update_policy(batch)
     mask, adv = batch.batch["response_mask"].bool(), batch.batch["advantages"]

@@ -9,12 +9,12 @@ import torch
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import save_tiny_llama
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
 from verl.training.checkpoint import CheckpointWriter, publish
 from verl.training.parallel.sharding import full_tensor
 from verl.utils.distributed import host_barrier
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 VOCAB = 63  # odd: the two shards of embedding and output matrix differ in size
 KL = dict(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
@@ -109,25 +109,17 @@ def other_ranks(rank, world_size, path, folder):
     }
 
 
-def mean_metrics(of_two, name):
-    per_rank = [out[name][0] for out in of_two[0]]
-    assert per_rank[0].keys() == per_rank[1].keys()
-    reduce = {k: max if "max" in k else (lambda v: sum(v) / len(v)) for k in per_rank[0]}
-    return {k: reduce[k]([m[k][0] for m in per_rank]) for k in per_rank[0]}
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(("name", "model"), [("hybrid", {}), ("lora", {"lora_rank": 4})])
 def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name, model):
     """float32 sums in another order: 1e-5 is promised. Metrics of ranks are averaged, as the trainer does."""
     metrics, weights = sgd_step(0, 1, odd_llama, micro=8, **model)
-    of_one = {key: value[0] for key, value in metrics.items()}
-    assert mean_metrics(of_two, name) == pytest.approx(of_one, rel=1e-5, abs=1e-6)
-    for rank in range(2):
-        torch.testing.assert_close(dict(np.load(of_two[0][rank][name][1])), weights, rtol=0, atol=1e-5)
+    counted, files = zip(*(out[name] for out in of_two[0]), strict=True)
+    of_two_ranks = mean_metrics([{key: value[0] for key, value in of_rank.items()} for of_rank in counted])
+    assert of_two_ranks == pytest.approx({key: value[0] for key, value in metrics.items()}, rel=1e-5, abs=1e-6)
+    for file in files:
+        torch.testing.assert_close(dict(np.load(file)), weights, rtol=0, atol=1e-5)
 
 
-@pytest.mark.process
 def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
     before = weights_of(make_engine(odd_llama))
     for out in of_two[0]:
@@ -136,14 +128,12 @@ def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
         assert all((weights[k] == before[k]).all() for k in before)
 
 
-@pytest.mark.process
 def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
     for out in of_two[0]:
         assert out["resumed"][0] == out["straight"][0]
         np.testing.assert_equal(*(dict(np.load(out[name][1])) for name in ("resumed", "straight")))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_continues_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
     results = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
@@ -159,7 +149,6 @@ def test_a_checkpoint_of_two_ranks_continues_with_the_same_loss_on_other_numbers
     assert all((loaded[key] == saved[key]).all() for key in saved.files)  # to the bit: nothing was computed
 
 
-@pytest.mark.process
 def test_generators_belong_to_a_number_of_ranks(odd_llama, of_two):
     engine = make_engine(odd_llama)
     seed_before = torch.get_rng_state()
@@ -189,7 +178,6 @@ def saved_and_published(rank, world_size, path, root, in_background):
     return of_save, hashed
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("in_background", [False, True])
 def test_every_rank_hashes_its_own_files_and_the_manifest_is_that_of_one_process(odd_llama, tmp_path, in_background):
     (of_first, published), (of_second, nothing) = run_ranks(

@@ -41,13 +41,14 @@ def grouped_batch(prompt_lengths, answer_lengths, prompt=6, response=5, seed=0) 
     )  # fmt: skip
 
 
-def outputs_of(model, batch, **forward):
-    policy = get_policy("causal_lm", chunk_tokens=7)
+def outputs_of(model, batch, temperature=0.8, chunk_tokens=7, **forward):
+    """Log-probs and entropies, each [B, R], and the gradients that both give the trained parameters."""
+    policy = get_policy("causal_lm", chunk_tokens=chunk_tokens)
     policy.set_forward(**{"remove_padding": False, "share_prompt": False, **forward})
     model.zero_grad()
-    log_probs, entropy = policy.log_probs(model, batch, temperature=0.8, with_entropy=True)
+    log_probs, entropy = policy.log_probs(model, batch, temperature=temperature, with_entropy=True)
     weights = torch.linspace(-1, 1, log_probs.numel()).reshape(log_probs.shape)
-    (log_probs * weights + 0.2 * entropy).sum().backward()
+    (log_probs * weights + 0.3 * entropy).sum().backward()
     return [log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 

@@ -7,20 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.engines import make_engine
 from tests.helpers.models import make_tokenizer
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
+from tests.training import test_cuts as cuts
 from tests.training.test_attention import shared_prompts
-from tests.training.test_cuts import (
-    ROWS,
-    N,
-    P,
-    actor_step,
-    critic_step,
-    first_step,
-    log_probs,
-    ragged_batch,
-    recording,
-    same,
-)
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.training.policy import attention, prefix_tree
@@ -53,12 +42,12 @@ def two_passes(query, value, packing, *_):
 
 def branches() -> DataProto:
     """`ragged_batch`, where answers begin with the first tokens of the first answer of their group."""
-    data = ragged_batch()
-    columns, first = data.batch, torch.arange(ROWS) // N * N
-    for name, start in (("input_ids", P), ("responses", 0)):
+    data = cuts.ragged_batch()
+    columns, first = data.batch, torch.arange(cuts.ROWS) // cuts.N * cuts.N
+    for name, start in (("input_ids", cuts.P), ("responses", 0)):
         columns[name][:, start : start + 2] = columns[name][first, start : start + 2]
     columns["input_ids"] *= columns["attention_mask"]
-    columns["responses"] *= columns["attention_mask"][:, P:]
+    columns["responses"] *= columns["attention_mask"][:, cuts.P :]
     return data
 
 
@@ -71,25 +60,25 @@ def results_of(*args):
 
 def results_of_trees(rank, world_size, path, size):
     settings = {"engine": {"ulysses_sequence_parallel_size": size}}
-    made = {"actor": recording(make_engine(path, **settings)),
-            "critic": recording(make_engine(path, loader=PluginConfig(name="value_head"), **settings))}  # fmt: skip
-    own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    critic = make_engine(path, loader=PluginConfig(name="value_head"), **settings)
+    made = {"actor": cuts.recording(make_engine(path, **settings)), "critic": cuts.recording(critic)}
+    own = slice(rank * cuts.ROWS // world_size, (rank + 1) * cuts.ROWS // world_size)
     share, results = branches()[own], {}
     for name, (role, mode, cut) in STEPS.items():
-        step = actor_step if role == "actor" else critic_step
+        step = cuts.actor_step if role == "actor" else cuts.critic_step
         with pytest.MonkeyPatch.context() as patch:
             if name == TWO_PASSES and world_size > 1:  # by the kernel that runs on CPUs
                 patch.setitem(attention.BACKENDS, "shared_prompt", shared_prompts)
                 patch.setattr(attention, "choose_backend", two_passes)
             results[name] = step(made[role], share, mode, cut)
-    first = first_step(branches())[own]
-    results["first"] = actor_step(made["actor"], first, "token-mean", "tokens shared", terms=False)
+    first = cuts.first_step(branches())[own]
+    results["first"] = cuts.actor_step(made["actor"], first, "token-mean", "tokens shared", terms=False)
     seen = []
     embedding = made["actor"].module.model.embed_tokens
     embedding.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CausalLMPolicy, "compare_layouts", lambda *_: None)  # its tokens are not counted
-        scored = [x.numpy() for x in log_probs(made["actor"], "rows shared", share)]
+        scored = [x.numpy() for x in cuts.log_probs(made["actor"], "rows shared", share)]
     return results, scored, sum(seen)
 
 
@@ -100,13 +89,12 @@ def test_ranks_that_share_sequences_take_the_step_of_one_rank(gqa, ranks, size):
     expected, scored, tokens = results_of(0, 1, gqa, 1)
     by_rank = run_ranks(results_of, ranks, gqa, size)
     for name in (*STEPS, "first"):
-        every = [results[name][0] for results, *_ in by_rank]
-        metrics = {key: (max if "max" in key else np.mean)([m[key] for m in every]) for key in every[0]}
-        same((metrics, by_rank[0][0][name][1]), expected[name])
+        metrics = mean_metrics([results[name][0] for results, *_ in by_rank])
+        cuts.same((metrics, by_rank[0][0][name][1]), expected[name])
     for column, one in enumerate(scored):
         np.testing.assert_allclose(np.concatenate([s[column] for _, s, _ in by_rank]), one, rtol=0, atol=1e-5)
     for *_, read in by_rank:  # a rank reads its part of each forward's flat row, padded to an even share
-        assert tokens / ranks <= read <= tokens / ranks + 4 * ROWS / size
+        assert tokens / ranks <= read <= tokens / ranks + 4 * cuts.ROWS / size
 
 
 def test_heads_that_ranks_cannot_share_are_refused(gqa):

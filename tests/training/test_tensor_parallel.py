@@ -3,19 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.engines import make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import make_tokenizer
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import mean_metrics, run_ranks
 from tests.training.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
 from verl.config.model import PluginConfig
 from verl.training.parallel.sharding import local_tensor
@@ -27,12 +19,7 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=16, pad_token_id=0,
 )  # fmt: skip
 #: an output matrix of its own and tied to the embedding, biases, norms of heads
-MODELS = {
-    "llama": (LlamaConfig, {}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, {}),
-    "mistral": (MistralConfig, {"sliding_window": None}),
-}
+MODELS = {"llama": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {}, "mistral": {"sliding_window": None}}
 STEPS = {
     "rows": ("actor", "token-mean", "rows"), "packed": ("actor", "seq-mean-token-mean", "tokens packed"),
     "shared": ("actor", "token-mean", "tokens shared"), "critic": ("critic", "token-mean", "rows packed"),
@@ -43,10 +30,10 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for name, (config, more) in MODELS.items():
+    for name, more in MODELS.items():
         made[name] = str(tmp_path_factory.mktemp(name))
         torch.manual_seed(0)
-        written = AutoModelForCausalLM.from_config(config(**SIZES, **more))
+        written = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES, **more))
         with torch.no_grad():
             for parameter in written.parameters():  # biases and norms unlike 0 and 1
                 if parameter.dim() == 1:
@@ -101,8 +88,7 @@ def test_ranks_that_split_layers_take_the_step_of_one_rank(
     expected, scored, weights, size = results_of(0, 1, folders[name], 1, 1, lora, steps)
     by_rank = run_ranks(results_of, ranks, folders[name], tensors, sequences, lora, steps, by_tokens)
     for step in steps:
-        every = [results[step][0] for results, *_ in by_rank]
-        metrics = {key: (max if "max" in key else np.mean)([m[key] for m in every]) for key in every[0]}
+        metrics = mean_metrics([results[step][0] for results, *_ in by_rank])
         same((metrics, by_rank[0][0][step][1]), expected[step])
     for column, one in enumerate(scored):
         np.testing.assert_allclose(np.concatenate([s[column] for _, s, *_ in by_rank]), one, rtol=0, atol=1e-5)
@@ -142,12 +128,12 @@ def test_checkpoints_load_however_layers_and_sequences_are_shared(folders, tmp_p
 
 
 def test_models_that_ranks_cannot_split_are_refused(folders):
-    heads = LlamaConfig(**{**SIZES, "num_key_value_heads": 1})
+    heads = AutoConfig.for_model("llama", **SIZES | {"num_key_value_heads": 1})
     assert "num_key_value_heads=1, which 2 ranks cannot split" in refusal(heads, 2)
-    wide = LlamaConfig(**{**SIZES, "num_attention_heads": 64, "num_key_value_heads": 64})
+    wide = AutoConfig.for_model("llama", **SIZES | {"num_attention_heads": 64, "num_key_value_heads": 64})
     assert "intermediate_size=96, which 64 ranks" in refusal(wide, 64)
-    assert "mixtral splits layers by" in refusal(MixtralConfig(), 2)
-    assert "no tensor parallel plan for gpt2" in refusal(GPT2Config(), 2)
-    assert refusal(LlamaConfig(**SIZES), 2) is None
+    assert "mixtral splits layers by" in refusal(AutoConfig.for_model("mixtral"), 2)
+    assert "no tensor parallel plan for gpt2" in refusal(AutoConfig.for_model("gpt2"), 2)
+    assert refusal(AutoConfig.for_model("llama", **SIZES), 2) is None
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the 1 ranks"):
         make_engine(folders["llama"], engine={"tensor_parallel_size": 2})

@@ -2,17 +2,44 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from tests.agents.tools.helpers import schema
 from verl.agents.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.agents.interactions.base import BaseInteraction
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.schemas import ToolResponse
+from verl.protocol import DataProto
+from verl.rollout.replica import ServerHandle
 
 EVENTS: list[tuple] = []
+
+
+def listed(folder: Path, kind: str, name: str, **config) -> str:
+    """A file in `folder` with a class of this module as the only one of `kind`: tools or interaction."""
+    path = folder / f"{kind}.yaml"
+    path.write_text(json.dumps({kind: [{"class_name": f"{__name__}.{name}", "config": config}]}))
+    return str(path)
+
+
+def prompts_of(columns: dict, width: int, **meta) -> DataProto:
+    """A batch for a manager: agent loops read its columns alone, not the tokens [rows, width]."""
+    ids = torch.full((len(next(iter(columns.values()))), width), 5)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    meta = {"n": 1, "eos_token_id": 2, "pad_token_id": 0, "global_steps": 1, **meta}
+    return DataProto.from_dict(tensors, columns, meta)
+
+
+def server_group(*handles: ServerHandle) -> SimpleNamespace:
+    """What a manager needs of its worker group: rollout servers, by default one that does not answer."""
+    handles = handles or (ServerHandle("127.0.0.1:1"),)
+    return SimpleNamespace(world_size=len(handles), rollout_server=lambda: [*handles])
 
 
 class AddTool(BaseTool):

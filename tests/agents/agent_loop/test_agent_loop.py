@@ -3,28 +3,22 @@
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 import verl
-from tests.agents.agent_loop.parts import EVENTS
+from tests.agents.agent_loop.parts import EVENTS, listed, prompts_of, server_group
 from tests.agents.agent_loop.scripted import ScriptedEngine
-from tests.agents.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.agents.agent_loop.test_tool_agent_loop import TEMPLATE, WORDS
 from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
 from tests.reward.test_managers import TOKENIZER
-from verl.agents.agent_loop import (
-    AgentLoopBase,
-    AgentLoopManager,
-    AgentLoopOutput,
-    AsyncLLMServerManager,
-    register,
-)
+from verl.agents.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, AsyncLLMServerManager, register
 from verl.agents.agent_loop.manager import manager_class
 from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
 from verl.agents.agent_loop.rows import batch_of
@@ -33,7 +27,6 @@ from verl.agents.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentS
 from verl.agents.agent_loop.worker import AgentLoopWorkerBase
 from verl.agents.rollout_trace import RolloutTraceConfig
 from verl.config.rollout import RolloutConfig
-from verl.protocol import DataProto
 from verl.reward.managers import NaiveRewardManager
 from verl.reward.rows import LOST, place_scores
 from verl.rollout.replica import ServerClient, ServerHandle, TokenOutput
@@ -67,20 +60,17 @@ def manager(tmp_path):
     tokenizer = make_tokenizer(WORDS)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    interaction = {"class_name": f"{PARTS}.PatientInteraction", "config": {}}
-    (tmp_path / "interaction.yaml").write_text(json.dumps({"interaction": [interaction]}))
     made = []
 
     def make(answer, interaction=False, **rollout):
         config = compose_ppo(*SOUND, f"actor_rollout_ref.model.path={folder}", "trainer.local=true",
                              f"trainer.default_local_dir={tmp_path / 'run'}")  # fmt: skip
-        path = str(tmp_path / "interaction.yaml") if interaction else None
+        path = listed(tmp_path, "interaction", "PatientInteraction") if interaction else None
         base = {"name": "vllm", "mode": "async", "prompt_length": PROMPT, "response_length": RESPONSE,
                 "multi_turn": {"interaction_config_path": path, "tool_timeout": 0.3}}  # fmt: skip
         OmegaConf.update(config, "actor_rollout_ref.rollout", base)
         OmegaConf.update(config, "actor_rollout_ref.rollout", rollout, merge=True)
-        group = SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")])
-        manager = AgentLoopManager(config, group)
+        manager = AgentLoopManager(config, server_group())
         (worker,) = manager.agent_loop_workers
         turns = {}
 
@@ -115,10 +105,7 @@ def test_a_loop_that_drops_the_kept_tokens_is_a_warning(manager, agent, rollout,
 def prompts(size, agent="changing", meta=(), **columns):
     asked = [[{"role": "user", "content": "what"}]] * size
     objects = {"raw_prompt": asked, "agent_name": [agent] * size, "sample_index": range(size), **columns}
-    ids = torch.full((size, PROMPT), 5)
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
-    meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1, **dict(meta)}
-    return DataProto.from_dict(tensors, object_columns(**objects), meta)
+    return prompts_of(object_columns(**objects), PROMPT, **dict(meta))
 
 
 def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
@@ -144,15 +131,13 @@ def test_experts_of_a_loop_that_was_written_for_verl_are_accepted(manager):
 
 
 def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
-    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
     made = manager(lambda row, turn: [7, EOS])
     (worker,) = made.agent_loop_workers
     worker.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
-    made.config.data.tool_config_path = str(tmp_path / "tools.yaml")
+    made.config.data.tool_config_path = listed(tmp_path, "tools", "AddTool")
     given = [None, [9, 8]]  # the data set's prompts have them already
     output = generated(made, 2, agent="single_turn_agent", raw_prompt_ids=given)
-    words = ["add", "user", "what"]
-    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == words
+    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == ["add", "user", "what"]
     assert output.batch["prompts"][1, -2:].tolist() == [9, 8]
 
 
@@ -186,8 +171,7 @@ def test_a_conversation_that_fills_the_model_is_lost_before_a_server_is_asked(ma
 def test_an_answer_is_cut_where_the_engine_says_so_whatever_its_length(manager, agent):
     """A stop token at the limit; an answer that another limit cut; one that ended."""
     whole, short = [7] * (RESPONSE - 1) + [EOS], [7] * 5
-    answers = [(whole, "completed"), (short, "length"), ([7, EOS], "completed")]
-    for ids, reason in answers:
+    for ids, reason in [(whole, "completed"), (short, "length"), ([7, EOS], "completed")]:
         made = manager(lambda row, turn, ids=ids, reason=reason: TokenOutput(token_ids=ids, stop_reason=reason))
         more = {"tools_kwargs": [{}]} if agent == "tool_agent" else {}
         output = generated(made, 1, agent=agent, **more)
@@ -274,12 +258,10 @@ def test_conversations_may_be_cancelled_before_they_have_begun(manager):
 
     async def cancel_at_once():
         call = asyncio.create_task(worker.generate_sequences(batch))
-        cancel = asyncio.create_task(worker.cancel_rest())
-        await cancel
+        await asyncio.create_task(worker.cancel_rest())
         return await call
 
-    output = asyncio.run(cancel_at_once())
-    assert output.non_tensor_batch[LOST].tolist() == [True] * 3
+    assert asyncio.run(cancel_at_once()).non_tensor_batch[LOST].tolist() == [True] * 3
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
@@ -301,9 +283,8 @@ def test_over_sampling_needs_our_workers(manager):
         agent_loop_workers_class = Own
 
     config = manager(lambda row, turn: [7], over_sample_rate=0.5).config
-    group = SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")])
     with pytest.raises(ValueError, match="over_sample_rate=0.5 needs agent loop workers whose generate_sequences"):
-        OwnManager(config, group)
+        OwnManager(config, server_group())
 
 
 @pytest.mark.parametrize("agent", ["single_turn_agent", "tool_agent"])
@@ -337,20 +318,13 @@ def test_values_of_an_interaction_do_not_replace_those_of_the_loop(manager):
     assert columns["mood"].tolist() == [3] and not columns[LOST].any()
 
 
-def returning(state):
-    async def handler(self, data, sampling_params):
-        return state
-
-    return handler
-
-
 @pytest.mark.parametrize("state", HANDLERS)
 def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
     assert set(TRANSITIONS) == set(HANDLERS) == set(AgentState) - {AgentState.TERMINATED}
     assert all(AgentState.TERMINATED in after for after in TRANSITIONS.values())
     ways = {AgentState.PENDING: AgentState.GENERATING, AgentState.GENERATING: state, state: AgentState.PENDING}
     for start, end in ways.items():
-        monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
+        monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], AsyncMock(return_value=end))
     with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; after {state} it may be: "):
         generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
 
@@ -358,11 +332,10 @@ def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
 def calling(manager, tmp_path, turns, tool="AddTool", **multi_turn):
     """The row of a conversation whose model writes `turns`, each a number of calls of the tool, then "so"."""
     EVENTS.clear()
-    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.{tool}", "config": {}}]}))
     call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
     words = [[*call * number, "<eos>"] for number in turns] + [["so", "<eos>"]]
     made = manager(lambda row, turn: ids(words[turn - 1]), response_length=100,
-                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml"), **multi_turn})  # fmt: skip
+                   multi_turn={"tool_config_path": listed(tmp_path, "tools", tool), **multi_turn})  # fmt: skip
     tokenizer = made.agent_loop_workers[0].tokenizer
     ids = tokenizer.convert_tokens_to_ids
     output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])

@@ -1,24 +1,22 @@
 """Servers and workers that die while conversations are held: real processes, none forgotten."""
 
-import json
 import subprocess
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.agents.agent_loop.parts import listed, prompts_of, server_group
 from tests.agents.agent_loop.serve import ServerProcess
 from tests.agents.agent_loop.test_killed_tools_run import command, save_calling_llama
-from tests.agents.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
+from tests.agents.agent_loop.test_tool_agent_loop import CALL, TEMPLATE, WORDS
 from tests.helpers.columns import object_columns
 from tests.helpers.configs import compose_ppo
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
 from tests.helpers.watched_runs import becomes
 from verl.agents.agent_loop.manager import AgentLoopManager
-from verl.protocol import DataProto
 from verl.reward.rows import LOST
 
 pytestmark = pytest.mark.process
@@ -45,23 +43,16 @@ def hold(model, tmp_path):
     made = []
 
     def hold(handles, number, tool="LoggedTool", on_finished=None, **more):
-        log = tmp_path / "calls.log"
-        tools = tmp_path / "tools.yaml"
-        tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.{tool}", "config": {"log": str(log)}}]}))
+        tools = listed(tmp_path, "tools", tool, log=str(tmp_path / "calls.log"))
         settings = {"name": "vllm", "mode": "async", "agent__num_workers": 2, "server__retry_delay": 0.1,
                     "agent__default_agent_loop": "tool_agent", "multi_turn__tool_config_path": tools}  # fmt: skip
         settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in settings.items()}
         sizes = {"data__max_prompt_length": 8, "data__max_response_length": 40}
         config = compose_ppo(*overrides(tmp_path / "run", model, **sizes, **settings, **more))
-        group = SimpleNamespace(world_size=len(handles), rollout_server=lambda: handles)
-        manager = AgentLoopManager(config, group)
-        made.append(manager)
+        made.append(AgentLoopManager(config, server_group(*handles)))
         columns = object_columns(raw_prompt=[[{"role": "user", "content": "add"}]] * number)
-        ids = torch.full((number, 8), 5)
-        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
-        meta = {"n": 1, "eos_token_id": 2, "pad_token_id": 0, "global_steps": 1}
-        prompts = DataProto.from_dict(tensors, columns | {"sample_index": np.arange(number)}, meta)
-        return manager.generate_sequences(prompts, on_finished)
+        columns["sample_index"] = np.arange(number)
+        return made[-1].generate_sequences(prompts_of(columns, width=8), on_finished)
 
     yield hold
     for manager in made:

@@ -3,7 +3,6 @@
 `python -m tests.agents.agent_loop.test_killed_tools_run 10` does so with ten kills.
 """
 
-import json
 import os
 import random
 import signal
@@ -17,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agents.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
+from tests.agents.agent_loop.parts import listed
+from tests.agents.agent_loop.test_tool_agent_loop import CALL, TEMPLATE, WORDS
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
 from tests.helpers.watched_runs import becomes
@@ -34,12 +34,9 @@ def save_calling_llama(folder: Path, sharpness: float) -> str:
 
 def command(folder: Path, model: str, tool_class: str = "LoggedTool") -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    tool = {"class_name": f"{PARTS}.{tool_class}", "config": {"log": str(folder / "calls.log")}}
-    (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
-    return training(
-        folder, model, multi_turn__enable="true", multi_turn__tool_config_path=folder / "tools.yaml",
-        agent__default_agent_loop="tool_agent",
-    )  # fmt: skip
+    tools = {"enable": "true", "tool_config_path": listed(folder, "tools", tool_class, log=str(folder / "calls.log"))}
+    tools = {f"multi_turn__{key}": value for key, value in tools.items()}
+    return training(folder, model, agent__default_agent_loop="tool_agent", **tools)
 
 
 def training(folder: Path, model: str, response_length: int = 16, **rollout) -> list[str]:
@@ -111,11 +108,8 @@ def kill_and_resume(
 
 def programs_of(folder: Path) -> list[psutil.Process]:
     """The processes of programs that the run has started."""
-    running = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(folder / "agent.py") in (process.info["cmdline"] or ()):
-            running.append(process)
-    return running
+    program = str(folder / "agent.py")
+    return [process for process in psutil.process_iter(["cmdline"]) if program in (process.info["cmdline"] or ())]
 
 
 def kills(root: Path, number: int, seed: int = 0, make: Callable = command, sharpness: float = 7.0) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.agents.agent_loop.parts import SayTool
+from tests.agents.agent_loop.parts import SayTool, listed
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.dllm_reasoning.models import captured_warnings
 from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, QWEN_TOOL, Format, byte_tokenizer, turns
@@ -36,10 +36,9 @@ def worker_of(tmp_path_factory):
         folder = tmp_path_factory.mktemp("format")
         tokenizer, format = byte_tokenizer(FORMATS[name]), FORMATS[name]
         tokenizer.save_pretrained(folder)
-        tools = folder / "tools.yaml"
-        tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
+        tools = listed(folder, "tools", "SayTool")
         parser = "gpt-oss" if name == "gpt-oss" else "hermes"
-        multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
+        multi_turn = {"tool_config_path": tools, "max_parallel_calls": parallel, "journal_tool_calls": False,
                       "max_tool_response_length": 40, "format": parser, **more}  # fmt: skip
         rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True,
                    "stop_token_ids": tokenizer.convert_tokens_to_ids([format.stop, *format.more_stops])}  # fmt: skip
@@ -78,9 +77,7 @@ def test_the_row_is_what_the_engine_saw(worker_of, data):
     turns = data.draw(st.lists(turn(tokenizer, format, name), max_size=5))
     texts = data.draw(st.lists(st.text(max_size=60), min_size=1, max_size=3))
     question = data.draw(st.text(max_size=10))
-    worker.server_manager = engine = ScriptedEngine(
-        worker.rollout_config, lambda *asked: turns.pop(0) if turns else []
-    )
+    worker.server_manager = engine = ScriptedEngine(worker.rollout_config, lambda *asked: turns.pop(0) if turns else [])
     output = asyncio.run(
         worker._run_agent_loop(
             {"logprobs": True}, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False},
@@ -126,8 +123,7 @@ def held(worker, *turns, texts=("42",)):
 
 
 def said(i, id):
-    function = {"name": "say", "arguments": {"i": i}}
-    return {"id": id, "type": "function", "function": function}
+    return {"id": id, "type": "function", "function": {"name": "say", "arguments": {"i": i}}}
 
 
 #: A template that leaves reasoning of earlier turns out, and one that moves the rules behind the last message.
@@ -172,8 +168,7 @@ def test_each_turn_is_a_row_after_what_the_template_renders(worker_of, monkeypat
     rows = [(prompt, output.response_ids[start:end]) for start, end, prompt in output.extra_fields["turn_prompts"]]
     assert rows == list(zip(engine.seen, engine.wrote, strict=True)) and engine.wrote == ids
     assert output.extra_fields["end_reason"] == "stop" and "58" in tokenizer.decode(output.response_ids)
-    made = worker._batch_of([output])
-    batch = to_rows(made).batch
+    batch = to_rows(worker._batch_of([output])).batch
     for row, (prompt, wrote) in enumerate(rows):
         attended = batch["attention_mask"][row].bool()
         assert batch["input_ids"][row][attended].tolist() == prompt + wrote

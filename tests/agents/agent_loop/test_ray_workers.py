@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
-import torch
 
+from tests.agents.agent_loop.parts import prompts_of, server_group
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
@@ -20,7 +19,6 @@ from tests.helpers.models import make_tokenizer
 from verl.agents.agent_loop import manager as manager_module
 from verl.agents.agent_loop.manager import AgentLoopManager
 from verl.agents.agent_loop.worker import AgentLoopWorkerBase
-from verl.protocol import DataProto
 from verl.reward.rows import LOST
 from verl.rollout.replica import ServerHandle
 from verl.single_controller.ray.watchdog import PhaseTimeout
@@ -80,8 +78,7 @@ def manager(ray_cluster, tmp_path):
             *SOUND, f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"trainer.default_local_dir={tmp_path}/run",
             *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()), *overrides,
         )  # fmt: skip
-        handles = [ServerHandle("127.0.0.1:1"), ServerHandle("127.0.0.1:2")]
-        made.append(Manager(config, SimpleNamespace(world_size=2, rollout_server=lambda: handles)))
+        made.append(Manager(config, server_group(ServerHandle("127.0.0.1:1"), ServerHandle("127.0.0.1:2"))))
         return made[-1]
 
     yield make
@@ -90,12 +87,9 @@ def manager(ray_cluster, tmp_path):
 
 
 def generated(manager, first_ids, on_finished=None):
-    size = len(first_ids)
-    columns = object_columns(raw_prompt_ids=[[i, 5] for i in first_ids]) | {"sample_index": np.arange(size)}
-    ids = torch.full((size, 4), 5)
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
-    meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1}
-    return manager.generate_sequences(DataProto.from_dict(tensors, columns, meta), on_finished)
+    columns = object_columns(raw_prompt_ids=[[i, 5] for i in first_ids])
+    columns["sample_index"] = np.arange(len(first_ids))
+    return manager.generate_sequences(prompts_of(columns, width=4), on_finished)
 
 
 OVER_SAMPLE = "actor_rollout_ref.rollout.over_sample_rate=0.25"
@@ -119,15 +113,13 @@ def test_a_worker_that_dies_after_the_cut_does_not_hold_its_conversations_again(
     output = generated(made, [5, 6, 6, 5, 6, SLOW, SLOW, 5])
     assert time.monotonic() - started < SLOW_S
     assert output.meta_info["metrics"]["agent_loop/restarted_workers"] == 1
-    lost = output.non_tensor_batch[LOST]
-    assert lost.tolist() == [False] * 4 + [True] * 4
+    assert output.non_tensor_batch[LOST].tolist() == [False] * 4 + [True] * 4
 
 
 def test_workers_share_the_counts_of_running_requests(manager):
     made = manager(ScriptedWorker)
     workers = made.agent_loop_workers
-    servers = [ray.get(workers[i % 2].acquire.remote(f"conversation {i}")) for i in range(4)]
-    assert servers == [0, 1, 0, 1]
+    assert [ray.get(workers[i % 2].acquire.remote(f"conversation {i}")) for i in range(4)] == [0, 1, 0, 1]
     assert ray.get(workers[1].acquire.remote("conversation 0")) == 0  # where its first turn was
     made._reset_router()
     assert [ray.get(worker.acquire.remote(name)) for worker, name in zip(workers, "ab", strict=True)] == [0, 1]

@@ -1,14 +1,13 @@
 """Conversations of a model that writes by its last token, against a real vLLM server: every token by hand."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.agents.agent_loop.parts import EVENTS
+from tests.agents.agent_loop.parts import EVENTS, listed, prompts_of, server_group
 from tests.helpers.columns import object_columns
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import make_engine, serve_weights
@@ -16,7 +15,6 @@ from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import overrides
 from verl.agents.agent_loop.manager import AgentLoopManager
 from verl.agents.agent_loop.worker import get_trajectory_info
-from verl.protocol import DataProto
 from verl.reward.rows import LOST
 from verl.trainer.ppo.turn_rows import to_rows
 from verl.utils.tokenizer import hf_tokenizer
@@ -53,18 +51,12 @@ def served(model):
 def converse(served, model, tmp_path):
     """A function that holds conversations: (rows, settings of multi_turn) -> DataProto."""
     EVENTS.clear()
-    files = {"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}],
-             "interaction": [{"class_name": f"{PARTS}.PatientInteraction", "config": {}}]}  # fmt: skip
-    paths = {}
-    for key, entries in files.items():
-        paths[key] = tmp_path / f"{key}.yaml"
-        paths[key].write_text(json.dumps({key: entries}))
     managers = []
 
     def converse(rows, interaction=False, n=1, **multi_turn):
-        multi_turn = {"tool_config_path": str(paths["tools"])} | multi_turn
+        multi_turn = {"tool_config_path": listed(tmp_path, "tools", "AddTool")} | multi_turn
         if interaction:
-            multi_turn["interaction_config_path"] = str(paths["interaction"])
+            multi_turn["interaction_config_path"] = listed(tmp_path, "interaction", "PatientInteraction")
         config = compose_ppo(
             *overrides(
                 tmp_path / "run", model, data__max_prompt_length=8, data__max_response_length=40,
@@ -74,21 +66,14 @@ def converse(served, model, tmp_path):
             )
         )  # fmt: skip
         OmegaConf.update(config, "actor_rollout_ref.rollout.multi_turn", multi_turn)
-        group = SimpleNamespace(world_size=1, rollout_server=lambda: [served.rollout.server_handle])
-        manager = AgentLoopManager(config, group)
-        managers.append(manager)
-        size = len(rows)
-        objects = object_columns(
+        managers.append(AgentLoopManager(config, server_group(served.rollout.server_handle)))
+        columns = object_columns(
             raw_prompt=[[{"role": "user", "content": row.get("text", "add")}] for row in rows],
             agent_name=[row.get("agent", "tool_agent") for row in rows],
             tools_kwargs=[row.get("tools", {}) for row in rows],
             interaction_kwargs=[row.get("interaction", {}) for row in rows],
         )
-        ids = torch.full((size, 8), 5)
-        prompts = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids),
-                                       "position_ids": torch.arange(8).repeat(size, 1)}, objects,
-                                      {"n": n, "eos_token_id": 2, "pad_token_id": 0, "global_steps": 1})  # fmt: skip
-        return manager.generate_sequences(prompts)
+        return managers[-1].generate_sequences(prompts_of(columns, width=8, n=n))
 
     yield converse
     for manager in managers:

@@ -10,10 +10,11 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import torch
 
+from tests.agents.agent_loop.parts import prompts_of, server_group
 from tests.agents.agent_loop.scripted import ScriptedEngine
 from tests.agents.environments.conftest import SKYRL_GYM
+from tests.helpers.columns import object_columns
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.watched_runs import becomes
@@ -24,9 +25,7 @@ from verl.agents.agent_loop.rows import is_lost
 from verl.agents.agent_loop.worker import AgentLoopWorkerBase
 from verl.agents.environments.processes import environment_rows
 from verl.config.environment import EnvironmentConfig
-from verl.protocol import DataProto
 from verl.reward.rows import LOST
-from verl.rollout.replica import ServerHandle
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 
@@ -104,16 +103,11 @@ def test_each_worker_has_its_environment_and_rows_keep_their_order(ray_cluster, 
         *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()),
     )  # fmt: skip
     config.data.environment = dict(settings)
-    manager = Manager(config, SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")]))
+    manager = Manager(config, server_group())
     try:
-        ids = torch.full((8, 4), 5)
-        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
-        columns = {"sample_index": np.arange(8), "raw_prompt": [row["prompt"] for row in rows],
-                   "extra_info": [row["extra_info"] for row in rows],
-                   "agent_name": [row["agent_name"] for row in rows]}  # fmt: skip
-        columns |= {name: np.fromiter(column, dtype=object) for name, column in columns.items() if name[0] != "s"}
-        meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1}
-        output = manager.generate_sequences(DataProto.from_dict(tensors, columns, meta))
+        given = {"raw_prompt": "prompt", "extra_info": "extra_info", "agent_name": "agent_name"}
+        columns = object_columns(**{name: [row[key] for row in rows] for name, key in given.items()})
+        output = manager.generate_sequences(prompts_of(columns | {"sample_index": np.arange(8)}, width=4))
         processes = dict(ray.get([worker.children.remote() for worker in manager.agent_loop_workers]))
     finally:
         manager.close()

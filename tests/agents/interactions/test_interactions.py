@@ -1,14 +1,10 @@
 """Interactions: the GSM8K partner by hand, and files that list interactions."""
 
-
 import pytest
 
 from verl.agents.interactions.base import BaseInteraction
 from verl.agents.interactions.gsm8k_interaction import Gsm8kInteraction
-from verl.agents.interactions.interaction_registry import (
-    get_interaction_class,
-    initialize_interactions_from_config,
-)
+from verl.agents.interactions.interaction_registry import get_interaction_class, initialize_interactions_from_config
 
 RIGHT = (True, "Your response is correct!", 1.0, {})
 WRONG = (False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {})

@@ -7,15 +7,10 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
+from verl.agents.tools import schemas
 from verl.agents.tools.function_tool import FunctionTool, function_schema, load_function_tools
 from verl.agents.tools.runner import ToolRunner
-from verl.agents.tools.schemas import (
-    OpenAIFunctionCallSchema,
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionParsedSchema,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
-)
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", points: list[float] | None = None) -> dict:
@@ -152,8 +147,8 @@ def test_a_file_gives_its_public_functions(tmp_path):
     ],
 )
 def test_arguments_are_a_json_object_or_a_decode_error(text, arguments, error):
-    parsed = OpenAIFunctionParsedSchema(name="f", arguments=text)
-    call, has_decode_error = OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
+    parsed = schemas.OpenAIFunctionParsedSchema(name="f", arguments=text)
+    call, has_decode_error = schemas.OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
     assert (call.name, call.arguments, has_decode_error) == ("f", arguments, error)
 
 
@@ -173,7 +168,7 @@ def test_parameters_of_any_json_schema_get_types():
         "c": {},
         "d": True,
     }}  # fmt: skip
-    parameters = OpenAIFunctionParametersSchema.from_json_schema(schema)
+    parameters = schemas.OpenAIFunctionParametersSchema.from_json_schema(schema)
     types = {name: prop.type for name, prop in parameters.properties.items()}
     anything = ["string", "number", "boolean", "object", "array", "null"]
     assert types == {"a": "integer", "b": ["number", "null"], "c": anything, "d": anything}

@@ -11,14 +11,9 @@ import tenacity
 from tests.agents.tools.helpers import schema
 from tests.helpers.http_server import serving
 from tests.helpers.watched_runs import becomes
+from verl.agents.tools import sandbox_fusion_tools
 from verl.agents.tools.runner import ToolRunner
-from verl.agents.tools.sandbox_fusion_tools import (
-    ExecutionWorker,
-    PoolMode,
-    SandboxFusionTool,
-    TokenBucketWorker,
-    init_execution_pool,
-)
+from verl.agents.tools.sandbox_fusion_tools import SandboxFusionTool, init_execution_pool
 from verl.agents.tools.search_tool import SearchTool
 from verl.utils.http_json import post_json
 
@@ -30,8 +25,7 @@ def no_pause_between_attempts(monkeypatch):
 
 def run(tool, *calls, **settings):
     async def converse():
-        runner = ToolRunner([tool], max_tool_response_length=500, **settings)
-        async with runner.conversation() as tools:
+        async with ToolRunner([tool], max_tool_response_length=500, **settings).conversation() as tools:
             return await asyncio.gather(*(tools.call(tool.name, call) for call in calls))
 
     return asyncio.run(converse())
@@ -66,9 +60,7 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
     with serving(lambda request: (404, "unknown index")) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert len(requests) == 1 and result.failure == "exception"
-        assert result.response.text == (
-            f"Error: 'search' raised ServiceError: {url} answered 404: \"unknown index\"."
-        )
+        assert result.response.text == (f"Error: 'search' raised ServiceError: {url} answered 404: \"unknown index\".")
     gone = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')[0]  # the server has ended
     assert gone.failure == "exception" and "ClientConnectorError" in gone.response.text
 
@@ -119,8 +111,7 @@ def test_sandbox_fusion_sends_limits_and_shows_the_outputs():
 
     with serving(service) as (url, requests):
         tool = SandboxFusionTool({"sandbox_fusion_url": url, "default_timeout": 5, "memory_limit_mb": 256}, None)
-        codes = ("print(42)", "while 1: 0", "pass", "broken")
-        results = run(tool, *({"code": code} for code in codes))
+        results = run(tool, *({"code": code} for code in ("print(42)", "while 1: 0", "pass", "broken")))
     assert [result.response.text for result in results[:3]] == [
         "42\na warning", "The program was stopped after 5 s.", "The program printed nothing."
     ]  # fmt: skip
@@ -162,13 +153,13 @@ async def test_the_pool_bounds_calls_by_workers_and_by_the_rate():
             for workers, limited, rate, most in ((3, True, 2, 2), (3, False, 2, 3), (10, True, 4, 4))]  # fmt: skip
     assert held == [2, 3, 4]
     with pytest.raises(ValueError, match="use PoolMode.ThreadMode"):
-        init_execution_pool(1, mode=PoolMode.ProcessMode)
+        init_execution_pool(1, mode=sandbox_fusion_tools.PoolMode.ProcessMode)
     with pytest.raises(ValueError, match="rate_limit=0 must be at least 1"):
         init_execution_pool(1, rate_limit=0)
 
 
 async def test_a_pool_runs_functions_in_threads_and_frees_the_token_of_one_that_raises():
-    pool = ExecutionWorker(rate_limit=1)
+    pool = sandbox_fusion_tools.ExecutionWorker(rate_limit=1)
     with pytest.raises(ZeroDivisionError):
         await pool.execute(lambda a: 1 / a, 0)
     assert pool.ping()
@@ -176,7 +167,7 @@ async def test_a_pool_runs_functions_in_threads_and_frees_the_token_of_one_that_
 
 
 async def test_a_token_whose_holder_died_comes_back_after_its_lease():
-    bucket = TokenBucketWorker(1, lease=0.5)
+    bucket = sandbox_fusion_tools.TokenBucketWorker(1, lease=0.5)
     first = await bucket.acquire()
     second = await bucket.acquire()  # the first was never given back
     assert bucket.get_current_count() == 1

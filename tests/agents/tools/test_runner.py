@@ -1,7 +1,7 @@
 """ToolRunner: instances per conversation, kwargs, limits, error texts, release; the journal of earlier results."""
 
 import asyncio
-import sys
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -42,9 +42,7 @@ async def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwa
             return texts, await tools.calc_rewards()
 
     both = await asyncio.gather(converse(KWARGS), converse(None))
-    assert both == [
-        (["total 11", "total 13"], {"counter": 13.0}), (["total 1", "total 3"], {"counter": 3.0})
-    ]  # fmt: skip
+    assert both == [(["total 11", "total 13"], {"counter": 13.0}), (["total 1", "total 3"], {"counter": 3.0})]
     assert [call for call in tool.log if call[1] not in ({}, {"start": 0})] == [
         ("create", {"start": 10, "a": 1}), ("execute", {"b": 2}), ("execute", {"b": 2}),
         ("calc_reward", {"c": 3}), ("release", {"d": 4}),
@@ -128,33 +126,19 @@ async def fail():
     raise KeyError("left")
 
 
-async def leave():
-    sys.exit(3)
-
-
-async def cancel():
-    raise asyncio.CancelledError
-
-
-async def wrong_type():
-    return "text", 0.0, {}
-
-
-async def not_a_number():
-    return ToolResponse(text="x"), float("nan"), {}
-
-
 @pytest.mark.parametrize(
     "what, kind, text",
     [
         (hang, "timeout", "gave no answer in time (took longer than 0.2 s)."),
         (hang_against_cancellation, "timeout", "gave no answer in time (took longer than 0.2 s)."),
         (fail, "exception", "raised KeyError: 'left'."),
-        (leave, "exception", "raised RuntimeError: SystemExit: 3."),
-        (cancel, "exception", "raised RuntimeError: the tool cancelled itself."),
-        (wrong_type, "exception", "raised TypeError: execute returned ('text', 0.0, {}), not (ToolResponse, reward, "
-         "metrics)."),
-        (not_a_number, "exception", "raised ValueError: the reward is nan."),
+        (AsyncMock(side_effect=SystemExit(3)), "exception", "raised RuntimeError: SystemExit: 3."),
+        (AsyncMock(side_effect=asyncio.CancelledError()), "exception",
+         "raised RuntimeError: the tool cancelled itself."),
+        (AsyncMock(return_value=("text", 0.0, {})), "exception",
+         "raised TypeError: execute returned ('text', 0.0, {}), not (ToolResponse, reward, metrics)."),
+        (AsyncMock(return_value=(ToolResponse(text="x"), float("nan"), {})), "exception",
+         "raised ValueError: the reward is nan."),
     ],
 )  # fmt: skip
 def test_a_failing_tool_is_answered_counted_and_released(what, kind, text):
@@ -169,15 +153,10 @@ def test_a_failing_tool_is_answered_counted_and_released(what, kind, text):
 @pytest.mark.parametrize("what, kind", [(fail, "exception"), (hang, "timeout")])
 def test_a_create_that_fails_is_answered_and_its_instance_released(what, kind):
     tool = Acts("create", what)
-    tool.release, released = None, []
-
-    async def release(instance_id, **kwargs):
-        released.append(instance_id)
-
-    tool.release = release
+    tool.release = AsyncMock()
     runner = runner_of(tool, timeout=0.2 if what is hang else 30)
     result, rewards = asyncio.run(one_call(runner))
-    assert result.failure == kind and rewards == {} and len(released) == 1
+    assert result.failure == kind and rewards == {} and tool.release.await_count == 1
     assert runner.counts == {"calls": 1, kind: 1}
 
 
@@ -234,10 +213,7 @@ async def test_release_when_the_conversation_raises_or_is_cancelled_twice():
 
 
 def test_what_concerns_every_call_ends_the_run():
-    async def unavailable():
-        raise FatalGradingError("no sandbox here")
-
-    tool = Acts("execute", unavailable)
+    tool = Acts("execute", AsyncMock(side_effect=FatalGradingError("no sandbox here")))
     with pytest.raises(FatalGradingError, match="no sandbox here"):
         asyncio.run(one_call(runner_of(tool)))
     assert tool.log[-1] == ("release", {})
@@ -258,9 +234,7 @@ def test_the_side_names_where_the_text_is_cut(side, cut):
     assert truncate("0123456789", 4, side) == cut
     assert truncate("0123", 4, side) == "0123" and truncate("", 4, side) == ""
 
-    async def answer():
-        return ToolResponse(text="0123456789", image=[1]), 0.0, {}
-
+    answer = AsyncMock(return_value=(ToolResponse(text="0123456789", image=[1]), 0.0, {}))
     runner = runner_of(Acts("execute", answer), max_tool_response_length=4, tool_response_truncate_side=side)
     response = asyncio.run(one_call(runner))[0].response
     assert response.text == cut and response.image == [1]
@@ -341,8 +315,7 @@ def converse(start, *texts, step=3, seed=1, ids=(5, 6)):
 
 
 def test_a_run_that_starts_again_gets_the_results_without_calls(tmp_path):
-    first = started(tmp_path)
-    expected = converse(first, "a", "raise", "b")
+    expected = converse(started(tmp_path), "a", "raise", "b")
     assert expected[0][0] == ("a 1", 0.5, {"n": 1}, None) and expected[0][1][3] == "exception"
     again = started(tmp_path)
     assert converse(again, "a", "raise", "b") == expected

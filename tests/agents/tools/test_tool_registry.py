@@ -9,12 +9,7 @@ from verl.agents.tools.code_tool import CodeTool
 from verl.agents.tools.gsm8k_tool import Gsm8kTool
 from verl.agents.tools.journal import ToolJournal
 from verl.agents.tools.runner import ToolRunner
-from verl.agents.tools.tool_registry import (
-    ToolType,
-    get_tool_class,
-    initialize_tools_from_config,
-    schemas_of_files,
-)
+from verl.agents.tools.tool_registry import ToolType, get_tool_class, initialize_tools_from_config, schemas_of_files
 
 GOOD = """
 tools:

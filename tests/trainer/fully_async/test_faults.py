@@ -26,7 +26,6 @@ import asyncio
 import json
 import operator
 from collections import defaultdict
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +33,7 @@ import pytest
 import torch
 
 from tests.helpers.http_server import serving
-from tests.trainer.fully_async.test_rollouter import BATCH, N, Run, Worker
+from tests.trainer.fully_async.test_rollouter import BATCH, N, Worker, begun
 from verl.agents.agent_loop.base import AgentLoopOutput
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
@@ -151,32 +150,12 @@ class Grader:
         pass
 
 
-@contextmanager
-def begun(folder, seconds, worker=Worker, failures=None, saved=None, **options):
-    """A run that has begun; `saved` is the state of a checkpoint of its start."""
-    run = Run(folder, seconds, worker=worker, saved=saved, **options)
-    run.rollouter.reward = None if failures is None else Grader(failures)
-    try:
-        if saved is not None:
-            rows = [DataProto(None, {"number": np.array([group["number"]], dtype=object)}, {}) for group in
-                    saved["groups"]]  # fmt: skip
-            groups = [Group.load(group, row) for group, row in zip(saved["groups"], rows, strict=True)]
-            run.rollouter.restore(groups, saved["dropped"], 0)
-            run.drawn = groups[-1].number + 1
-        run.sync(0, True)
-        run.rollouter.begin()
-        yield run
-    finally:
-        run.rollouter.close()
-        run.journal.close()
-
-
 def wait_until(run, condition):
     run.rollouter.call(run.rollouter._until(condition), limit=30)
 
 
 def test_parallel_requests_of_a_conversation_are_interrupted_and_continue(tmp_path):
-    with begun(tmp_path, lambda number: 0.1 if number == 3 else 0.0, Parallel, threshold=1.0) as run:
+    with begun(tmp_path, lambda number: 0.1 if number == 3 else 0.0, worker=Parallel, threshold=1.0) as run:
         run.steps(1, 4)
         assert sorted(run.trained) == list(range(8))
         states = run.states()["3/0"]
@@ -184,12 +163,12 @@ def test_parallel_requests_of_a_conversation_are_interrupted_and_continue(tmp_pa
 
 
 def test_a_grade_that_failed_before_a_checkpoint_is_made_again_after_the_resume(tmp_path):
-    with begun(tmp_path, lambda number: 0.0, Ungraded, failures=2) as run:
+    with begun(tmp_path, lambda number: 0.0, Grader(2), worker=Ungraded) as run:
         groups = run.rollouter.groups
         wait_until(run, lambda: len(groups) == BATCH and all(group.is_ready for group in groups.values()))
         saved = json.loads(json.dumps(run.rollouter.hold()))
     assert sum(isinstance(sample["result"], dict) for group in saved["groups"] for sample in group["samples"]) == 2
-    with begun(tmp_path, lambda number: 0.0, Ungraded, failures=0, saved=saved) as run:
+    with begun(tmp_path, lambda number: 0.0, Grader(0), saved, worker=Ungraded) as run:
         taken = run.rollouter.take(1, 30)
         assert [sample.result for group in taken for sample in group.samples] == [1.0] * BATCH * N
         assert run.rollouter.reward.graded == 2

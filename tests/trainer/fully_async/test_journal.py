@@ -5,14 +5,11 @@ import json
 
 import pytest
 
+from tests.helpers.rl_run import read_rows as rows
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.journal import Journal, JournalError, Timeline
 
 PATH = ("drawn", "running", "interrupted", "running", "finished", "graded", "queued", "trained")
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,21 +142,31 @@ class Run:
         return seen
 
 
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def make(seconds, **options):
-        run = Run(tmp_path, seconds, **options)
-        runs.append(run)
+@contextmanager
+def begun(folder, seconds, reward=None, saved=None, **options):
+    """A run that has begun; `saved` is the state of a checkpoint of its start."""
+    run = Run(folder, seconds, saved=saved, **options)
+    run.rollouter.reward = reward
+    try:
+        if saved is not None:
+            rows = [DataProto(None, {"number": np.array([group["number"]], dtype=object)}, {}) for group in
+                    saved["groups"]]  # fmt: skip
+            groups = [Group.load(group, row) for group, row in zip(saved["groups"], rows, strict=True)]
+            run.rollouter.restore(groups, saved["dropped"], 0)
+            run.drawn = groups[-1].number + 1
         run.sync(0, True)
         run.rollouter.begin()
-        return run
-
-    yield make
-    for run in runs:
+        yield run
+    finally:
         run.rollouter.close()
         run.journal.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that begins a run in `tmp_path`, which ends with the test."""
+    with ExitStack() as ends:
+        yield lambda seconds, **options: ends.enter_context(begun(tmp_path, seconds, **options))
 
 
 def test_a_slow_trainer_holds_generation_back(start):

@@ -5,15 +5,8 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.batching import (
-    DropCounts,
-    balanced_order,
-    compute_response_mask,
-    drop_lost,
-    fill_groups,
-    mark_without_baseline,
-    resample_by_score,
-)
+from verl.trainer.ppo import batching
+from verl.trainer.ppo.batching import DropCounts, balanced_order, drop_lost
 
 
 def samples(groups: str, lost: str = "") -> DataProto:
@@ -33,12 +26,12 @@ def numbers(data: DataProto) -> list[int]:
 def test_response_mask_is_the_end_of_the_attention_mask():
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     data = DataProto.from_dict({"attention_mask": mask, "responses": torch.zeros(2, 3)})
-    assert compute_response_mask(data).tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert batching.compute_response_mask(data).tolist() == [[1, 1, 0], [1, 0, 0]]
 
 
 def test_prompts_without_a_greedy_answer_go_whole_and_count_by_themselves():
     data = samples("aaabbbccc", "x...x....")
-    mark_without_baseline(data, {"a": 0.5, "c": 0.0})
+    batching.mark_without_baseline(data, {"a": 0.5, "c": 0.0})
     data, counts = drop_lost(data, n=3, ranks=1, whole_groups=False)
     assert numbers(data) == [1, 2, 6, 7, 8]
     assert counts == DropCounts(requested=9, scored=5, lost=2, no_baseline=2)
@@ -73,7 +66,7 @@ def test_counts_that_do_not_add_up_are_a_fault():
 
 def test_fillers_complete_a_group_without_counting_anywhere():
     data = samples("aabbb")
-    filled, own = fill_groups(data, n=3)
+    filled, own = batching.fill_groups(data, n=3)
     assert numbers(filled) == [0, 1, 0, 2, 3, 4]
     assert own.tolist() == [True, True, False, True, True, True]
     assert filled.batch["response_mask"].sum(-1).tolist() == [3, 3, 0, 3, 3, 3]
@@ -86,7 +79,7 @@ def test_rows_drawn_again_stand_in_groups_of_the_same_sizes():
     tensors = {"token_level_scores": scores, "attention_mask": torch.ones(5, 1), "group_index": torch.arange(5)}
     uid = np.array(["a", "a", "a", "b", "b"], dtype=object)
     batch = DataProto.from_dict(tensors, {"uid": uid, "name": np.arange(5).astype(object)})
-    resample_by_score(batch, {"reweight_method": "pow", "weight_pow": 2.0})
+    batching.resample_by_score(batch, {"reweight_method": "pow", "weight_pow": 2.0})
     assert batch.non_tensor_batch["name"].tolist() == [2] * 5  # the only row with a weight
     assert batch.non_tensor_batch["uid"].tolist() == uid.tolist()
     assert batch.batch["group_index"].tolist() == [0, 1, 2, 3, 4] and batch.meta_info["global_token_num"] == [1] * 5
@@ -114,8 +107,7 @@ def test_a_mini_batch_holds_the_same_rows_on_any_number_of_ranks(ranks):
     sizes = [[3, 5], [2, 9], [4, 4], [7, 1], [6, 6], [1, 2], [3, 3], [5, 5]]  # 8 prompts x 2
     order = balanced_order(sizes, ranks, 4, heaviest_first, whole_groups=False)
     assert sorted(order.tolist()) == list(range(16))
-    shares = np.split(order, ranks)
-    first = np.concatenate([s[: 8 // ranks] for s in shares])
+    first = np.concatenate([s[: 8 // ranks] for s in np.split(order, ranks)])
     assert sorted(first.tolist()) == list(range(8))
 
 

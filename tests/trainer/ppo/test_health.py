@@ -12,6 +12,7 @@ import torch
 from tests.helpers.configs import compose_ppo
 from tests.helpers.logs import logged
 from verl.protocol import DataProto
+from verl.protocol.serialization import object_array
 from verl.report.health import RULES, best_of, best_of_groups
 from verl.report.page import collect_series, health_rows, write_report
 from verl.reward.rows import EXTRAS
@@ -40,8 +41,7 @@ def made_step(step, defect):
     right = torch.rand(rows, generator=g) < 0.5
     if defect == "pass_change" and late:  # samples of a prompt are all right or all wrong
         right = torch.arange(rows) // N % 2 == 0
-    extras = np.empty(rows, dtype=object)
-    extras[:] = [{"acc": float(value)} for value in right]
+    extras = object_array([{"acc": float(value)} for value in right])
     token_scores = torch.zeros(rows, R)
     token_scores[:, 0] = scores
     old = -torch.rand(rows, R, generator=g) * 2
@@ -211,9 +211,7 @@ def test_pass_at_k_needs_the_reward_to_say_what_is_right():
     without = batch.select_idxs(np.arange(len(batch)))
     without.non_tensor_batch.pop(EXTRAS)
     assert not [name for name in health.measure(without, 1, metrics) if "pass" in name]
-    column = np.empty(PROMPTS * N, dtype=object)
-    column[:] = [{"acc": float(i % N == 0)} for i in range(PROMPTS * N)]
-    batch.non_tensor_batch[EXTRAS] = column
+    batch.non_tensor_batch[EXTRAS] = object_array([{"acc": float(i % N == 0)} for i in range(PROMPTS * N)])
     values = health.measure(batch, 1, metrics)
     assert [values[f"health/pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.25, 0.5, 1.0])
 

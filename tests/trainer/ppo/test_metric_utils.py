@@ -1,26 +1,17 @@
 """Names and figures of step and validation metrics."""
 
-
 import numpy as np
 import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.metric_utils import (
-    bootstrap_metric,
-    calc_maj_val,
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    cut_answers,
-    process_validation_metrics,
-)
+from verl.trainer.ppo import metric_utils
+from verl.trainer.ppo.metric_utils import bootstrap_metric, compute_data_metrics, process_validation_metrics
 from verl.trainer.ppo.rollout_phase import end_reasons
 
 
 def batch(response_lengths=(2, 3, 0), prompt_lengths=(1, 2, 2), limit=3, prompt_limit=2):
-    steps = torch.arange(limit)
-    response_mask = (steps[None] < torch.tensor(response_lengths)[:, None]).long()
+    response_mask = (torch.arange(limit)[None] < torch.tensor(response_lengths)[:, None]).long()
     prompt_mask = (torch.arange(prompt_limit)[None] >= prompt_limit - torch.tensor(prompt_lengths)[:, None]).long()
     rewards = torch.zeros(response_mask.shape)
     rewards[:, 0] = torch.tensor([1.0, 3.0, 100.0])
@@ -66,13 +57,14 @@ def test_cut_answers_are_those_that_no_stop_token_ended_whatever_their_length():
     reasons = end_reasons(samples, (2,))
     assert reasons.tolist() == ["stop", "length", "length", None, None, "stop"]
     samples.non_tensor_batch["end_reason"] = reasons
-    assert cut_answers(samples).tolist() == [False, True, True, False, False, False]
+    assert metric_utils.cut_answers(samples).tolist() == [False, True, True, False, False, False]
     assert end_reasons(samples[:1], (2,)).tolist() == ["stop"]
     samples.non_tensor_batch["end_reason"] = np.array(["turns", None, "length", "length", None, None], dtype=object)
     assert end_reasons(samples, (2,)).tolist() == ["turns", "length", "length", "length", None, "stop"]
     del samples.non_tensor_batch["end_reason"]
     assert end_reasons(samples, ()).tolist() == ["length", "length", "length", None, None, "length"]  # ignore_eos
-    assert cut_answers(samples).tolist() == [True, False, True, True, False, False]  # nothing but the width is known
+    # nothing but the width is known
+    assert metric_utils.cut_answers(samples).tolist() == [True, False, True, True, False, False]
 
 
 def test_the_metrics_count_what_was_cut_before_the_response_length():
@@ -92,7 +84,7 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
 
 
 def test_timing_is_per_token_of_the_phase():
-    metrics = compute_timing_metrics(batch(), {"gen": 1.0, "update_actor": 2.0, "step": 4.0})
+    metrics = metric_utils.compute_timing_metrics(batch(), {"gen": 1.0, "update_actor": 2.0, "step": 4.0})
     assert metrics["timing_s/step"] == 4.0
     assert metrics["timing_per_token_ms/gen"] == pytest.approx(1000 / 5)
     assert metrics["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 10)
@@ -100,7 +92,7 @@ def test_timing_is_per_token_of_the_phase():
 
 
 def test_throughput_counts_tokens_a_second_a_rank():
-    metrics = compute_throughout_metrics(batch(), {"step": 2.0}, n_gpus=5)
+    metrics = metric_utils.compute_throughout_metrics(batch(), {"step": 2.0}, n_gpus=5)
     assert metrics == {"perf/total_num_tokens": 10, "perf/time_per_step": 2.0, "perf/throughput": 1.0}
 
 
@@ -134,8 +126,7 @@ def test_subset_sizes_are_powers_of_two_and_n():
 
 def test_vectorised_bootstrap_equals_the_loop():
     rng = np.random.default_rng(0)
-    sizes = [4, 4, 5]
-    uids = [f"p{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    uids = [f"p{i}" for i, size in enumerate([4, 4, 5]) for _ in range(size)]
     values = rng.normal(size=len(uids)).tolist()
     preds = rng.choice(["a", "b", "c"], size=len(uids)).tolist()
     got = process_validation_metrics(["s"] * len(uids), uids, {"reward": values, "pred": preds}, seed=7)["s"]["reward"]
@@ -146,7 +137,7 @@ def test_vectorised_bootstrap_equals_the_loop():
             mine = [values[i] for i in rows]
             votes = [{"val": values[i], "pred": preds[i]} for i in rows]
             best, worst = bootstrap_metric(mine, k, [np.max, np.min], seed=7)
-            maj = bootstrap_metric(votes, k, [lambda d: calc_maj_val(list(d), "pred", "val")], seed=7)[0]
+            maj = bootstrap_metric(votes, k, [lambda d: metric_utils.calc_maj_val(list(d), "pred", "val")], seed=7)[0]
             loops.append((best, worst, maj))
         for i, name in enumerate(("best", "worst", "maj")):
             assert got[f"{name}@{k}/mean"] == pytest.approx(np.mean([loop[i][0] for loop in loops]))

@@ -1,13 +1,11 @@
 """The loop on the driver, with workers that need no Ray: order of steps, drops, stops, resume."""
 
-import json
 import time
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, metrics_rows
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_run, fake_trainer, group_with, metrics_rows, read_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.failure import NonFiniteRun
@@ -15,6 +13,10 @@ from verl.trainer.run.timing import StepFailed
 from verl.training.checkpoint.publish import published_steps
 
 pytestmark = pytest.mark.process
+LOSING = group_with(lost_rows=(0, 1, 2, 5))  # prompt 0 keeps one of four samples, prompt 1 three
+NEVER_FINITE = group_with(nonfinite=True)
+BROKEN = "custom_reward_function__reward_kwargs__broken"  # the rows whose reward raises
+HANGING = "custom_reward_function__reward_kwargs__hanging"
 
 
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
@@ -33,14 +35,13 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     update = group.updates[0]
     assert {"advantages", "response_mask", "group_index"} <= set(update.batch.keys())
     assert update.meta_info["temperature"] == 1.0
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(tmp_path / "out" / "samples.jsonl")
     assert {s["kind"] for s in samples} == {"best", "worst", "random"}
     assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)
 
 
 def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
-    trainer = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false")
-    batch = trainer.actor_rollout_wg.updates[0].batch
+    batch = fake_run(tmp_path, algorithm__norm_adv_by_std_in_grpo="false").actor_rollout_wg.updates[0].batch
     numbers = (batch["responses"] != 30).sum(-1)  # score of a row in sixths
     assert torch.allclose(batch["advantages"][:, 0], (numbers - 3.5) / 6, atol=1e-6)
 
@@ -74,20 +75,16 @@ def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
     assert not {"reward/steps/mean", "reward/pred/mean", "reward/uid/mean", "reward/step/mean"} & set(row)
     sent = trainer.actor_rollout_wg.updates[0]
     assert len(set(sent.batch["group_index"].tolist())) == 8  # groups by the run's uid
-    first, *others = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    first, *others = read_rows(tmp_path / "d" / "1.jsonl")
     assert len(others) == 31 and first["input"].startswith("q : ") and {"output", "gts", "score"} <= first.keys()
     assert first["input_extra"] == "x" and first["uid"] == "same" and first["step"] == 1
     assert first["steps"] == [1.0] * (1 + round(6 * first["score"]) % 3)
-    first, *_ = [json.loads(line) for line in (tmp_path / "v" / "0.jsonl").read_text().splitlines()]
+    first, *_ = read_rows(tmp_path / "v" / "0.jsonl")
     assert first["reward"] == first["score"] == pytest.approx(2 / 6) and first["reward_extra"] == 7
 
 
-class Losing(FakeGroup):
-    lost_rows = (0, 1, 2, 5)  # prompt 0 keeps one of four samples, prompt 1 three
-
-
 def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
-    trainer = fake_run(tmp_path, Losing, trainer__total_training_steps=1)
+    trainer = fake_run(tmp_path, LOSING, trainer__total_training_steps=1)
     row = metrics_rows(tmp_path)[0]
     # lost 4; the one left of prompt 0; then 7 prompts on 2 ranks: the last prompt goes
     assert row["training/dropped_samples/lost"] == 4
@@ -107,10 +104,6 @@ def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
         assert index[rank * 12 : rank * 12 + 12].unique().numel() == 3
 
 
-class LosingAll(FakeGroup):
-    lost_rows = tuple(range(32))
-
-
 def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
     trainer = fake_run(tmp_path, actor_rollout_ref__actor__share_prompt_forward="true")
     for update in trainer.actor_rollout_wg.updates:
@@ -118,16 +111,9 @@ def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
         assert not set(update.batch["group_index"][:16].tolist()) & set(update.batch["group_index"][16:].tolist())
 
 
-def breaking(tmp_path, rows, **more):
-    config = compose_run(tmp_path, "unused", **more)
-    OmegaConf.update(config, "custom_reward_function.reward_kwargs.broken", rows, force_add=True)
-    return config
-
-
 def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
-    config = breaking(tmp_path, [3], reward_model__error="drop", trainer__total_training_steps=3)  # one epoch
-    trainer = fake_trainer(config)
-    trainer.fit()
+    broken = {BROKEN: [3], "trainer__total_training_steps": 3}  # one epoch
+    trainer = fake_run(tmp_path, reward_model__error="drop", **broken)
     rows = metrics_rows(tmp_path)
     for row in rows:
         dropped = row["training/dropped_samples"]
@@ -142,20 +128,18 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
 
 def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
     settings = {"reward_model__error": "drop", "reward_model__item_timeout": 1.0, "trainer__total_training_steps": 3}
-    config = compose_run(tmp_path, "unused", **settings)
-    OmegaConf.update(config, "custom_reward_function.reward_kwargs.hanging", [5], force_add=True)
-    fake_trainer(config).fit()
+    fake_run(tmp_path, **settings, **{HANGING: [5]})
     assert sum(row["reward/timeouts"] for row in metrics_rows(tmp_path)) == 4  # the samples of one prompt
     assert sum(row["training/scored_samples"] for row in metrics_rows(tmp_path)) == 3 * 32 - 4
 
 
 @pytest.mark.parametrize(
-    ("group", "broken", "why"), [(FakeGroup, range(24), "32 have no reward"), (LosingAll, (), "32 generations failed")]
+    ("lost", "broken", "why"), [((), range(24), "32 have no reward"), (range(32), (), "32 generations failed")]
 )
-def test_a_step_without_a_sample_left_says_so(tmp_path, group, broken, why):
-    config = breaking(tmp_path, list(broken), reward_model__error="drop")
+def test_a_step_without_a_sample_left_says_so(tmp_path, lost, broken, why):
+    settings = {BROKEN: [*broken], "reward_model__error": "drop"}
     with pytest.raises(StepFailed, match=f"none of the 32 samples can be trained on: .*{why}"):
-        fake_trainer(config, group).fit()
+        fake_run(tmp_path, group_with(lost_rows=lost), **settings)
 
 
 class MoreColumns(FakeGroup):
@@ -176,12 +160,11 @@ class MoreColumns(FakeGroup):
 def test_rewards_computed_meanwhile_give_the_same_updates(tmp_path, broken):
     updates, rows = [], []
     for launched in ("false", "true"):
-        config = breaking(
-            tmp_path / launched, broken, reward_model__error="drop", trainer__total_training_steps=3,
+        trainer = fake_run(
+            tmp_path / launched, MoreColumns, reward_model__error="drop", trainer__total_training_steps=3,
             reward_model__launch_reward_fn_async=launched, actor_rollout_ref__rollout__calculate_log_probs="true",
+            **{BROKEN: broken},
         )  # fmt: skip
-        trainer = fake_trainer(config, MoreColumns)
-        trainer.fit()
         updates.append(trainer.actor_rollout_wg.updates)
         rows.append(metrics_rows(tmp_path / launched))
     assert sum(row["reward/errors"] for row in rows[0]) == 4 * len(broken)
@@ -215,12 +198,8 @@ def test_a_checkpoint_is_saved_before_a_rented_instance_expires(tmp_path, monkey
         assert published_steps(directory / "out") == saved
 
 
-class NeverFinite(FakeGroup):
-    nonfinite = True
-
-
 def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3), NeverFinite)
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3), NEVER_FINITE)
     with pytest.raises(StepFailed, match="NaN or infinite in 3 steps in a row") as failure:
         trainer.fit()
     assert isinstance(failure.value.__cause__, NonFiniteRun)
@@ -233,11 +212,12 @@ class NothingCounted(FakeGroup):
         return DataProto(meta_info={"metrics": {"actor/nonfinite_steps": [0.0], "actor/empty_steps": [1.0]}})
 
 
-@pytest.mark.parametrize(("group", "why"), [(NeverFinite, "NaN or infinite"), (NothingCounted, "no token was counted")])
+@pytest.mark.parametrize(
+    ("group", "why"), [(NEVER_FINITE, "NaN or infinite"), (NothingCounted, "no token was counted")]
+)
 def test_a_run_whose_few_updates_are_all_skipped_is_no_success(tmp_path, group, why):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), group)
     with pytest.raises(StepFailed, match=f"{why} in every one of the 2 steps; those updates were skipped"):
-        trainer.fit()
+        fake_run(tmp_path, group, trainer__total_training_steps=2)
 
 
 def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
@@ -288,10 +268,6 @@ class SlowDisk(FakeGroup):
         return [True, self.left < 0]
 
 
-class FullDisk(SlowDisk):
-    failure = OSError("no space")
-
-
 def test_training_continues_while_a_checkpoint_is_written(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=2), SlowDisk)
     seen = {}
@@ -308,22 +284,14 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path):
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_keeps_the_one_before(tmp_path):
     fake_run(tmp_path, trainer__save_freq=1, trainer__total_training_steps=1)
     with pytest.raises(StepFailed, match="step 'save_checkpoint' of global step 4 failed: OSError: no space"):
-        fake_run(tmp_path, FullDisk, trainer__save_freq=2)
+        fake_run(tmp_path, group_with(SlowDisk, failure=OSError("no space")), trainer__save_freq=2)
     assert [p.name for p in (tmp_path / "out").glob("global_step_*")] == ["global_step_1"]
 
 
-class OneRank(FakeGroup):
-    world_size = 1
-
-
-class FourRanks(FakeGroup):
-    world_size = 4
-
-
-@pytest.mark.parametrize("group", [OneRank, FourRanks])
-def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tmp_path, group):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tmp_path, ranks):
     whole, first = whole_and_part(tmp_path, 2)
-    second = fake_run(tmp_path / "parts", group)
+    second = fake_run(tmp_path / "parts", group_with(world_size=ranks))
     assert first.actor_rollout_wg.generated + second.actor_rollout_wg.generated == whole.actor_rollout_wg.generated
     balance = "global_seqlen"  # says how the ranks share tokens
     of = [[{k: v for k, v in row.items() if not k.startswith(balance)} for row in metrics_rows(tmp_path / name)]
@@ -410,13 +378,11 @@ class LosingGreedy(FakeGroup):
         return super().generate_sequences(prompts)
 
 
-def remax(folder, **more):
-    return compose_run(folder, "unused", algorithm__adv_estimator="remax", trainer__total_training_steps=3, **more)
+REMAX = {"algorithm__adv_estimator": "remax", "trainer__total_training_steps": 3}
 
 
 def test_prompts_whose_greedy_answer_is_lost_are_dropped_and_counted(tmp_path):
-    trainer = fake_trainer(remax(tmp_path), LosingGreedy)
-    trainer.fit()
+    trainer = fake_run(tmp_path, LosingGreedy, **REMAX)
     for row in metrics_rows(tmp_path):
         assert row["training/requested_samples"] == 32 and row["training/scored_samples"] == 24
         assert row["training/dropped_samples"] == row["training/dropped_samples/no_baseline"] == 2 * 4
@@ -427,9 +393,7 @@ def test_prompts_whose_greedy_answer_is_lost_are_dropped_and_counted(tmp_path):
 
 
 def test_prompts_whose_greedy_answer_has_no_reward_are_dropped_and_counted(tmp_path):
-    config = remax(tmp_path, reward_model__error="drop")
-    OmegaConf.update(config, "custom_reward_function.reward_kwargs.broken", [3], force_add=True)
-    fake_trainer(config).fit()
+    fake_run(tmp_path, reward_model__error="drop", **REMAX, **{BROKEN: [3]})
     rows = metrics_rows(tmp_path)
     assert sum(row["training/dropped_samples/no_baseline"] for row in rows) == 4  # one prompt of the epoch
     assert all(row["training/requested_samples"] == row["training/scored_samples"] + row["training/dropped_samples"]
@@ -437,7 +401,7 @@ def test_prompts_whose_greedy_answer_has_no_reward_are_dropped_and_counted(tmp_p
 
 
 def test_the_last_lines_name_the_share_of_prompts_and_samples_that_were_left_out(tmp_path, capsys):
-    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), Losing)
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2), LOSING)
     trainer.train_dataset.dropped_overlong = 6  # of 30 rows
     trainer.fit()
     lines = capsys.readouterr().out.splitlines()

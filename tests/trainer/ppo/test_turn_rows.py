@@ -4,19 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.columns import object_columns
 from tests.helpers.engines import make_actor, make_engine, weights_of
 from tests.helpers.rl_run import FakeGroup, fake_run, metrics_rows
 from verl.protocol import DataProto
+from verl.protocol.serialization import object_array
 from verl.trainer.ppo.batching import fill_groups
 from verl.trainer.ppo.turn_rows import TURNS, RankRows, from_rows, to_rows
 from verl.training.actor.batch_cuts import ROWS_PER_SAMPLE, mini_batches
 from verl.training.policy import prefix_tree
-
-
-def column(values):
-    made = np.empty(len(values), dtype=object)
-    made[:] = values
-    return made
 
 
 def samples(prompts, responses, masks, turns, width=3, length=6, **columns) -> DataProto:
@@ -33,7 +29,7 @@ def samples(prompts, responses, masks, turns, width=3, length=6, **columns) -> D
     tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], 1)
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
     meta = {"temperature": 1.0, "global_steps": 1}
-    return DataProto.from_dict(tensors | columns, {TURNS: column(turns), "uid": column(["a"] * len(rows))}, meta)
+    return DataProto.from_dict(tensors | columns, object_columns(**{TURNS: turns, "uid": ["a"] * len(rows)}), meta)
 
 
 def two() -> DataProto:
@@ -68,8 +64,7 @@ def test_each_turn_is_a_row_after_its_own_prompt():
 
 def test_a_turn_is_cut_where_the_response_is():
     data = samples([[1]], [[11, 12, 13]], [[1, 1, 1]], [[(0, 2, [1]), (2, 9, [1, 5]), (7, 9, [1])]], length=3)
-    rows = to_rows(data)
-    assert rows.batch["responses"].tolist() == [[11, 12, 0], [13, 0, 0]]
+    assert to_rows(data).batch["responses"].tolist() == [[11, 12, 0], [13, 0, 0]]
 
 
 def test_mini_batches_hold_the_same_samples():
@@ -104,8 +99,7 @@ def test_log_probs_of_turns_are_those_of_the_conversation(llama):
     whole, split = whole_and_split()
     actor, mask = make_actor(make_engine(llama)), whole.batch["response_mask"]
     expected, _ = actor.compute_log_prob(whole)
-    rows = to_rows(split)
-    log_probs, _ = actor.compute_log_prob(rows)
+    log_probs, _ = actor.compute_log_prob(to_rows(split))
     merged = from_rows(DataProto.from_dict({"old_log_probs": log_probs}), split).batch["old_log_probs"]
     torch.testing.assert_close(merged, expected * mask, rtol=1e-4, atol=1e-5)
     assert merged[mask.bool()].abs().min() > 0
@@ -148,7 +142,7 @@ class TurnsGroup(FakeGroup):
         batch = output.batch
         asked = prompts_of(batch)
         two = [[(0, 2, ids), (3, 5, [7, *ids, 8])] for ids in asked]
-        output.non_tensor_batch[TURNS] = column([turns if i % 2 == 0 else None for i, turns in enumerate(two)])
+        output.non_tensor_batch[TURNS] = object_array([turns if i % 2 == 0 else None for i, turns in enumerate(two)])
         batch["response_mask"] = torch.ones_like(batch["responses"])
         batch["response_mask"][::2] = torch.tensor([1, 1, 0, 1, 1, 0])
         return output
@@ -165,8 +159,7 @@ def test_a_run_trains_turns_with_the_advantage_of_their_conversation(tmp_path):
     (data,) = trainer.actor_rollout_wg.updates
     assert data.meta_info[ROWS_PER_SAMPLE] == 2 and len(data) == 8 * 4 * 2
     batch, mask = data.batch, data.batch["response_mask"]
-    counted = sorted(mask.sum(1).tolist())
-    assert counted == [0] * 16 + [2] * 32 + [6] * 16
+    assert sorted(mask.sum(1).tolist()) == [0] * 16 + [2] * 32 + [6] * 16
     assert ((batch["old_log_probs"] + batch["responses"]) * mask).abs().max() == 0
     first, second = (batch["advantages"][i::2] for i in (0, 1))
     of_sample = first[:, 0]

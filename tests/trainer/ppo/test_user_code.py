@@ -5,10 +5,10 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from tests.helpers.columns import object_columns
 from tests.helpers.rl_run import compose_run, keep_batches, metrics_rows
 from verl.algos.policy_loss import LOSS_COLUMNS
 from verl.protocol import DataProto
@@ -172,8 +172,6 @@ def test_a_missing_column_ends_the_run_with_the_ways_to_provide_it(tiny_llama, t
 @pytest.mark.parametrize("values", [[0.5, None], ["a", 1.0], [1.0, [1.0]], [[1.0] * 4, [1.0]], [[[1.0]], [[1.0]]]])
 def test_values_that_are_no_numbers_are_refused(values, monkeypatch):
     monkeypatch.setitem(LOSS_COLUMNS, "mine", ("level",))
-    column = np.empty(2, dtype=object)
-    column[:] = values
-    data = DataProto.from_dict({"responses": torch.zeros(2, 3, dtype=torch.int64)}, {"level": column})
+    data = DataProto.from_dict({"responses": torch.zeros(2, 3, dtype=torch.int64)}, object_columns(level=values))
     with pytest.raises(ValueError, match="'mine' reads the column 'level', where a row has .*at most 3 numbers"):
         add_loss_columns(data, "mine")

@@ -29,12 +29,6 @@ def broken(tmp_path, monkeypatch):
     return load_extern_object(str(tmp_path / "my_loss.py"), "broken")
 
 
-def raised_by(function):
-    with pytest.raises(TypeError) as caught:
-        function(None, None)
-    return caught.value
-
-
 def test_a_function_is_named_with_file_and_line(broken):
     assert defined_at(broken) == "broken (my_loss.py:4)"
     assert defined_at(functools.partial(broken, None)) == "broken (my_loss.py:4)"
@@ -48,7 +42,9 @@ def test_the_innermost_frame_of_the_user_is_that_of_the_first_cause(broken):
         except TypeError as error:
             raise TypeError("later") from error
 
-    assert user_frame(full_traceback(raised_by(wrapped))) == "my_loss.py:5, in broken"
+    with pytest.raises(TypeError) as caught:
+        wrapped(None, None)
+    assert user_frame(full_traceback(caught.value)) == "my_loss.py:5, in broken"
     assert user_frame('File "<string>", line 1, in f\n') is None
 
 
@@ -95,15 +91,14 @@ def test_innermost_step_names_the_failure_and_every_step_is_timed():
 def test_the_cause_is_the_worker_error_that_ray_wraps():
     error = RayTaskError("update_actor", "long text", ValueError("lr is negative")).as_instanceof_cause()
     assert str(root_cause(error)) == "lr is negative"
-    with pytest.raises(StepFailed, match="failed: ValueError: lr is negative$"):
-        with timed_step("update_actor", defaultdict(float), 1):
-            raise error
+    failed = pytest.raises(StepFailed, match="failed: ValueError: lr is negative$")
+    with failed, timed_step("update_actor", defaultdict(float), 1):
+        raise error
 
 
 def test_ctrl_c_is_no_failed_step():
-    with pytest.raises(KeyboardInterrupt):
-        with timed_step("gen", defaultdict(float), 1):
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), timed_step("gen", defaultdict(float), 1):
+        raise KeyboardInterrupt
 
 
 def test_failure_survives_the_way_through_ray():

@@ -65,8 +65,7 @@ def test_another_number_of_loader_processes_is_an_error(before, after):
 def test_changed_data_begin_at_their_first_batch_and_keep_the_counters():
     source = stream()
     source.restart({"epoch": 1, "drawn": 15, "batches_in_epoch": 2})
-    rows = drawn(source, 1)
-    assert rows[0][1] == ["15", "16", "17"]
+    assert drawn(source, 1)[0][1] == ["15", "16", "17"]
     assert source.position() == {"epoch": 1, "drawn": 18, "batches_in_epoch": 1}
 
 

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.logs import logged
 from tests.helpers.models import make_tokenizer
-from tests.helpers.rl_run import compose_run, fake_run, fake_trainer, metrics_rows
+from tests.helpers.rl_run import compose_run, fake_run, fake_trainer, metrics_rows, read_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.run.checkpoints import Checkpoints
@@ -26,7 +26,7 @@ from verl.utils.tracking import ValidationGenerationsLogger
 
 
 def steps_in(path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [row["step"] for row in read_rows(path)]
 
 
 def make_log(directory, total_steps):
@@ -39,7 +39,7 @@ def test_a_fresh_run_in_an_old_folder_keeps_the_earlier_metrics(tmp_path):
     log.open(resumed_step=0)
     log.write(0, {"a": 1.0})
     log.write(1, {"a": np.float32(2.0), "text": "not a number"})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {"step": 1, "data": {"a": 2.0}}
+    assert read_rows(tmp_path / "metrics.jsonl")[1] == {"step": 1, "data": {"a": 2.0}}
     log.open(resumed_step=0)
     assert not (tmp_path / "metrics.jsonl").exists() and steps_in(tmp_path / "metrics.1.jsonl") == [0, 1]
     assert OmegaConf.load(tmp_path / "run_config.yaml") == log.config
@@ -121,7 +121,7 @@ def test_a_start_logs_the_seeds_that_are_not_the_runs(tmp_path, name, own):
 def test_half_a_surrogate_pair_is_written_without_loss(tmp_path):
     row = {"pred": "a \ud83c b", "\ude00": ["\U0001f600 é"]}
     write_jsonl(tmp_path / "1.jsonl", [row, row])
-    assert [json.loads(line) for line in (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()] == [row, row]
+    assert read_rows(tmp_path / "1.jsonl") == [row, row]
     JsonlLog(tmp_path / "2.jsonl").append([row])
     assert json.loads((tmp_path / "2.jsonl").read_text(encoding="utf-8")) == row
 
@@ -144,19 +144,12 @@ def test_conversations_have_segments_of_generated_and_given_text():
 
 @pytest.mark.process
 def test_validation_is_named_by_source_and_dumped(tmp_path):
-    config = compose_run(
-        tmp_path,
-        "unused",
-        trainer__val_only="true",
-        trainer__validation_data_dir=tmp_path / "val",
-        actor_rollout_ref__rollout__val_kwargs__n=2,
-    )
-    trainer = fake_trainer(config)
-    trainer.fit()
+    settings = {"trainer__validation_data_dir": tmp_path / "val", "actor_rollout_ref__rollout__val_kwargs__n": 2}
+    trainer = fake_run(tmp_path, trainer__val_only="true", **settings)
     assert not trainer.actor_rollout_wg.updates
     (row,) = metrics_rows(tmp_path)
     assert row["val-core/letters/reward/mean@2"] == pytest.approx(2.5 / 6)
-    dumped = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
+    dumped = read_rows(tmp_path / "val" / "0.jsonl")
     assert len(dumped) == 8
     assert dumped[0]["gts"] == "a" and dumped[0]["words"] == 6 and dumped[0]["score"] == pytest.approx(2 / 6)
 

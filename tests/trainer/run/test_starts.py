@@ -1,12 +1,11 @@
 """What a run says of its starts: settings changed since the checkpoint, seeds, end, an earlier finished run."""
 
-import json
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.logs import logged
-from tests.helpers.rl_run import compose_run, fake_trainer
+from tests.helpers.rl_run import compose_run, fake_trainer, read_rows
 from verl.trainer.run.starts import changed_settings
 
 
@@ -82,7 +81,7 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, messages):
     assert changed == ["actor_rollout_ref.actor.optim.lr", "trainer.save_freq", "trainer.total_epochs"]
     assert [OmegaConf.load(out / f"run_configs/{n}.yaml").trainer.total_epochs for n in (1, 2)] == [2, 3]
     assert OmegaConf.load(out / "run_config.yaml").trainer.total_epochs == 3
-    rows = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+    rows = read_rows(out / "starts.jsonl")
     assert [(r["start"], r["step"], r.get("ended")) for r in rows] == [(1, 0, None), (1, 2, "finished"), (2, 1, None)]
     messages.clear()
     trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(2)

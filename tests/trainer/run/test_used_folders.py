@@ -1,14 +1,11 @@
 """A start in a folder that has files of another run, or of later steps: neither is taken for its own."""
 
-import json
-from pathlib import Path
-
 import pytest
-from omegaconf import OmegaConf
 
 from tests.helpers.logs import logged
-from tests.helpers.rl_run import fake_run
+from tests.helpers.rl_run import fake_run, read_rows
 from tests.helpers.sft_run import make_trainer, write_pairs
+from tests.trainer.run.test_run_log import steps_in
 from verl.trainer.fsdp_sft_trainer import extract_step
 from verl.training.checkpoint.publish import TRACKER, find_valid_checkpoint, published_steps
 
@@ -21,10 +18,6 @@ ANEW = {"trainer__resume_mode": "disable"}
 def messages():
     with logged("INFO") as lines:
         yield lines
-
-
-def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 def run_rl(directory, steps, **more):
@@ -105,7 +98,7 @@ def test_supervised_runs_do_the_same(tmp_path, tiny_llama):
     def run(steps, **more):
         keys = {"trainer__save_freq": 2, "trainer__max_ckpt_to_keep": 2, "trainer__total_training_steps": steps}
         make_trainer(tmp_path, tiny_llama, **keys | more).fit()
-        return published_steps(out), [r["step"] for r in OmegaConf.create(starts(out)) if "config" in r]
+        return published_steps(out), [row["step"] for row in read_rows(out / "starts.jsonl") if "config" in row]
 
     assert run(6) == ([4, 6], [0])
     assert run(3, **ANEW) == ([2, 3, 4, 6], [0, 0])
@@ -115,7 +108,3 @@ def test_supervised_runs_do_the_same(tmp_path, tiny_llama):
     (out / "global_step_5" / "extra_state.json").write_text("{}")  # torn: the one before it is taken
     assert run(6)[1][-1] == extract_step(str(out / "global_step_4")) == 4
     assert steps_in(out / "metrics.1.jsonl") == [0, 1, 2, 3, 4, 5, 6]  # of the first run
-
-
-def starts(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]

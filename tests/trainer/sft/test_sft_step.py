@@ -1,6 +1,5 @@
 """The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import weights_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.rl_run import read_rows
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.run.ranks import all_reduce_max
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
@@ -27,8 +27,7 @@ def pairs(tmp_path):
 
 def step(trainer, steps=2):
     """Metrics of some steps and the weights after them."""
-    results = [trainer.training_step(trainer._draw()) for _ in range(steps)]
-    return results, weights_of(trainer.engine)
+    return [trainer.training_step(trainer._draw()) for _ in range(steps)], weights_of(trainer.engine)
 
 
 def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, llama):
@@ -58,7 +57,7 @@ def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny
     assert peak == 1e-3
     assert trainer._utilisation(batch, 2.0) == {"perf/mfu/train": pytest.approx(reached / 1e-3)}
     trainer.fit()
-    *_, row = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
+    *_, row = read_rows(pairs / "out" / "metrics.jsonl")
     assert 0 < row["data"]["perf/mfu/train"] and 0.05 < row["data"]["perf/max_memory_resident_gb"] < 64
 
 
@@ -177,8 +176,7 @@ def test_ranks_share_each_batch_of_an_epoch():
 
 
 def test_validation_rows_are_seen_once_and_filled_up_without_counting():
-    shares = [list(RankShares(5, 4, rank, 2)) for rank in range(2)]
-    assert shares == [[[0, 2], [4]], [[1, 3], [5]]]
+    assert [list(RankShares(5, 4, rank, 2)) for rank in range(2)] == [[[0, 2], [4]], [[1, 3], [5]]]
     filled = PaddedRows([{"loss_mask": torch.ones(3)}] * 5)
     assert filled[4]["loss_mask"].sum() == 3 and filled[5]["loss_mask"].sum() == 0
 
