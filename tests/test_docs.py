@@ -41,7 +41,7 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page):
         cells = columns
 
 
-LIMITS = {"migrating": 200, "dllm": 150, "benchmarks": 80, "trust": 60}
+LIMITS = {"migrating": 200, "dllm": 150, "trust": 60}
 
 
 def test_pages_for_readers_and_entries_of_experiments_are_short():
