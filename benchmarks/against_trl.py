@@ -151,12 +151,14 @@ class Case:
         command = python("benchmarks.bare_parts", model, self.out / "data" / "train.parquet", *words)
         ours = [step for turn in range(TURNS) for step in self.steps(f"ours_{turn}")[WARM_UP:]]
         bare = self.kept("parts", command, lambda: json.loads(out.read_text()))
-        both = bare["generation"] + bare["update"]
-        per_step = f"times, ours / {both:.1f} s of vLLM and transformers for {bare['tokens']} tokens"
-        return [
-            row(f"{self.prefix}_step_over_parts", [step["timing_s/step"] / both for step in ours], per_step),
-            row(f"{self.prefix}_generation_over_vllm", [step["timing_s/gen"] / bare["generation"] for step in ours],
-                "times, ours / vLLM alone"),
-            row(f"{self.prefix}_update_over_bare", [step["timing_s/update_actor"] / bare["update"] for step in ours],
-                "times, ours / forward and backward of transformers"),
-        ]  # fmt: skip
+        bare["step"] = bare["generation"] + bare["update"]
+        compared = {"step_over_parts": ("step", "step"), "generation_over_vllm": ("gen", "generation"),
+                    "update_over_bare": ("update_actor", "update")}  # fmt: skip
+        rows = []
+        for name, (timer, part) in compared.items():
+            # Both sample their answers, so that one may have longer ones.
+            times = [step[f"timing_s/{timer}"] / step["response_length/mean"] * bare["answer_tokens"] / bare[part]
+                     for step in ours]  # fmt: skip
+            unit = f"times, ours / {bare[part]:.1f} s, per token of an answer"
+            rows.append(row(f"{self.prefix}_{name}", times, unit))
+        return rows

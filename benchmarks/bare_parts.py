@@ -1,5 +1,6 @@
 """Seconds of a GRPO step's two large parts without this project: answers of vLLM, and a forward and backward of
-transformers over the same tokens, in which the answers to a prompt share it. Its process holds nothing else.
+transformers over them. A prompt and its answers are one row: the prompt is computed once, and an answer also attends to
+the answers before it. The process holds nothing else.
 """
 
 import argparse
@@ -17,7 +18,7 @@ REPETITIONS = 3  # after one that is left out
 
 
 def generated(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-    """Tokens of each prompt followed by its answers, of the last repetition; seconds of each repetition."""
+    """Tokens of all answers to each prompt, of the last repetition; seconds of each repetition."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -31,7 +32,7 @@ def generated(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[
         outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
         seconds.append(time.perf_counter() - begun)
     answers = [[token for answer in output.outputs for token in answer.token_ids] for output in outputs]
-    return [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)], seconds[1:]
+    return answers, seconds[1:]
 
 
 def updated(args: argparse.Namespace, texts: list[list[int]]) -> list[float]:
@@ -49,7 +50,7 @@ def updated(args: argparse.Namespace, texts: list[list[int]]) -> list[float]:
 
 
 def main() -> None:
-    """Write {"generation", "update": median seconds, "tokens": of the texts} to --out."""
+    """Write {"generation", "update": median seconds, "answer_tokens": mean of an answer} to --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path, help="prompts in the RL data format")
@@ -63,8 +64,10 @@ def main() -> None:
     conversations = pd.read_parquet(args.data)["prompt"][: args.prompts]
     prompts = [tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)["input_ids"]
                for turns in conversations]  # fmt: skip
-    texts, generation = generated(args, prompts)
-    taken = {"generation": median(generation), "update": median(updated(args, texts)), "tokens": sum(map(len, texts))}
+    answers, generation = generated(args, prompts)
+    update = updated(args, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    mean_length = sum(map(len, answers)) / len(prompts) / args.samples
+    taken = {"generation": median(generation), "update": median(update), "answer_tokens": mean_length}
     args.out.write_text(json.dumps(taken))
 
 

@@ -40,8 +40,11 @@ def steps() -> list[Row]:
     def command(folder: Path, count: int, settings: tuple[str, ...]) -> list[str]:
         return training_command(model, demo.source(out / "data"), folder, count, 0, *more, *settings, lr=0.0)
 
-    case = Case("gsm8k", out, 8, 8, PROMPT.limit, command, (8, 16), REWARD.format(marker=PROMPT.marker),
-                lambda row: row["reward_model"]["ground_truth"], demo.TEMPERATURE)  # fmt: skip
+    case = Case(
+        "gsm8k", out, prompts=8, samples=8, limit=PROMPT.limit, command=command, trl_rows=(8, 16),
+        reward=REWARD.format(marker=PROMPT.marker), truth=lambda row: row["reward_model"]["ground_truth"],
+        temperature=demo.TEMPERATURE,
+    )  # fmt: skip
     return case.in_turn(model) + case.over_parts(model)
 
 

@@ -130,7 +130,7 @@ def run_alone(command: list[str], log: Path) -> None:
 
 
 def run_seeds(module: str, out: Path, record: str = "result.json") -> dict[str, Any]:
-    """The record that a demo's command leaves in `out` after SEEDS; what it has of an earlier run is kept."""
+    """The record that a demo's command leaves in `out` after SEEDS; the command continues what `out` has."""
     subprocess.run(python(module, "--out", out, "--seeds", *SEEDS), cwd=ROOT, check=True)
     return json.loads((out / record).read_text())
 

@@ -29,8 +29,10 @@ def case_of(model: Path) -> Case:
     def command(folder: Path, count: int, settings: tuple[str, ...]) -> list[str]:
         return demo.training_command(model, demo.from_files(OUT / "data"), folder, count, 0, *settings, lr=0.0)
 
-    return Case("grpo", OUT, 8, 8, 32, command, (16, 32), REWARD.format(source=questions.DATA_SOURCE),
-                lambda row: row["extra_info"]["entry"])  # fmt: skip
+    return Case(
+        "grpo", OUT, prompts=8, samples=8, limit=32, command=command, trl_rows=(16, 32),
+        reward=REWARD.format(source=questions.DATA_SOURCE), truth=lambda row: row["extra_info"]["entry"],
+    )  # fmt: skip
 
 
 def gain() -> list[Row]:

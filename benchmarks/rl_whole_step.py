@@ -133,7 +133,7 @@ def trl(folder: Path, case: Case, turn: int) -> Steps:
     """Steps of TRL's GRPOTrainer, which has no driver."""
     out = folder / f"trl{turn}.json"
     command = python("benchmarks.trl_steps", folder, "--out", out, "--steps", STEPS, "--prompts", PROMPTS,
-                     "--samples", SAMPLES, "--limit", case.limit, *["--to-the-limit"] * case.to_the_limit)
+                     "--samples", SAMPLES, "--limit", case.limit, *(["--to-the-limit"] if case.to_the_limit else []))
     run_alone(command, out.with_suffix(".log"))
     return Steps(**json.loads(out.read_text()))
 

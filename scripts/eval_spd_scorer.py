@@ -398,8 +398,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
     add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
-    add("--val-harm-labels", type=Path, help="the same of validation questions: they spread the thresholds of rules "
-        "and scorers, and count in the choice among these")
+    add("--val-harm-labels", type=Path, help="the same of validation questions, to choose the thresholds by")
     add("--out", type=output_folder, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions (default: all)")
     add("--val-limit", type=int, help="only the first N validation questions (default: all)")
@@ -435,7 +434,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
         "every rule on the validation questions too")
     add("--seed", type=int, default=0)
-    add("--processes", type=int, help="processes with models of their own, for all runs (default: one per core or GPU)")
+    add("--processes", type=int, help="which share each run's questions (default: one per core or GPU)")
     add("--device", default="cpu", help="cpu or cuda")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
         "and on CPUs with instructions for it, else float32)")
@@ -452,7 +451,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--compare {text}: give NAME=DIR, with a name that no other rule has")
         args.scorers[name] = directory
     for text in args.rule:
-        given = re.fullmatch(r"(\w+)=(.+?):(\w+)(?::((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?:,(?=.)|$))+))?", text)
+        number = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+        given = re.fullmatch(rf"(\w+)=(.+?):(\w+)(?::({number}(?:,{number})*))?", text)
         if given is None or given[1] in {*FIXED_RULES, *args.scorers, *args.rules} or not Path(given[2]).is_file():
             parser.error(f"--rule {text}: give NAME=FILE:FUNCTION[:N,N], an existing file and a name of no other rule")
         args.rules[given[1]] = (given[2], given[3], [float(value) for value in (given[4] or "0").split(",")])

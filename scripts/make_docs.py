@@ -249,7 +249,8 @@ def model_tables() -> dict[str, str]:
 
 def column_table(columns: dict[str, Column]) -> str:
     """Rows of the registry of columns."""
-    rows = ((f"`{name}`", of.shape, of.dtype, of.writer, of.meaning) for name, of in columns.items())
+    rows = ((f"`{name}`", column.shape, column.dtype, column.writer, column.meaning)
+            for name, column in columns.items())  # fmt: skip
     return table_of(("column", "shape", "dtype", "written by", "meaning"), rows)
 
 

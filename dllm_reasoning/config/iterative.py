@@ -54,8 +54,8 @@ class IterativeConfig(BaseConfig, section="iterative"):
     single_round_steps: int = setting(0, "Steps at the start that train the first round only.", low=0)
     noise_pattern: str = setting(
         "iid",
-        "Where noise is: single tokens (iid), all from a position on (suffix), a block (block; after untrained rounds: "
-        "trajectory), or windows beside the clean text (packed).",
+        "Where noise is: single tokens (iid), all from a position on (suffix), a block (block), a block after rounds "
+        "that are not trained (trajectory), or windows beside the clean text (packed).",
         choices=tuple(PATTERNS),
     )
     noise_min: float = setting(0.1, "Minimum share of noised response tokens (iid).", low=0, high=1)

@@ -112,7 +112,7 @@ class OpenEnv(Environment):
                             {"role": "user", "content": text}]  # fmt: skip
             state = await client.state()
         if not rewards:
-            turns = f"data.environment.max_turns={self.settings.max_turns}"
+            turns = f"data.environment.max_turns (now {self.settings.max_turns})"
             raise ValueError(f"no step had a reward; raise {turns}, or let the server give one")
         numbers = {f"state/{name}": value for name, value in state.items() if isinstance(value, int | float)}
         return {**numbers, "score": sum(rewards), "acc": float(sum(rewards) >= 1.0), "steps": len(rewards)}

@@ -26,7 +26,7 @@ def test_the_fastest_trl_that_fits_and_both_parts(tmp_path, monkeypatch):
             (tmp_path / command[1]).mkdir()
             (tmp_path / command[1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         elif command[2] == "benchmarks.bare_parts":
-            Path(value_after(command, "--out")).write_text('{"generation": 5.0, "update": 20.0, "tokens": 700}')
+            Path(value_after(command, "--out")).write_text('{"generation": 5.0, "update": 20.0, "answer_tokens": 45}')
         elif value_after(command, "--rows") == "16":
             raise RuntimeError("killed")
         else:
@@ -45,7 +45,8 @@ def test_the_fastest_trl_that_fits_and_both_parts(tmp_path, monkeypatch):
     assert (rows["x_step_ours"].value, rows["x_step_trl"].value, rows["x_step_vs_trl"].value) == (30.0, 120.0, 4.0)
     assert rows["x_step_trl"].unit == "s, 8 rows at a time" and rows["x_step_trl"].repetitions == 2
     assert (rows["x_tokens_ours"].value, rows["x_tokens_trl"].value) == (90.0, 80.0)
-    assert (rows["x_step_over_parts"].low, rows["x_step_over_parts"].high) == (0.8, 1.6)  # 20 and 40 s over 25
-    assert (rows["x_generation_over_vllm"].value, rows["x_update_over_bare"].value) == (1.2, 1.0)
+    # 20 and 40 s over 25, for answers that are twice as long
+    assert (rows["x_step_over_parts"].low, rows["x_step_over_parts"].high) == (0.4, 0.8)
+    assert (rows["x_generation_over_vllm"].value, rows["x_update_over_bare"].value) == (0.6, 0.5)
     read = pd.read_parquet(tmp_path / "trl" / "prompts.parquet")["reward_model"]
     assert list(read) == [{"ground_truth": "7"}] and (tmp_path / "trl" / "reward.py").read_text() == REWARD

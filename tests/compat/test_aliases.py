@@ -187,17 +187,11 @@ def test_every_row_has_a_version_and_names_one_setting():
             assert CHOICE in row.old or not any(row.old.startswith(f"{section}.") for section in before), row.old
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("reward.num_worker=3", "leave it out; did you mean 'reward.num_workers'?"),
-        ("skip.x=1", "leave it out."),
-    ],
-)
-def test_what_has_no_counterpart_is_named_with_the_nearest(word, said):
+@pytest.mark.parametrize("word", ["reward.num_worker=3", "skip.x=1", "model_engine.choice=x"])
+def test_what_has_no_counterpart_is_named(word):
     with pytest.raises(ConfigError) as refused:
         composed(*NEEDED, word)
-    assert f"{word.partition('=')[0]} has no counterpart here: {said}" in str(refused.value)
+    assert f"{word.partition('=')[0]} has no counterpart here: check its spelling" in str(refused.value)
 
 
 def test_an_override_that_cannot_be_resolved_is_left_to_the_checks(monkeypatch):

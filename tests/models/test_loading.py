@@ -82,9 +82,10 @@ def test_the_rank_of_an_adapter_is_read_and_its_absence_named(tiny_llama, tmp_pa
     assert m.get_lora_rank_from_adapter(tmp_path) == 5
     with pytest.raises(FileNotFoundError, match="adapter_config.json"):
         m.get_lora_rank_from_adapter(tmp_path / "elsewhere")
-    for text in ("{}", "[5]", '{"r": "x"}', '{"r": 5'):
+    for text, wrong in (("{}", "has no rank 'r'"), ("[5]", "has no rank 'r'"), ('{"r": "x"}', "has no rank 'r'"),
+                        ('{"r": 5', "is no JSON")):  # fmt: skip
         (tmp_path / "adapter_config.json").write_text(text)
-        with pytest.raises(ValueError, match="adapter_config.json has no rank 'r'"):
+        with pytest.raises(ValueError, match=f"adapter_config.json {wrong}"):
             m.get_lora_rank_from_adapter(tmp_path)
 
 

@@ -108,7 +108,7 @@ class Groups:
 
 
 def _scores(token_level_rewards: Tensor, index: Any) -> tuple[Tensor, Groups]:
-    """Reward of each sample [B], in double so that equal ones centre to exactly 0, with the groups of the samples."""
+    """Reward of each sample [B], in double (equal float32 rewards then centre to 0), with the groups of the samples."""
     scores = token_level_rewards.double().sum(-1)
     return scores, Groups.of(index, scores.device)
 

@@ -51,7 +51,7 @@ def create_random_mask(
     if not 0 <= min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 - max_ratio_of_left_padding:
         values = f"{min_ratio_of_valid_token}, {max_ratio_of_valid_token}, 1 - {max_ratio_of_left_padding}"
         names = "0, min_ratio_of_valid_token, max_ratio_of_valid_token, 1 - max_ratio_of_left_padding"
-        raise ValueError(f"{names} must not fall; they are 0, {values}")
+        raise ValueError(f"{names} must be in ascending order; they are 0, {values}")
     least, most = int(length * min_ratio_of_valid_token), int(length * max_ratio_of_valid_token)
     begin = torch.randint(0, int(length * max_ratio_of_left_padding) + 1, (rows, 1))
     end = begin + torch.randint(least, most + 1, (rows, 1))

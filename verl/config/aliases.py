@@ -17,7 +17,6 @@ from verl.config.compose import leaves, to_plain
 from verl.config.inert import OLD_KEYS
 from verl.config.ppo import PPOConfig
 from verl.utils.problems import ConfigError, Problem, wrong
-from verl.utils.registry import nearest
 
 ABSENT = object()
 _PLAIN = (str, bool, int, float, type(None))
@@ -146,8 +145,8 @@ class _Renaming:
         """Remove a section, with a problem for each setting that is left in it."""
         if _select(self.config, section) is not ABSENT:
             for name, _ in _settings_in({section: _take(self.config, section)}):
-                near = nearest(name, [alias.old for alias in RL + SFT if alias.old.startswith(f"{section}.")])
-                self.problems.append(wrong(name, f"{name} has no counterpart here: leave it out{near or '.'}"))
+                text = f"{name} has no counterpart here: check its spelling, or leave it out."
+                self.problems.append(wrong(name, text))
 
     def _move(self, old: str, new: str, value: Any) -> None:
         if other := self._other_value(old, new, value):

@@ -61,7 +61,8 @@ class GenerationPrompts(RLHFDataset):
                 write_table([{name: row.get(name)} for row in self.rows], [[""]] * len(self), io.BytesIO())
             except (pa.ArrowException, UnicodeError) as error:
                 text = f"column {name!r} cannot be written as parquet next to the answers: {one_line(error)}"
-                raise DatasetError(f"{config.data.path}: {text}. Give it values of one type.") from error
+                advice = "Remove that character" if isinstance(error, UnicodeError) else "Give it values of one type"
+                raise DatasetError(f"{config.data.path}: {text}. {advice}.") from error
 
     def prompt_ids(self, item: int) -> list[int]:
         ids = super().prompt_ids(item)

@@ -38,7 +38,7 @@ def open_parquet(path: str | Path, whole: bool = True) -> pq.ParquetFile:
         # pre_buffer reads ahead: 100,000 rows of token ids took a third more memory.
         file = refused.enter_context(pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False))
         values = in_arrow = in_python = 0
-        repeating: dict[str, int] = {}  # column whose strings are stored once and may be long -> bytes of a chunk
+        repeating: dict[str, int] = {}  # column of dictionary-encoded strings -> bytes of a chunk
         for group, column in itertools.product(range(file.metadata.num_row_groups), range(file.metadata.num_columns)):
             chunk = file.metadata.row_group(group).column(column)
             width = file.schema.column(column).length or 0  # bytes of a value; 0 where they differ
@@ -89,7 +89,7 @@ def _check_strings(path: Path, rows: str, whole: bool, in_arrow: int, columns: d
 
 
 def _decoded_bytes(array: pa.Array) -> int:
-    """Bytes of the strings that the dictionary-encoded arrays in a column stand for; lists and structs hold arrays."""
+    """Bytes of a column's dictionary-encoded strings when decoded; such arrays may be inside lists and structs."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -94,7 +94,7 @@ def _class_and_config(loader: str, model_config: HFModelConfig) -> tuple[type, P
 def load_without_weights(
     model_config: HFModelConfig, torch_dtype: torch.dtype
 ) -> tuple[PreTrainedModel, StoredWeights] | None:
-    """(module, stored weights) as model.loader makes them, but with placeholders that the weights are to replace.
+    """(module, stored weights): what model.loader makes, with placeholders that the stored weights are to replace.
 
     Parameters that are not stored are drawn as in a full load. None where only the loader itself can make the model:
     loaders of the user's own, loader.kwargs, models with their own code, folders that `StoredWeights.create` refuses.
@@ -211,9 +211,12 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
     if not file.is_file():
         raise FileNotFoundError(f"actor_rollout_ref.model.lora_adapter_path must name an adapter's folder; no {file}")
     try:
-        return int(json.loads(file.read_text())["r"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} has no rank 'r', so it is not a LoRA adapter. Name another folder.") from error
+        described = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}). Copy the adapter again.") from error
+    if not isinstance(described, dict) or not isinstance(described.get("r"), int):
+        raise ValueError(f"{file} has no rank 'r', so it is not a LoRA adapter. Name another folder.")
+    return described["r"]
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def check_environment(config: PPOConfig, findings: Any) -> Iterator[Problem]:
 def show_environment(console: Console, config: PPOConfig, findings: Any) -> list[Problem]:
     """Start the environment; print its first prompt, the scores of one answer and prompt lengths; return what failed.
 
-    The model's answer in every turn is the first row's ground truth; reasoning_gym's are put into its answer_format.
+    The model's answer in every turn is the first row's ground truth; for reasoning_gym in its answer_format.
     """
     environment, prompts = config.data.environment, findings.datasets.get("data.train_files")
     if environment.name is None or not prompts:

@@ -37,7 +37,7 @@ from verl.training.policy.packing import pack
 from verl.training.policy.prefix_tree import PrefixTree
 from verl.utils.problems import one_line
 
-# A model of so many layers is traced, and one of a layer more: each further layer adds the same again. With fewer, what
+# Models of 4 and of 5 layers are traced: their difference is what each further layer adds. With fewer layers, what
 # FSDP2 holds of neighbouring layers (the next one's weights, the last one's gradients) is not there in full.
 LAYERS = (4, 5)
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer (two moments)"
@@ -71,7 +71,7 @@ def trace_update(
     """Bytes of one rank by part at the moment of an update in which it holds most; together they are its peak.
 
     An update has weights and optimizer on its device whatever param_offload and optimizer_offload say. `offload_policy`
-    and offloaded activations save memory of a GPU alone: CPU ranks ignore the former and make copies of the latter.
+    and offloaded activations free memory on GPUs only: CPU ranks ignore the former and make copies of the latter.
     Raises whatever a model raises that cannot run without numbers (mixtures of experts with a loop over their experts),
     and RuntimeError in a process that has a process group.
     """

@@ -1,4 +1,4 @@
-"""Limits of the metrics `health/*`, alike for every run, with the unbiased estimator of pass@k that they rely on."""
+"""Limits of the metrics `health/*`, the same for every run, and estimates of pass@k and best@k for these metrics."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer or processor, and reads what they say of its tokens."""
+"""A model's tokenizer or processor: loading it, its end and special tokens, a check that two are the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
 def hf_tokenizer(
     name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """AutoTokenizer of a model folder or hub name. `correct_pad_token`: its eos token pads if it has no pad token."""
+    """AutoTokenizer of a model folder or hub name. `correct_pad_token`: without a pad token, eos pads."""
     from transformers import AutoTokenizer
 
     if correct_gemma2 and isinstance(name_or_path, str) and "gemma-2-2b-it" in name_or_path:
@@ -87,7 +87,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 
 @functools.lru_cache(maxsize=16)
 def _eos_ids(model: str) -> tuple[int, ...]:
-    """Every eos_token_id of a folder's or hub model's generation_config.json, of its config.json without one."""
+    """Every eos_token_id of a folder's or hub model's generation_config.json; without that file, of its config.json."""
     from transformers import GenerationConfig, PretrainedConfig
 
     try:

@@ -87,7 +87,9 @@ def _unseen(split: str, seed: int, gsm8k: Path | None, seen: set[str]) -> Iterat
                 yield asked
                 break
         else:
-            raise ValueError(f"{name} has too few different questions: lower --counts, or give more with --gsm8k")
+            raise ValueError(
+                f"{name} has too few different questions: lower --questions (dllm.demo) or --counts (dllm.answers)"
+            )
 
 
 def _of_gym(name: str, seed: int) -> Iterator[Asked]:

@@ -95,7 +95,7 @@ class _Rows:
     length: torch.Tensor  # [B] committed tokens, prompt included
     vocabulary: int  # V
     caches: list[RowCache] = field(default_factory=list)  # the target's and, with a draft, the draft's
-    copied_seconds: float = 0.0  # that an earlier call spent on reading the prompts, if `caches` are copies of its own
+    copied_seconds: float = 0.0  # that an earlier call took to read the prompts, if `caches` were copied from it
 
     def advance(self, block: Block, accepted: torch.Tensor, done: Sequence[bool]) -> None:
         """Move past the committed tokens, `accepted` [B] drafted ones and the target's next; drop the rows `done`."""
@@ -295,8 +295,8 @@ def _forward(
     model: nn.Module, cache: RowCache, tokens: torch.Tensor, positions: torch.Tensor, *, keep: int | None = None,
     with_hidden: bool = False,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:  # fmt: skip
-    """Run tokens [B, q] at positions [B, q] with the model's cache. Returns its logits, of the last `keep` tokens alone
-    if that is given, and the hidden states, each [B, q, H], or None.
+    """Run tokens [B, q] at positions [B, q] with the model's cache. Returns its logits [B, q, its own V], of the
+    last `keep` tokens alone if that is given, and the hidden states, each [B, q, H], or None.
     """
     mask = cache.announce(positions, model.dtype)
     # A draft may exceed the last position that can be committed; tokens there are dropped, so any position id will do.

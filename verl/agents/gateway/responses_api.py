@@ -45,11 +45,12 @@ def _message_of(item: Any, i: int) -> dict[str, Any]:
     if kind == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
     if kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
+        field = "content" if item.get("content") else "summary"
+        parts = item.get(field) or []
         try:
             text = "\n".join(part.get("text", "") for part in parts)
         except (AttributeError, TypeError):
-            raise RequestError(f"input[{i}]: its content must be a list of parts that have a text") from None
+            raise RequestError(f"input[{i}].{field}={one_line(parts)} must be a list of parts with a text") from None
         return {"role": "assistant", "content": None, "reasoning_content": text}
     known = "message, function_call, function_call_output and reasoning are"
     raise RequestError(f"input[{i}].type={kind!r} is not supported: {known}")
@@ -79,9 +80,10 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     # Not remembered: instructions hold for one request only.
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     # This API has a function's fields beside its type; the chat API has them below "function".
-    tools = body.get("tools") or []
-    tools = tools if isinstance(tools, list) else [tools]
-    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in tools]
+    listed = body.get("tools") or []
+    if not isinstance(listed, list):
+        raise RequestError(f"tools={one_line(listed)} must be a list of functions")
+    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in listed]
     tools = None if body.get("tool_choice") == "none" else template_tools(given)
     limit = positive(body, "max_output_tokens")
     answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)

@@ -21,7 +21,7 @@ class MCPBaseTool(BaseTool):
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         if self.server is None and config.get("type") != "mcp":
-            raise ValueError("a tool of MCP servers needs config.type=mcp, and their file, mcp.mcp_servers_config_path")
+            raise ValueError("a tool of MCP servers needs config.type=mcp, and mcp.mcp_servers_config_path")
         super().__init__(config, tool_schema)
         self.timeout = config["timeout"] if "timeout" in config else 30
         self._interval = 1.0 / config["rate_limit"] if config.get("rate_limit") else 0.0
@@ -31,6 +31,8 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
         """The server's answer; RuntimeError with its text where it reports an error."""
+        if self.server is None:
+            raise RuntimeError(f"{self.name!r} has no MCP server; make it by an entry of the tools' file")
         now = time.monotonic()
         start = max(now, self._next)
         self._next = start + self._interval

@@ -61,13 +61,13 @@ class Packing:
     keys: int64 [K] on the host, flat positions of the segments' keys; None: those of its queries.
     attention_mask: bool [S, 1, Q, K] in place of causal attention, rows padded to the longest.
     single_part: all segments share one attention call, whatever their lengths.
-    prefix_len: tokens of a cached row, split among the same ranks; `keys` first counts its keys, then this row's.
+    prefix_len: tokens of a cached row, split among the same ranks; `keys` below it are in that row.
     parents: int64 [S] on the host, which segment a segment continues, -1 for none: its keys are those of its ancestors
         and its own; None where no prefix is shared.
     device: of the batch; None: of `tokens`.
     places: int64 [B, L] on the host, flat position of each token, -1 at padding.
     repeats: where rows share predicted tokens, else None: the index of each of M counted tokens in the flattened
-        responses and which of the N it is, int64 [M] each.
+        responses and its number among the N, int64 [M] each.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.

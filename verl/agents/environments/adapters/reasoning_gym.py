@@ -11,7 +11,7 @@ from loguru import logger
 from verl.agents.environments.base import Ask, Environment, Library, Message, check_ranges, make_row
 
 EXAMPLES_SEED = 3_000_000  # of worked examples
-DRAWS = 2  # items drawn per validation question, so that enough remain without those that repeat a question
+DRAWS = 2  # items drawn per validation question, so that enough different ones remain
 
 
 class ReasoningGym(Environment):
