@@ -143,7 +143,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"unknown option {text!r}; settings of the trainer read key=value")
     for option, key in KEYS.items():
         if _given(overrides, key):
-            parser.error(f"{key} is set by {option}")
+            parser.error(f"{key} is set by {option}; leave it out")
     args.overrides = overrides
     if not args.model:
         parser.error("name the target model: --model DIR or MODEL_PATH")

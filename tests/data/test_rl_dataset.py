@@ -221,8 +221,8 @@ def test_several_processes_filter_alike_and_name_a_bad_row(tmp_path):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"prompt": "1 + 2"}, "row 1: column 'prompt' is a string; expected a list of {role, content}"),
-        ({"prompt": []}, "row 1: column 'prompt' is an empty list"),
+        ({"prompt": "1 + 2"}, "row 1: column 'prompt' is a string; expected a list of {role, content}. Wrap it"),
+        ({"prompt": []}, "row 1: column 'prompt' is an empty list; expected a list of {role, content}. Fill it"),
         ({"prompt": [{"role": "user"}]}, "row 1: column 'prompt', message 0"),
         ({"prompt": [{"role": "user", "content": [["1"]]}]}, "message 0 has a part of type 'list'"),
         ({"question": "1"}, "row 1: there is no column 'prompt'"),

@@ -233,8 +233,15 @@ def test_an_end_is_added_where_the_template_writes_none(tmp_path):
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     template = "{% for m in messages %}{% if loop.last %}: {% endif %}{{ m['content'] }} {% endfor %}"
     file = rows_of(tmp_path, [{"messages": CONVERSATION}])
-    with pytest.raises(DatasetError, match="row 0: the chat template writes message 1 differently once other messages"):
+    refused = "row 0: the chat template writes message 1 differently once other messages .* Set {}data.chat_template"
+    with pytest.raises(DatasetError, match=refused.format("")):  # nor are its turns their prompts and what follows
         MultiTurnSFTDataset(file, make_tokenizer(), config(chat_template=template))[0]
+    end = "{{ ': ' if loop.last and m['role'] == 'assistant' }}"
+    template = "{% for m in messages %}{{ m['content'] }} " + end + "{% endfor %}"
+    with pytest.raises(DatasetError, match=refused.format("data.multiturn.row_per_turn=true, or ")):
+        MultiTurnSFTDataset(file, make_tokenizer(), config(chat_template=template))[0]
+    each = config(chat_template=template, multiturn={"row_per_turn": True})
+    assert kept(MultiTurnSFTDataset(file, make_tokenizer(), each)[0]) == ([ONE, TWO, COLON, EOS], [0, 1, 1, 1])
 
 
 def test_tools_and_thinking_reach_the_template(tmp_path):

@@ -139,7 +139,7 @@ def test_lora_is_merged_into_the_model_that_it_was_trained_on(llama, tmp_path):
     assert not torch.allclose(logits_of(llama), logits, atol=1e-3)
     config = folder / "lora_adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace(llama, "/nowhere/model"))
-    assert_refused("adapter_config.json has .* bytes, the manifest says", folder, tmp_path / "again")
+    assert_refused("adapter_config.json has .* bytes, the manifest says .* Copy it again", folder, tmp_path / "again")
     (folder.parent / "manifest.json").unlink()
     alone = folder.rename(tmp_path / "alone")  # a folder copied by hand has no manifest
     assert_refused("name the folder of the model that was trained in --hf_model_path", alone, tmp_path / "again")

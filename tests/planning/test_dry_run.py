@@ -101,6 +101,8 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
          "which do not fill one batch of 32. Set data.gen_batch_size=20 or less"),
         ("data.train_max_samples=10 data.gen_batch_size=32", 1,  # fewer are also too few for data.train_batch_size=16
          "Set data.gen_batch_size=10 and data.train_batch_size=10 or less"),
+        ("data.train_max_samples=6", 1,  # fewer than a mini-batch of 8
+         "Set data.train_batch_size=6 and actor_rollout_ref.actor.ppo_mini_batch_size=6 or less"),
         ("data.train_max_samples=0", 1, "has 0 prompts, which do not fill one batch of 16. Add some"),
         ("actor_rollout_ref.rollout.temperature=0", 1,
          "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same"),

@@ -117,7 +117,7 @@ def test_unknown_options_and_levels_are_refused(capsys):
     given = ["--blocks", "b", "--metadata", "m", "--model", "x", "--output-dir", "o"]
     for more, said in (
         (["--stepz", "3"], "unknown option '--stepz'"),
-        (["actor_rollout_ref.model.path=y"], "actor_rollout_ref.model.path is set by --model"),
+        (["actor_rollout_ref.model.path=y"], "actor_rollout_ref.model.path is set by --model; leave it out"),
         (["trainer.default_local_dir=y"], "trainer.default_local_dir is set by --output-dir"),
     ):
         with pytest.raises(SystemExit):

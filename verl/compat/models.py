@@ -65,12 +65,12 @@ def apply_monkey_patch(
 ) -> None:
     """Return for a model that needs no patch; NotImplementedError for sequence parallelism, fused or tiled kernels."""
     needed = {
-        "ulysses_sequence_parallel_size": ulysses_sp_size > 1, "model.use_fused_kernels=true": use_fused_kernels,
-        "enable_gradient_checkpointing=true to save memory": use_tiled_mlp,
+        " and set ulysses_sequence_parallel_size": ulysses_sp_size > 1, ", which holds no logits": use_fused_kernels,
+        " and set enable_gradient_checkpointing=true to save memory": use_tiled_mlp,
     }  # fmt: skip
-    for setting, is_needed in needed.items():
+    for how, is_needed in needed.items():
         if is_needed:
-            raise NotImplementedError(f"models are not patched; build them by verl.training.engine and set {setting}")
+            raise NotImplementedError(f"models are not patched; build them by verl.training.engine{how}")
 
 
 def patch_forward_with_backends(

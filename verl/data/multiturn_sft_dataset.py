@@ -67,11 +67,11 @@ class MultiTurnSFTDataset(SFTDataset):
                     "off.",
                 )
             if not (full.startswith(after) and after.startswith(before) and done <= len(before)):
+                each = "data.multiturn.row_per_turn=true, or " if after.startswith(before) else ""
                 raise self.error(
                     item,
                     f"the chat template writes message {number} differently once other messages follow, so that the "
-                    "assistant's tokens cannot be identified. Set data.multiturn.row_per_turn=true, or "
-                    "data.chat_template to one that does not.",
+                    f"assistant's tokens cannot be identified. Set {each}data.chat_template to one that does not.",
                 )
             pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)

@@ -71,7 +71,7 @@ def _check_size(path: Path, rows: str, whole: bool, in_arrow: int, in_python: in
             "is from. If its rows are right, write them as .jsonl."
         )
     if whole and in_arrow > (free := psutil.virtual_memory().available):
-        raise ParquetTooLarge(f"{expands}, and {free >> 20} MiB of memory are available. Use fewer rows.")
+        raise ParquetTooLarge(f"{expands}, and {free >> 20} MiB of memory are available. Name a file of fewer rows.")
 
 
 def _check_strings(path: Path, rows: str, whole: bool, in_arrow: int, columns: dict[str, int]) -> None:

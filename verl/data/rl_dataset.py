@@ -184,7 +184,7 @@ class FileRows(Dataset):
         messages = self.column(item, name, setting)
         if not isinstance(messages, list) or not messages:
             what = f"column '{name}' is {_kind(messages)}; expected a list of {{role, content}}. "
-            raise self.error(item, f"{what}Wrap it, or set {setting}.")
+            raise self.error(item, f"{what}{'Wrap' if messages else 'Fill'} it, or set {setting}.")
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise self.error(item, f"column '{name}', message {number} is {message!r}; expected {{role, content}}.")

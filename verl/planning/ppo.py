@@ -214,7 +214,8 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
         follows = data.gen_batch_size == data.train_batch_size
         names = ["train_batch_size"] if follows else ["gen_batch_size", "train_batch_size"]
         if not config.trainer.val_only:
-            check_fills_a_batch(findings, "prompts", {f"data.{name}": data[name] for name in names})
+            mini = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+            check_fills_a_batch(findings, "prompts", {f"data.{name}": data[name] for name in names} | mini)
 
 
 def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:

@@ -138,7 +138,8 @@ def rearrange_micro_batches(
     if num_batches_divided_by is not None:
         count = roundup_divisible(count, num_batches_divided_by)
     if count > rows:
-        raise ValueError(f"{count} micro-batches are requested, but this rank has {rows} rows; lower the number")
+        lower = "lower num_batches_divided_by or min_num_micro_batch"
+        raise ValueError(f"{count} micro-batches are requested, but this rank has {rows} rows; {lower}")
     parts = get_seqlen_balanced_partitions(work, count, False)
     if use_dynamic_bsz_balance:
         parts.sort(key=lambda part: sum(work[i] for i in part), reverse=True)

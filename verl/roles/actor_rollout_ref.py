@@ -184,7 +184,8 @@ class ActorRolloutRefWorker(ModelWorker):
             if self.rollout_version != self.weights_version:
                 raise RuntimeError(
                     f"rollout '{self.config.rollout.name}' holds weights version {self.rollout_version}, the actor "
-                    f"{self.weights_version}: it was not given the weights after start, wake-up, update or resume."
+                    f"{self.weights_version}: it was not given the weights after start, wake-up, update or resume. "
+                    "Call trainer_mode, then rollout_mode."
                 )
             with torch.no_grad():
                 output = run_if_coroutine(self.rollout.generate_sequences(prompts))

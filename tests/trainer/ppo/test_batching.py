@@ -119,3 +119,5 @@ def test_without_a_balancer_ranks_take_rows_in_order():
 def test_mini_batch_that_ranks_cannot_share_is_named():
     with pytest.raises(ValueError, match="ppo_mini_batch_size=1 gives a mini-batch of 3 samples, which 2 ranks"):
         balanced_order([[1, 1, 1], [1, 1, 1]], 2, 1, None, whole_groups=False)
+    with pytest.raises(ValueError, match="=2 gives a mini-batch of 1 samples.* also for data.train_batch_size"):
+        balanced_order([[1], [1], [1]], 2, 2, None, whole_groups=False)

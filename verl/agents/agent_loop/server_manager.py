@@ -72,7 +72,7 @@ class AsyncLLMServerManager:
         order of their arrival, and consist of token ids.
         """
         if image_data or video_data or audio_data:
-            raise ValueError("image_data, video_data and audio_data: rollout servers take token ids only")
+            raise ValueError("leave image_data, video_data and audio_data out: rollout servers take token ids only")
         names = {"max_new_tokens": "max_tokens"}
         sampling = {names.get(name, name): value for name, value in sampling_params.items()}
         log_probs, seed = bool(sampling.pop("logprobs", False)), sampling.pop("seed", None)

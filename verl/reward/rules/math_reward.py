@@ -75,7 +75,8 @@ def remove_boxed(s: str) -> str:
         return s[opened.end() :]
     if opened is not None and s.endswith("}"):
         return s[opened.end() + 1 : -1]
-    raise ValueError(f"{s[:80]!r} is not a \\boxed{{...}} or \\fbox{{...}}; take it from last_boxed_only_string.")
+    remedy = "take it from last_boxed_only_string, unless that is None"
+    raise ValueError(f"{s[:80]!r} is not a \\boxed{{...}} or \\fbox{{...}}; {remedy}.")
 
 
 def fix_fracs(string: str) -> str:

@@ -246,7 +246,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     ) -> TokenOutput:  # fmt: skip
         """The answer to one prompt. `sampling_params`: those of POST /generate, logprobs and kept_tokens (bool)."""
         if image_data or video_data:
-            raise ValueError("image_data and video_data: rollout servers take token ids only")
+            raise ValueError("leave image_data and video_data out: rollout servers take token ids only")
         sampling = dict(sampling_params)
         log_probs = bool(sampling.pop("logprobs", False))
         masks = bool(sampling.pop("kept_tokens", False))

@@ -136,7 +136,8 @@ def split_resource_pool(
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(1, split_size)) if isinstance(split_size, int) else split_size
     if sum(sizes) != total or min(sizes, default=0) < 1:
-        raise ValueError(f"split_size={split_size}: such parts do not add up to the pool's {total} ranks")
+        what = f"split_size={split_size}: such parts do not add up to the pool's {total} ranks"
+        raise ValueError(f"{what}; give a divisor of {total}, or a list of sizes with this sum")
     start = resource_pool.start_bundle_index if isinstance(resource_pool, SubRayResourcePool) else 0
     shared = {"use_gpu": resource_pool.use_gpu, "max_colocate_count": resource_pool.max_colocate_count}
     groups, parts = resource_pool.get_placement_groups(), []

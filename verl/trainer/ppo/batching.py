@@ -230,7 +230,8 @@ def balanced_order(
             what = "prompts" if whole_groups else "samples"
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch_prompts} gives a mini-batch of {len(items)} "
-                f"{what}, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}."
+                f"{what}, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}, also for "
+                "data.train_batch_size."
             )
         size = len(items) // ranks
         parts = partition(weights, ranks) if partition else [range(r * size, (r + 1) * size) for r in range(ranks)]

@@ -91,7 +91,7 @@ class DataParallelPPOActor(BasePPOActor):
             raise ValueError(
                 f"the batch lacks old_log_probs, which only a single step may leave out; {steps} are taken on its "
                 f"{len(data)} rows (ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, "
-                f"ppo_epochs={config.ppo_epochs})."
+                f"ppo_epochs={config.ppo_epochs}). Add those of compute_log_prob."
             )
         loss_of = partial(self._loss, temperature=data.meta_info["temperature"])
         metrics = update_by_mini_batches(self.engine, config, data, loss_of, "actor", self._begin, **self._cut)

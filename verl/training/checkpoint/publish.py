@@ -264,7 +264,8 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
     for name, (size, _) in listed.items():
         actual = present[name].stat().st_size
         if actual != size:
-            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: incomplete.")
+            what = f"{present[name]} has {actual} bytes, the manifest says {size}: incomplete"
+            raise CheckpointCorruptError(f"{what}. Copy it again, or name another checkpoint.")
     names = list(listed)
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, (_, digest) in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
