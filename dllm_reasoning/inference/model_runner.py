@@ -124,7 +124,8 @@ def cacheable(model: nn.Module) -> bool:
     name = type(model).__name__
     if problem := rolling_problem(model):
         raise ValueError(f"{name} {problem}, so its cache cannot drop wrong guesses; set use_cache=False (--no_cache "
-                         "in the demo), which reads the full text in each forward.")  # fmt: skip
+                         "in the demo), which reads the full text in each forward; in training another "
+                         "actor_rollout_ref.rollout.name, such as hf.")  # fmt: skip
     if layer_kinds(model.config) == {FULL}:
         return True
     warn_once(f"{name} has layers without full attention: each forward reads the full text, without a cache")

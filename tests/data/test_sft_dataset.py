@@ -208,6 +208,13 @@ def test_thoughts_that_the_template_shows_in_the_last_turn_alone_are_learned_in_
     assert turns_of(tmp_path, template, REASONED) == expected * 2
 
 
+@pytest.mark.parametrize("begin", ["", "<think>", "<think>\n"])
+def test_a_turn_continues_a_begun_thought_that_the_template_shows_without_its_beginning(tmp_path, begin):
+    template = GEMMA.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    messages = [REASONED[0], {"role": "assistant", "content": f"{begin}Hm</think> Ja"}]
+    assert turns_of(tmp_path, template, messages) == [(f"{FIRST}<think>\n", "Hm</think> Ja<end_of_turn>")] * 2
+
+
 def test_a_begun_thought_without_its_end_is_refused_with_this_reason(tmp_path):
     template = GEMMA.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     for content in ("Ja", "<think>\nHm</think>"):

@@ -215,7 +215,7 @@ def test_wrong_folders_are_refused_in_one_line(tiny_llama, tmp_path):
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 0xFF
     piece.write_bytes(data)
-    assert_refused(f"{piece.name} was altered", folder, tmp_path / "hf")
+    assert_refused(f"{piece.name} was altered.* Copy it again", folder, tmp_path / "hf")
     (folder.parent / "manifest.json").unlink()
     assert_refused("no manifest.json; the folder was not written to its end", folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.tmp").exists()

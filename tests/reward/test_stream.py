@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.reward.managers import DAPORewardManager, NaiveRewardManager, RateLimitedRewardManager, limited
 from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.managers.limited import AsyncTokenBucket
-from verl.reward.rows import GRADED, RewardError, drop_failed
+from verl.reward.rows import GRADED, RewardError, drop_failed, rows_of
 from verl.reward.stream import RewardStream, can_stream
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.rollout_phase import RolloutPhase
@@ -156,8 +156,11 @@ def test_a_missing_column_is_reported():
     data, manager = batch(), naive_manager(length_score)
     stream = RewardStream(manager)
     stream.put(0, DataProto(data[:1].batch, {"extra_info": np.array([{}], dtype=object)}, {}))
-    with pytest.raises(RewardError, match="the batch has no column 'data_source'"):
+    with pytest.raises(RewardError, match="no column 'data_source'.* or name another one in data.reward_fn_key"):
         stream.finish(data)
+    del data.non_tensor_batch["reward_model"]
+    with pytest.raises(RewardError, match=r"no column 'reward_model' to score by.* Add the column to the data set\.$"):
+        rows_of(data, "data_source")
 
 
 TOOLS, TURNS = ("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])

@@ -184,7 +184,7 @@ def test_missing_columns_temperature_and_sizes_are_named(tiny_llama):
     batch.meta_info.pop("temperature")
     with pytest.raises(ValueError, match="temperature"):
         actor.compute_log_prob(batch)
-    with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu"):
+    with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu.* forward_micro.* log_prob_use_dynamic_bsz"):
         micro_batches(rl_batch(), rows=None, tokens=None, whole_groups=False)
 
 

@@ -336,5 +336,7 @@ def test_the_optimizer_gets_trainable_parameters_and_its_settings():
     assert type(roles.build_optimizer([free], roles.FSDPOptimizerConfig(optimizer="SGD"))) is torch.optim.SGD
     with pytest.raises(ValueError, match="did you mean 'AdamW'"):
         roles.build_optimizer([free], roles.FSDPOptimizerConfig(optimizer="AdanW"))
+    with pytest.raises(ValueError, match="not in examples.muon.* set optimizer_impl=torch.optim and optimizer=AdamW"):
+        roles.build_optimizer([free], roles.FSDPOptimizerConfig(optimizer="Lion", optimizer_impl="examples.muon"))
     with pytest.raises(ValueError, match="nothing to optimize"):
         roles.build_optimizer([frozen], roles.FSDPOptimizerConfig())

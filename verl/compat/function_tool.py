@@ -50,7 +50,8 @@ def function_tool(
 def get_function_tool(name: str) -> FunctionTool:
     """The registered tool of that name; KeyError if there is none."""
     if name not in _FUNCTIONS:
-        raise KeyError(f"no function tool {name!r} is registered. Registered: {', '.join(sorted(_FUNCTIONS))}.")
+        known = ", ".join(sorted(_FUNCTIONS)) or "none"
+        raise KeyError(f"no function tool {name!r} is registered. Use @function_tool. Registered: {known}.")
     return _FUNCTIONS[name].as_tool
 
 

@@ -85,8 +85,8 @@ def build_optimizer(
         raise ImportError(text) from e
     if config.optimizer not in vars(module):
         near = nearest(config.optimizer, [n for n in vars(module) if n[:1].isupper()]) or "."
-        unknown = f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}{near}"
-        raise ValueError(f"{unknown} Name a class of that module, such as AdamW.")
+        unknown = f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}{near} Name a class of it"
+        raise ValueError(f"{unknown}, or set optimizer_impl=torch.optim and optimizer=AdamW.")
     optimizer_class = vars(module)[config.optimizer]
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     takes = list(inspect.signature(optimizer_class).parameters)

@@ -110,6 +110,8 @@ class MultiTurnSFTDataset(SFTDataset):
         """
         thought, ended, answer = str(messages[-1]["content"]).partition("</think>")
         answer_and_end = shown.lstrip()
+        if answer_and_end.startswith(str(messages[-1]["content"]).strip()):  # the template writes the thought, too
+            answer_and_end = answer_and_end.partition("</think>")[2].lstrip()
         if not (ended and answer.strip() and answer_and_end.startswith(answer.strip())):
             raise self.error(
                 item,

@@ -70,9 +70,10 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     extras = data.non_tensor_batch
     for key in (reward_fn_key, "reward_model"):
         if key not in extras:
+            other = ", or name another one in data.reward_fn_key" if key == reward_fn_key else ""
             raise RewardError(
                 f"the batch has no column {key!r} to score by; it has {', '.join(sorted(extras))}. "
-                "Add the column to the data set, or name another one in data.reward_fn_key."
+                f"Add the column to the data set{other}."
             )
     prompts, responses = data.batch["prompts"].tolist(), data.batch["responses"].tolist()
     valid = data.batch["attention_mask"].bool().tolist()

@@ -82,7 +82,7 @@ class AsyncLLMServerManager:
         most = most_tokens(self.rollout_config)
         room = most - len(prompt_ids)
         if room < 1:
-            limit = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}"
+            limit = f"actor_rollout_ref.rollout.prompt_length + response_length, or max_model_len, is {most}: raise it"
             raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")
         sampling["max_tokens"] = max(1, min(sampling.get("max_tokens", room), room))
         earlier = self.turns.pop(request_id, 0)

@@ -54,7 +54,8 @@ def answer_with(item: dict[str, Any], text: str, turns: int, strict: bool = True
         if strict and left[0] == turns and digest(messages) != item["prompt"]:
             raise EnvironmentFailed(
                 "the environment asks something else than the row of the data set, as it does where a reset with the "
-                "same seed is random: set data.environment.max_turns to 2 or more"
+                "same seed is random: set data.environment.max_turns to 2 or more, or take another task if the "
+                "environment has a single turn (reasoning_gym)"
             )
         left[0] -= 1
         return {"role": "assistant", "content": text, "finish_reason": "stop"}

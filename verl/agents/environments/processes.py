@@ -191,7 +191,7 @@ class EnvironmentConversation:
         try:
             kind, content = await asyncio.wait_for(self.events.get(), timeout)
         except TimeoutError:
-            reason = f"took longer than data.environment.timeout={timeout:g} s"
+            reason = f"took longer than data.environment.timeout={timeout:g} s: raise it"
             logger.warning("{} {}; its process is killed", name, reason)
             self.process.fail(f"the conversation about {describe(self.item)} in the same process {reason}")
             raise EnvironmentFailed(f"{name} {reason}") from None

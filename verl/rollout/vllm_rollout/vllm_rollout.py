@@ -231,7 +231,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             raise WeightFileError(f"{path} has no safetensors file to read weights from.")
         for name, shape in own.items():
             if shapes.get(name, shape) != shape:
-                raise WeightFileError(f"{path}: {name} has the shape {shapes[name]}, that of the engine's is {shape}.")
+                differs = f"{path}: {name} has the shape {shapes[name]}, that of the engine's is {shape}"
+                raise WeightFileError(f"{differs}. Name a folder of the engine's model.")
         if own and not own.keys() & shapes.keys():
             raise WeightFileError(f"{path} has none of the engine's tensors, such as {min(own)}.")
         return files

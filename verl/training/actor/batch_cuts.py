@@ -60,8 +60,9 @@ def micro_batches(
     """
     if tokens is None and rows is None:
         raise ValueError(
-            "neither a micro-batch size (ppo_micro_batch_size_per_gpu, of log-probs log_prob_micro_batch_size_per_gpu) "
-            "nor use_dynamic_bsz=true is set for this role; set one of them."
+            "neither a micro-batch size (ppo_micro_batch_size_per_gpu, of log-probs log_prob_micro_batch_size_per_gpu, "
+            "of a critic's values forward_micro_batch_size_per_gpu) nor use_dynamic_bsz=true (of log-probs "
+            "log_prob_use_dynamic_bsz) is set for this role; set one of them."
         )
     if tokens is not None and not whole_groups:
         pieces, index = prepare_dynamic_batch(data, max_token_len=tokens)

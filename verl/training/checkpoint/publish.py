@@ -270,7 +270,8 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, (_, digest) in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
             if digest != listed[name][1]:
-                raise CheckpointCorruptError(f"{present[name]} was altered: its sha256 is not the manifest's.")
+                text = "was altered: its sha256 is not the manifest's. Copy it again."
+                raise CheckpointCorruptError(f"{present[name]} {text}")
 
 
 def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
