@@ -43,6 +43,12 @@ def environment_of_each_test():
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
+@pytest.fixture(autouse=True)
+def no_numba_to_be_searched(monkeypatch):
+    """A test may have loaded numba: a new engine of vLLM looks for kernels in all modules, and fails on this one."""
+    monkeypatch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_bundles_kept_in_ray():
     """A file that leaves ranks' places reserved would starve those behind it: named here, and given back."""

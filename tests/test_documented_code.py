@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from types import SimpleNamespace
 
 import pandas as pd
@@ -181,8 +180,6 @@ def test_generation_in_blocks(tiny_llama):
 @pytest.mark.long
 def test_a_scorer_in_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    # Another test may have loaded numba in this process: vLLM looks for kernels in all modules and fails on this one.
-    monkeypatch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
     pair, prompts = make_pair(tmp_path), make_prompts(4)
     replaced = [(f"/models/{name}", getattr(pair, name)) for name in ("target", "draft", "scorer")]
     replaced += [("max_tokens=400", f"max_tokens={LIMIT}"), ("llm.generate(", "answers += llm.generate(")]
