@@ -50,8 +50,7 @@ def function_tool(
 def get_function_tool(name: str) -> FunctionTool:
     """The registered tool of that name; KeyError if there is none."""
     if name not in _FUNCTIONS:
-        known = ", ".join(sorted(_FUNCTIONS)) or "none"
-        raise KeyError(f"no function tool {name!r} is registered. Use @function_tool. Registered: {known}.")
+        raise KeyError(f"no @function_tool {name!r}. Registered: {', '.join(sorted(_FUNCTIONS)) or 'none'}.")
     return _FUNCTIONS[name].as_tool
 
 

@@ -75,9 +75,9 @@ def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_te
     question, answer = "question-7f3a", "answer-7f3a"  # in no template
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     once, twice = (render_chat(tokenizer, turns * n, **apply_chat_template_kwargs) for n in (1, 2))
-    prompt_and_header = _ids(tokenizer, once.partition(question)[0])
-    end_and_header = _ids(tokenizer, twice.split(answer)[1].partition(question)[0])
-    end = _ids(tokenizer, once.rpartition(answer)[2])
+    prompt_and_header = tokenizer.encode(once.partition(question)[0], add_special_tokens=False)
+    end_and_header = tokenizer.encode(twice.split(answer)[1].partition(question)[0], add_special_tokens=False)
+    end = tokenizer.encode(once.rpartition(answer)[2], add_special_tokens=False)
     header = end_and_header[len(os.path.commonprefix([end_and_header, end])) :]  # it works on lists as well
     at_the_end = os.path.commonprefix([prompt_and_header[::-1], header[::-1]])
     return prompt_and_header[: len(prompt_and_header) - len(at_the_end)]
@@ -88,10 +88,6 @@ def extract_system_prompt_and_generation(
 ) -> tuple[list[int], list[int]]:
     """The ids of `initialize_system_prompt`, and those that `add_generation_prompt` adds to a user's turn."""
     turn, prompting = [{"role": "user", "content": ""}], {**apply_chat_template_kwargs, "add_generation_prompt": True}
-    without = _ids(tokenizer, render_chat(tokenizer, turn, **apply_chat_template_kwargs))
-    prompted = _ids(tokenizer, render_chat(tokenizer, turn, **prompting))
+    without = tokenizer.encode(render_chat(tokenizer, turn, **apply_chat_template_kwargs), add_special_tokens=False)
+    prompted = tokenizer.encode(render_chat(tokenizer, turn, **prompting), add_special_tokens=False)
     return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), prompted[len(without) :]
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]

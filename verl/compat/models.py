@@ -49,9 +49,7 @@ def create_random_mask(
     """int64 [B, T]: in each row of input_ids [B, T], zeros, a run of ones of random length, and zeros."""
     rows, length = input_ids.shape
     if not 0 <= min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 - max_ratio_of_left_padding:
-        values = f"{min_ratio_of_valid_token}, {max_ratio_of_valid_token}, 1 - {max_ratio_of_left_padding}"
-        names = "0, min_ratio_of_valid_token, max_ratio_of_valid_token, 1 - max_ratio_of_left_padding"
-        raise ValueError(f"{names} must be in ascending order; they are 0, {values}")
+        raise ValueError("min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 - max_ratio_of_left_padding")
     least, most = int(length * min_ratio_of_valid_token), int(length * max_ratio_of_valid_token)
     begin = torch.randint(0, int(length * max_ratio_of_left_padding) + 1, (rows, 1))
     end = begin + torch.randint(least, most + 1, (rows, 1))
