@@ -62,6 +62,14 @@ class Case:
             file.write_text(json.dumps(record) + "\n")
         return record["value"]
 
+    def written(self, name: str, module: str, *arguments: Any) -> dict[str, Any]:
+        """What a benchmark module that samples as this case does writes to its --out; RuntimeError if it fails."""
+        out = self.out / f"{name}.json"
+        options = {"out": out, "prompts": self.prompts, "samples": self.samples, "limit": self.limit,
+                   "temperature": self.temperature, "dtype": default_dtype("cpu")}  # fmt: skip
+        words = [part for key, value in options.items() for part in (f"--{key}", value)]
+        return self.kept(name, python(module, *arguments, *words), lambda: json.loads(out.read_text()))
+
     def steps(self, name: str, settings: tuple[str, ...] = (), count: int = STEPS) -> list[dict[str, float]]:
         """Metrics of steps of the command with more settings; no validation, a checkpoint after the last step only."""
         file = self.out / name / "metrics.jsonl"
@@ -86,12 +94,9 @@ class Case:
 
     def trl_step(self, name: str, rows: int, count: int) -> dict[str, float]:
         """A step of TRL's GRPOTrainer like `step`; the first of several is left out. RuntimeError if it fails."""
-        out = self.out / f"{name}.json"
-        options = {"out": out, "steps": count, "prompts": self.prompts, "samples": self.samples, "limit": self.limit,
-                   "rows": rows, "dtype": default_dtype("cpu"), "temperature": self.temperature, "lr": 0.0}  # fmt: skip
-        words = [part for key, value in options.items() for part in (f"--{key}", value)]
-        command = python("benchmarks.trl_steps", self.out / "trl", "--chat", *words)
-        taken = self.kept(name, command, lambda: json.loads(out.read_text()))
+        taken = self.written(
+            name, "benchmarks.trl_steps", self.out / "trl", "--chat", "--steps", count, "--rows", rows, "--lr", 0.0
+        )
         return {key: mean(taken[key][min(WARM_UP, count - 1) :]) for key in ("seconds", "tokens")}
 
     def tried_step(self, rows: int) -> float:
@@ -144,13 +149,8 @@ class Case:
 
     def over_parts(self, model: Path) -> list[Row]:
         """A step of ours over the sum of its bare parts (benchmarks.bare_parts), and both parts over the bare ones."""
-        out = self.out / "parts.json"
-        options = {"out": out, "prompts": self.prompts, "samples": self.samples, "limit": self.limit,
-                   "temperature": self.temperature, "dtype": default_dtype("cpu")}  # fmt: skip
-        words = [part for key, value in options.items() for part in (f"--{key}", value)]
-        command = python("benchmarks.bare_parts", model, self.out / "data" / "train.parquet", *words)
         ours = [step for turn in range(TURNS) for step in self.steps(f"ours_{turn}")[WARM_UP:]]
-        bare = self.kept("parts", command, lambda: json.loads(out.read_text()))
+        bare = self.written("parts", "benchmarks.bare_parts", model, self.out / "data" / "train.parquet")
         bare["step"] = bare["generation"] + bare["update"]
         compared = {"step_over_parts": ("step", "step"), "generation_over_vllm": ("gen", "generation"),
                     "update_over_bare": ("update_actor", "update")}  # fmt: skip

@@ -290,7 +290,8 @@ def check_all(gpus: int, device: torch.device, console: Console, model: Path | N
         if model is None:
             console.print(f"{title}: left out, name a model with --model (make gpu-check MODEL=DIR)", highlight=False)
             continue
-        if demo == "gsm8k.demo" and len(list((ROOT / "outputs" / "gsm8k").glob("t*.jsonl"))) < 2:
+        questions = [ROOT / "outputs" / "gsm8k" / name for name in ("train.jsonl", "test.jsonl")]
+        if demo == "gsm8k.demo" and not all(file.is_file() for file in questions):
             console.print(f"{title}: left out, it needs train.jsonl and test.jsonl in outputs/gsm8k", highlight=False)
             continue
         console.print(f"{title} ...", highlight=False)

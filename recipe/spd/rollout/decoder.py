@@ -244,7 +244,7 @@ def _start(
         if max(lengths) + new_tokens > limit:
             raise ValueError(
                 f"a prompt of {max(lengths)} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
-                f"{type(model).__name__}; shorten the prompt or lower max_new_tokens (spd.rollout.rounds)"
+                f"{type(model).__name__}; shorten the prompt or lower max_new_tokens, in training spd.rollout.rounds"
             )
         refuse_other_attention(model, max(lengths) + new_tokens)
         layers = model.config.get_text_config().num_hidden_layers

@@ -99,7 +99,8 @@ def refuse_other_attention(model: nn.Module, length: int) -> None:
     if "sliding_attention" in kinds and length > config["sliding_window"]:
         raise ValueError(
             f"{type(model).__name__} attends to a sliding window of {config['sliding_window']} tokens; a prompt and "
-            f"its answer of {length} tokens exceed it: shorten the prompt or lower max_new_tokens (spd.rollout.rounds)"
+            f"its answer of {length} tokens exceed it: shorten the prompt, or lower max_new_tokens, in training "
+            "spd.rollout.rounds"
         )
 
 
