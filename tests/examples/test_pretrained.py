@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import pretrained, trl_steps
+from benchmarks import against_trl, pretrained, trl_steps
 from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
 from examples.grpo_arithmetic.demo import describe
@@ -201,12 +201,15 @@ def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
             (run / "metrics.jsonl").write_text(f"{json.dumps({'step': 1, 'data': values})}\n" * 2)
 
     monkeypatch.setattr(pretrained, "OUT", tmp_path)
-    monkeypatch.setattr(pretrained, "run_alone", ended)
+    monkeypatch.setattr(against_trl, "run_alone", ended)
     questions.write(tmp_path / "data", 0, train=8, validation=4)
-    rows = {row.name: row for row in (*pretrained.mismatch(tmp_path), *pretrained.in_turn(tmp_path))}
+    model = tmp_path / "model"
+    model.mkdir()
+    case = pretrained.case_of(model)
+    rows = {row.name: row for row in (*pretrained.mismatch(case), *case.in_turn(model))}
     assert rows["grpo_step_vs_trl"].value == 8.0
     assert rows["first_step_kl_float32"].value == 1e-6 and "16 rows" in rows["grpo_step_trl"].unit
     asked = {name for name in WANTED if name.startswith(("grpo_step_vs_trl", "first_step"))}
     assert {name for name in asked if not name.endswith(("_short", "_long"))} <= rows.keys()
-    monkeypatch.setattr(pretrained, "run_alone", None)  # nothing is measured twice
-    assert {row.name: row for row in pretrained.in_turn(tmp_path)}["grpo_step_vs_trl"].value == 8.0
+    monkeypatch.setattr(against_trl, "run_alone", None)  # nothing is measured twice
+    assert {row.name: row for row in case.in_turn(model)}["grpo_step_vs_trl"].value == 8.0

@@ -29,7 +29,7 @@ COUNTS = {"train": 30, "val": 12, "test": 15}
 def test_a_task_with_too_few_questions_names_the_options(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "_of_gym", lambda name, seed: iter([SimpleNamespace(question=name)]))
     stream = tasks._unseen("test", 0, None, set())
-    with pytest.raises(ValueError, match="has too few different questions: lower --questions or --counts"):
+    with pytest.raises(ValueError, match="has too few different questions: lower --questions .dllm.demo. or --counts"):
         list(stream)
 
 
