@@ -193,7 +193,7 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, own_checks):
     cpu = [*overrides, "trainer.device=cpu"]
     code, text = plan(cpu, capsys)
     assert code == 0 and "spd.servers does not answer; eos is 2" in text.partition("Absent on this machine: 1")[2]
-    assert "but it cannot start on this machine" in text and "to start it" not in text
+    assert "but this machine lacks something" in text and "to start it" not in text
     register_check(lambda config, findings: [wrong("spd.backbone", "spd.backbone=x is unknown")])
     code, text = plan(cpu, capsys)
     assert code == 1 and "spd.backbone=x is unknown" in text

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from tests.helpers.rl_run import compose_run
 from verl.config.compose import to_settings
 from verl.config.ppo import PPOConfig
-from verl.planning.ppo_memory import print_memory
+from verl.planning.ppo_memory import memory_remedies, print_memory
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, num_attention_heads=4,
@@ -103,3 +103,11 @@ def test_a_reward_model_on_the_same_gpus_and_an_engine_that_never_sleeps_are_cou
     assert 0.5 < total(printed(tmp_path, **size, **in_ranks))[1] - generation < 20  # half of the weights
     awake = total(printed(tmp_path, **size, **{"actor_rollout_ref.rollout.enable_sleep_mode": "false"}))
     assert awake[0] - update == pytest.approx(3072, abs=2)
+
+
+def test_at_a_peak_without_activations_micro_batches_are_not_to_blame(tmp_path):
+    config = to_settings(compose_run(tmp_path, "none", trainer__n_gpus_per_node=1), PPOConfig)
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    assert f"{actor}.ppo_micro_batch_size_per_gpu" in memory_remedies(config)
+    adapters = f"{model}.lora_rank"
+    assert memory_remedies(config, activations=False) == {adapters: f"train adapters ({adapters}=32)"}

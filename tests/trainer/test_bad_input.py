@@ -27,6 +27,10 @@ CASES = {
     "function": ({"custom_reward_function.name": "__doc__"}, "is None; name a function."),
     "manager": ({"reward_manager.source": "importlib", "reward_manager.module.path": "{here}/none.py"},
                 "no Python file at"),
+    "manager_argument": ({"+reward_model.reward_kwargs.budgt": 3, "reward_manager.name": "Short",
+                          "reward_manager.source": "importlib", "reward_manager.module.path": "{here}/short.py"},
+                         "reward_model.reward_kwargs={'budgt': 3}: reward manager Short got an unexpected keyword "
+                         "argument 'budgt'; it takes tokenizer, num_examine, compute_score, reward_fn_key, budget."),
     "arithmetic": ({"trainer.n_gpus_per_node": 8, "data.train_batch_size": 9, "trainer.device": "cpu"}, ARITHMETIC),
     "heads": ({"actor_rollout_ref.rollout.name": "vllm", "+actor_rollout_ref.model.override_config.head_dim": 24},
               HEADS.format(24)),
@@ -41,6 +45,12 @@ def sound(tmp_path, tiny_llama, monkeypatch):
     monkeypatch.setattr("verl.trainer.main_ppo.started_session", lambda config: pytest.fail("Ray was started"))
     shutil.copytree(tiny_llama, tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "short.py").write_text(
+        "from verl.workers.reward_manager.abstract import AbstractRewardManager\n"
+        "class Short(AbstractRewardManager):\n"
+        "    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, budget=1): ...\n"
+        "    def __call__(self, data, return_dict=False): ...\n"
+    )
     file = tmp_path / "plain" / "tokenizer_config.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
     return overrides(tmp_path, tiny_llama)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.engines import count_gathered_copies, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.logs import logged
 from verl.training.checkpoint import fsdp_checkpoint_manager
 from verl.training.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 from verl.training.checkpoint.publish import DIGESTS
@@ -178,7 +179,10 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_pat
     bare.save_checkpoint(str(tmp_path / "bare"))
     with pytest.raises(ValueError, match="load_contents"):
         engine.load_checkpoint(str(tmp_path / "bare"))
-    bare.load_checkpoint(str(tmp_path / "lora"))
+    with logged() as messages:
+        bare.load_checkpoint(str(tmp_path / "lora"))
+    reason = "the optimizer starts anew, since checkpoint.load_contents lacks 'optimizer'"
+    assert messages == [f"{tmp_path / 'lora'}: {reason}"]
 
 
 def test_the_settings_that_a_refused_checkpoint_names_load_it(tiny_llama, tmp_path):

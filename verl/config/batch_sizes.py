@@ -222,6 +222,8 @@ def divides_ranks(key: str, section: Mapping[str, Any], ranks: int) -> list[Prob
     value = section[key.rpartition(".")[2]]
     if value < 1 or ranks % value == 0:
         return []
+    if ranks == 1:
+        return [wrong(key, f"{key}={value}, but there is 1 rank. Set it to 1, or start more ranks.")]
     fitting = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
     return [wrong(key, f"{key}={value} does not divide the {ranks} ranks. Use one of {fitting}.")]
 

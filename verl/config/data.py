@@ -30,8 +30,12 @@ class DataConfig(BaseConfig, section="data"):
     val_files: str | list[str] | None = setting(
         "~/data/rlhf/gsm8k/test.parquet", "File or list of files of validation prompts, as train_files."
     )
-    train_max_samples: int = setting(-1, "Number of training prompts to use; -1 for all.", low=-1)
-    val_max_samples: int = setting(-1, "Number of validation prompts to use; -1 for all.", low=-1)
+    train_max_samples: int = setting(
+        -1, "Number of training prompts to use, chosen at random with data.shuffle, else the first; -1: all.", low=-1
+    )
+    val_max_samples: int = setting(
+        -1, "Number of validation prompts to use, chosen at random with data.shuffle, else the first; -1: all.", low=-1
+    )
     prompt_key: str = setting("prompt", "Column with the chat messages.")
     reward_fn_key: str = setting("data_source", "Column that selects the reward and groups validation metrics.")
     max_prompt_length: int = setting(512, "Maximum prompt length in tokens; shorter ones are left-padded.", low=1)

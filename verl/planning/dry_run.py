@@ -82,7 +82,7 @@ class Entry:
         if any(p.kind == WRONG for p in problems):
             return 1
         if any(p.kind == ABSENT for p in problems):
-            console.print("Nothing is wrong with this config, but it cannot start on this machine: see what is absent.")
+            console.print("Nothing is wrong with this config, but this machine lacks something: see above.")
         else:
             warned = ", but read the warnings" if problems else ""
             console.print(f"Nothing is wrong with this config{warned}. Leave out trainer.dry_run=true to start it.")

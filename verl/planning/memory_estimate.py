@@ -10,6 +10,7 @@ from verl.config.roles import need_critic, reads_reference, serves_reward_model
 from verl.config.rollout import CPU_CACHE_BYTES, ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
+ACTIVATIONS = "activations of a micro-batch"
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "float": 4, "auto": 2}
 PROCESS = "process with its libraries"
 PROCESS_BYTES = 600 << 20  # of a process on a CPU: Python, PyTorch, transformers, vLLM, before it has a tensor
@@ -100,7 +101,7 @@ def training_memory(
         "gradients": size.trainable * master // shards + (4 * size.trainable if deferred and shards > 1 else 0),
         "a gathered layer, the next one, a layer's gradient": gathered * (2 * compute + 4),
         "optimizer (two moments)": 2 * size.trainable * master // shards,
-        "activations of a micro-batch": tokens * size.hidden * kept * compute,
+        ACTIVATIONS: tokens * size.hidden * kept * compute,
         "logits of a micro-batch": logits * size.vocabulary * 4 * LOSS_COPIES,
     }
 

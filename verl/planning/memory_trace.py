@@ -28,6 +28,7 @@ from verl.config.engine import FSDPEngineConfig
 from verl.config.model import LOGITS_CHUNK, HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, build_optimizer
 from verl.models.loading import torch_dtype_of
+from verl.planning.memory_estimate import ACTIVATIONS
 from verl.training.engine import build
 from verl.training.parallel import sharding
 from verl.training.peft_weights import without_adapters
@@ -43,7 +44,6 @@ LAYERS = (4, 5)
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer (two moments)"
 HELD = (WEIGHTS, GRADIENTS, OPTIMIZER)
 GATHERED = "gathered weights, gradients in exchange"
-ACTIVATIONS = "activations of a micro-batch"
 LOGITS = "logits of a micro-batch"
 TEMPORARY = "temporary tensors of the optimizer's step"
 

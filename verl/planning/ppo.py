@@ -125,7 +125,12 @@ def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:
 def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
-    from verl.reward.loading import check_reward_arguments, get_custom_reward_fn, get_manager_class
+    from verl.reward.loading import (
+        check_manager_arguments,
+        check_reward_arguments,
+        get_custom_reward_fn,
+        get_manager_class,
+    )
     from verl.rollout.base import get_rollout_class
     from verl.training.actor.base import enabled_losses
     from verl.training.policy import get_policy
@@ -138,7 +143,8 @@ def check_plugins(config: PPOConfig) -> Iterator[Problem]:
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
         "custom_reward_function.path": lambda: get_custom_reward_fn(config),
         "reward_manager.name": lambda: get_manager_class(config),
-        # Needs the function and the manager that are looked up above.
+        # These need the function and the manager that are looked up above.
+        "reward_model.reward_kwargs": lambda: check_manager_arguments(config),
         "custom_reward_function.name": lambda: check_reward_arguments(config),
     }
     known: set[str] = set()
@@ -221,7 +227,7 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
 def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     prompts, drawn, wanted = findings.train_prompts, config.data.gen_batch_size, config.data.train_batch_size
-    per_epoch, steps, own = None, None, config.custom_reward_function
+    per_epoch, steps, own, manager = None, None, config.custom_reward_function, config.reward_manager
     if prompts is not None and isinstance(drawn, int) and isinstance(wanted, int) and 1 <= drawn <= prompts:
         per_epoch = prompts // max(drawn, wanted)
         steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
@@ -231,6 +237,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         "prompts for validation": count_text(findings.val_prompts),
         **_longest_prompt(findings),
         **({"reward function": f"{own.name} of {os.path.basename(own.path)}"} if own.path else {}),
+        **({"reward manager": manager.module.name or manager.name} if manager.source == "importlib" else {}),
         **(plan.rows() if plan else {}),
         "steps per epoch": count_text(per_epoch),
         "steps in all": count_text(steps),

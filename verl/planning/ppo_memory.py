@@ -25,7 +25,7 @@ from verl.planning.machine import (
     checkpoints_layers,
     copied_bytes,
 )
-from verl.planning.memory_estimate import PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
+from verl.planning.memory_estimate import ACTIVATIONS, PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
 from verl.planning.memory_trace import MicroBatch, traced_update
 from verl.utils.problems import WRONG, Problem
 
@@ -52,9 +52,10 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     problems = list(_disk_problems(config, size, steps))
     if limit is None:
         ranks = config.trainer.n_gpus_per_node
-        needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
+        peak = max(phases.values(), key=lambda parts: sum(parts.values()))
+        needed = ranks * sum(peak.values()) + PROCESS_BYTES
         what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
-        return [*problems, *check_memory(needed, what, memory_remedies(planned))]
+        return [*problems, *check_memory(needed, what, memory_remedies(planned, ACTIVATIONS in peak))]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > USABLE * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
@@ -70,15 +71,19 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
     return problems
 
 
-def memory_remedies(config: PPOConfig) -> dict[str, str]:
-    """What lowers the memory of CPU ranks: key -> what to do with it."""
+def memory_remedies(config: PPOConfig, activations: bool = True) -> dict[str, str]:
+    """What lowers the memory of CPU ranks: key -> what to do with it; without `activations`, the peak has none."""
     roles, ranks = config.actor_rollout_ref, config.trainer.n_gpus_per_node
     actor, rollout, key = roles.actor, roles.rollout, f"{MODEL}.enable_gradient_checkpointing"
-    remedies = {} if roles.model.enable_gradient_checkpointing else {key: f"set {key}=true"}
+    remedies = {}
+    if not activations and not roles.model.lora_rank:
+        remedies[f"{MODEL}.lora_rank"] = f"train adapters ({MODEL}.lora_rank=32)"
+    elif not roles.model.enable_gradient_checkpointing:
+        remedies[key] = f"set {key}=true"
     batch_key = "ppo_micro_batch_size" if actor.ppo_micro_batch_size else "ppo_micro_batch_size_per_gpu"
     batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else batch_key
     cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
-    now = {f"{ACTOR}.{batch_key}": actor[batch_key]}
+    now = {f"{ACTOR}.{batch_key}": actor[batch_key]} if activations else {}
     now |= {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes": cache} if rollout.name == "vllm" else {}
     now |= {"trainer.n_gpus_per_node": ranks} if ranks > 1 else {}
     return remedies | {key: f"lower {key} (now {value})" for key, value in now.items()}

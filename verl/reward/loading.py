@@ -25,6 +25,8 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.user_code import defined_at
 
+# Passed by keyword to a constructor that does not take the full config, besides reward_model.reward_kwargs.
+MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 ENVIRONMENTS = "pkg://verl.agents.environments.hosting"  # imported where data.environment is used
 
 
@@ -79,6 +81,21 @@ def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
     if settings.module.path is None:
         raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
     return load_extern_object(settings.module.path, settings.module.name or settings.name)
+
+
+def check_manager_arguments(config: DictConfig) -> None:
+    """Raise TypeError if the manager's constructor does not take what `build_manager` passes to it."""
+    manager = get_manager_class(config)
+    if issubclass(manager, RewardManagerBase):
+        return
+    kwargs = to_dict(config.reward_model.reward_kwargs)
+    try:
+        inspect.signature(manager).bind_partial(**dict.fromkeys((*MANAGER_ARGUMENTS, *kwargs)))
+    except TypeError as error:
+        named = ", ".join(inspect.signature(manager).parameters)
+        raise TypeError(
+            f"reward_model.reward_kwargs={kwargs}: reward manager {manager.__name__} {error}; it takes {named}."
+        ) from None
 
 
 def check_reward_arguments(config: DictConfig) -> None:

@@ -49,7 +49,8 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
         return importlib.import_module(module_path.removeprefix(PKG_PATH_PREFIX))
     file = Path(module_path.removeprefix(FILE_PATH_PREFIX)).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"no Python file at {str(file)!r}; give a path, file://path or pkg://module")
+        where = "" if file.is_absolute() else f" in {Path.cwd()}"
+        raise FileNotFoundError(f"no Python file at {str(file)!r}{where}; give a path, file://path or pkg://module")
     for imported in list(sys.modules.values()) if module_name is None else ():
         if getattr(imported, "__file__", None) == str(file.resolve()):  # named in external_lib too, say
             return imported

@@ -305,10 +305,13 @@ def compute_advantage(
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
         reward = data.batch["token_level_rewards"].sum(-1).mean().item()
+        cause = (
+            "Student and teacher agree." if adv_estimator == "opd" else
+            "The samples of each prompt have equal rewards: check the reward function, and whether the prompts are too "
+            "easy or too hard for the model."
+        )  # fmt: skip
         logger.warning(
-            f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0. With GRPO the "
-            "samples of each prompt have equal rewards then: check the reward function, and whether the prompts are "
-            "too easy or too hard for the model. With on-policy distillation student and teacher agree."
+            f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0. {cause}"
         )
     return data
 

@@ -59,8 +59,8 @@ class StopSignals:
         name = signal.Signals(number).name
         if not self.stop_requested:
             self.stop_requested, self._first, self.exit_code = True, time.monotonic(), 128 + number
-            step = "this step, or after the first one if none has begun"
-            logger.warning(f"{name}: the run ends after {step} and saves; a second signal ends it at once")
+            when = "after this step (after the first one, if none has begun)"
+            logger.warning(f"{name}: the run saves and ends {when}; a second signal ends it at once")
         elif time.monotonic() - self._first >= SAME_STOP_S:
             logger.error(f"second {name}: the run ends now")
             self._twice = True

@@ -288,6 +288,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             load_tensors(tensors, folder / "model")
         if self.should_load_optimizer and self.optimizer is not None:
             self._load_optimizer(folder, extra)
+        elif self.optimizer is not None and extra["optimizer"] is not None and dist.get_rank() == 0:
+            logger.warning(f"{folder}: the optimizer starts anew, since checkpoint.load_contents lacks 'optimizer'")
         if self.should_load_extra:
             self._load_extra(folder, extra)
         host_barrier()
