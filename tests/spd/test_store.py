@@ -72,7 +72,7 @@ def test_many_openings_of_a_new_file_at_once(tmp_path):
             assert list(threads.map(opened, [number] * 4, [start] * 4)) == [0] * 4
 
 
-def test_more_keys_than_a_query_holds(tmp_path):
+def test_many_keys_at_once(tmp_path):
     store, contexts = open_store(tmp_path / "c"), [(i,) for i in range(1201)]
     store.put_many(contexts, [Completion((i,), False) for (i,) in contexts])
     assert {i: c.token_ids for i, c in store.get_many(contexts).items()} == {i: (i,) for i in range(1201)}
