@@ -144,7 +144,8 @@ class CompletionClient:
         """The result of `work`, whose requests share a pool of connections."""
 
         async def run() -> Any:
-            async with HttpClient(max_connections=self.settings.concurrency) as self._http:
+            async with HttpClient(max_connections=self.settings.concurrency) as http:
+                self._http = http
                 return await work
 
         try:

@@ -65,7 +65,6 @@ class TargetHeadScorer(ScoringActor):
                 f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
                 f"{config.base_model_path}. Use spd.head_inputs=pair."
             )
-
         if config.state_layer and config.state_layer >= target.num_hidden_layers:
             raise ValueError(
                 f"spd.state_layer={config.state_layer} must be an inner layer of {config.base_model_path}, which has "
@@ -105,9 +104,9 @@ class TargetHeadScorer(ScoringActor):
         A head that reads logits computes them from the states where they are not given.
         """
         hidden, *layer = states.split(self.config.hidden_size, dim=-1)
-        values = None
-        if self.config.head_inputs == "logits":
-            values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
+        reads_logits = self.config.head_inputs == "logits"
+        mismatch = draft_ids != target_ids
+        values = self._logit_values(hidden[:, :-1], draft_ids, mismatch, logits) if reads_logits else None
         more = [hidden[:, 1:]]
         for inner in layer:  # none without spd.state_layer
             more += [inner[:, :-1], inner[:, 1:]]
@@ -150,7 +149,7 @@ class TargetHeadScorer(ScoringActor):
         """
         if self.features is None:
             return self._forward_target(input_ids, layout, gamma, pack)
-        # The number below 0 separates context and draft.
+        # Context and draft, with the context's negated length between them: no other block has the same numbers.
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
@@ -174,8 +173,10 @@ class TargetHeadScorer(ScoringActor):
     def _forward_tree(
         self, blocks: Sequence[tuple[int, ...]], drafts: Sequence[int], device: torch.device
     ) -> list[torch.Tensor] | None:
-        """States [g + 1, S] of each block (context, less than 0, draft of g tokens, as in `drafts`) by a forward that
-        reads common beginnings once; None where the target's attention excludes that, or blocks have little in common.
+        """States [g + 1, S] of each block (as keys of the feature store) with a draft of g tokens, as in `drafts`.
+
+        One forward reads common beginnings once; None where the target's attention excludes that, or blocks have little
+        in common.
         """
         longest = max(map(len, blocks)) - 1
         if not sees_everything(self.backbone, longest):
@@ -192,7 +193,7 @@ class TargetHeadScorer(ScoringActor):
     def _forward_target(
         self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
     ) -> torch.Tensor:
-        """The same by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
+        """`_target_states` by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
         device = input_ids.device
         start, context_len, draft_start, draft_len = (layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
