@@ -88,9 +88,7 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     return folder
 
 
-def _labelled(
-    config: DictConfig, tokenizer: Any, budget: int | None
-) -> tuple[list[LabelledBlocks], Labelling]:
+def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], Labelling]:
     """The labelled blocks of training and, from a file of their own, validation; and what the former's labels cost."""
     files, budgets = [config.data.train_files], [budget]
     if config.data.val_files != config.data.train_files:

@@ -288,8 +288,9 @@ class Completer:
         counts = CompletionCounts(len(distinct), len(done), len(missing))
 
         def commit(positions: list[int], completions: list[Completion]) -> None:
-            answered = [missing[i] for i in positions]
-            done.update(zip(answered, self.store.put_many([_stored_as(r) for r in answered], completions), strict=True))
+            for i, completion in zip(positions, completions, strict=True):
+                stored = self.store.put_many([_stored_as(missing[i])], [completion])  # a transaction each
+                done[missing[i]] = stored[0]
             bar.update(len(positions))
 
         if missing:

@@ -15,8 +15,6 @@ from filelock import FileLock
 from recipe.spd.scorer.features import StoreError
 
 _BUSY_MS = 60_000  # another process may be committing
-
-
 NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb2 smb3 smbfs afs ceph lustre gpfs beegfs panfs pvfs2 orangefs glusterfs fuse.sshfs "
     "fuse.glusterfs fuse.ceph-fuse fuse.s3fs fuse.gcsfuse fuse.juicefs fuse.mountpoint-s3".split()
@@ -82,8 +80,12 @@ class CompletionStore:
         """Index in `contexts` -> completion, for the stored ones."""
         held = {}
         for i, ids in enumerate(contexts):
-            for (value,) in self._execute("SELECT value FROM completions WHERE key = ?", [self._key(ids)]):
-                hit_limit, *token_ids = np.frombuffer(value, dtype="<i4").tolist()
+            try:
+                row = self._db.execute("SELECT value FROM completions WHERE key = ?", [self._key(ids)]).fetchone()
+            except sqlite3.Error as error:
+                raise StoreError(f"store {self.path} cannot be read: {error}") from error
+            if row is not None:
+                hit_limit, *token_ids = np.frombuffer(row[0], dtype="<i4").tolist()
                 held[i] = Completion(tuple(token_ids), bool(hit_limit))
         return held
 
@@ -105,9 +107,6 @@ class CompletionStore:
         held = self.get_many(contexts)
         return [held[i] for i in range(len(pairs))]
 
-    def __len__(self) -> int:
-        return self._execute("SELECT count(*) FROM completions", [])[0][0]
-
     @property
     def size(self) -> int:
         """Bytes on disk, SQLite's write-ahead log included."""
@@ -120,9 +119,3 @@ class CompletionStore:
 
     def _key(self, ids: Sequence[int]) -> bytes:
         return hashlib.sha256(self._salt + np.asarray(ids, dtype="<i8").tobytes()).digest()
-
-    def _execute(self, query: str, values: Sequence[Any]) -> list[tuple]:
-        try:
-            return self._db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"store {self.path} cannot be read: {error}") from error

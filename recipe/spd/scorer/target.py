@@ -190,26 +190,25 @@ class TargetHeadScorer(ScoringActor):
         )[0]  # fmt: skip
         return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
 
-    def _forward_target(
-        self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
-    ) -> torch.Tensor:
+    def _forward_target(self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool) -> torch.Tensor:
         """`_target_states` by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
         device = input_ids.device
         start, context_len, draft_start, draft_len = (layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
         width = int(length.max())
-        first = width - length
-        position = torch.arange(width)[None, :] - first  # [B, W], below 0 in the padding
-        column = torch.where(position < context_len, start + position, draft_start + position - context_len)
-        text = (position >= 0).long()
+        padding = width - length
+        position = torch.arange(width)[None, :] - padding  # [B, W], below 0 in the padding
+        is_token = (position >= 0).long()
+        # The column of input_ids that has the token of each position.
+        source = torch.where(position < context_len, start + position, draft_start + position - context_len) * is_token
         # The state over the token before d_i predicted t_i.
-        predicting = first + context_len - 1 + torch.arange(gamma + 1)
-        column, positions, predicting = (
-            x.to(device, non_blocking=True) for x in (column * text, position.clamp(min=0), predicting)
+        predicting = padding + context_len - 1 + torch.arange(gamma + 1)
+        source, positions, predicting = (
+            x.to(device, non_blocking=True) for x in (source, position.clamp(min=0), predicting)
         )
         with torch.no_grad():
-            ids = input_ids.gather(1, column)
-            output = self.states(ids, text if pack else text.to(device), positions, pack)
+            ids = input_ids.gather(1, source)
+            output = self.states(ids, is_token if pack else is_token.to(device), positions, pack)
         return rows_at(output, predicting)
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
