@@ -242,8 +242,8 @@ def drafts_and_targets(
     """d_1..d_gamma and t_1..t_gamma [B, gamma] of inputs [B, P]; anything after a shorter draft."""
     steps = torch.arange(gamma, device=input_ids.device)
     last = input_ids.shape[1] - 1
-    draft_ids, target_ids = (input_ids.gather(1, (spd_layout[:, i : i + 1] + steps).clamp(max=last)) for i in (2, 4))
-    return draft_ids, target_ids
+    draft, target = ((start + steps).clamp(max=last) for start in (spd_layout[:, 2:3], spd_layout[:, 4:5]))
+    return input_ids.gather(1, draft), input_ids.gather(1, target)
 
 
 def rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
