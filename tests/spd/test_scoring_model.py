@@ -189,7 +189,7 @@ def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
 def test_a_head_is_refused_with_another_target(tiny_llama, tmp_path):
     build(tiny_llama, backbone="target").save_pretrained(tmp_path / "head")
     other = save_tiny_llama(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match="belongs to the target .*fingerprint"):
+    with pytest.raises(ValueError, match="belongs to the model .*fingerprint"):
         AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model_path=other)
     shared = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     assert AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model=shared).config.backbone == "target"

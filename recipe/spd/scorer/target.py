@@ -38,8 +38,6 @@ class TargetHeadScorer(ScoringActor):
     by the ones after that layer.
     """
 
-    belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
-
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__(config, backbone)
         self.features: FeatureStore | None = None  # set by the training's loader
