@@ -78,8 +78,6 @@ class CompletionClient:
         self, urls: Sequence[str], model_path: str, *, eos_token_ids: Sequence[int], settings: SPDRolloutSettings,
         backoff_s: float = 0.5,
     ) -> None:  # fmt: skip
-        if not urls:
-            raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
         self.model_path = model_path
         self.eos = frozenset(eos_token_ids)
