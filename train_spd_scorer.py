@@ -36,8 +36,8 @@ VARIABLES_OF_KEYS = {f"spd.reward.{name}": variable for variable, name in VARIAB
 }  # fmt: skip
 # Options that the preparation of the data reads too -> the trainer's key, which cannot be given as key=value.
 KEYS = {
-    "--model": "actor_rollout_ref.model.path", "--tokenizer": "actor_rollout_ref.model.tokenizer_path",
-    "--output-dir": "trainer.default_local_dir",
+    "model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "output_dir": "trainer.default_local_dir",
 }  # fmt: skip
 PATIENCE = 10  # epochs
 
@@ -61,7 +61,7 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
         "data.max_response_length": max(p.gamma for p in (train, val) if p),
         "trainer.device": device, "trainer.n_gpus_per_node": 1, "trainer.val_before_train": bool(val),
-        **{key: getattr(args, option[2:].replace("-", "_")) for option, key in KEYS.items()},
+        **{key: getattr(args, name) for name, key in KEYS.items()},
         **{key: os.environ.get(variable) or None for key, variable in VARIABLES_OF_KEYS.items()},
     }  # fmt: skip
     if SCORERS[_backbone(args)].trains_backbone and device != "cpu":
@@ -141,9 +141,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for text in overrides:
         if text.startswith("-") or "=" not in text:
             parser.error(f"unknown option {text!r}; settings of the trainer read key=value")
-    for option, key in KEYS.items():
+    for name, key in KEYS.items():
         if _given(overrides, key):
-            parser.error(f"{key} is set by {option}; leave it out")
+            parser.error(f"{key} is set by --{name.replace('_', '-')}; leave it out")
     args.overrides = overrides
     if not args.model:
         parser.error("name the target model: --model DIR or MODEL_PATH")
@@ -166,11 +166,11 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
 
     given = {"--blocks": args.blocks, "--metadata": args.metadata, "--val-blocks": args.val_blocks,
              "--val-metadata": args.val_metadata}  # fmt: skip
-    errors: list[Exception] = [
-        FileNotFoundError(f"{option} {path}: the file does not exist.")
-        for option, path in given.items() if path and not Path(path).is_file()
-    ]  # fmt: skip
-    option, tokenizer = "--tokenizer" if args.tokenizer else "--model", None
+    errors: list[Exception] = []
+    for option, path in given.items():
+        if path and not Path(path).is_file():
+            errors.append(FileNotFoundError(f"{option} {path}: the file does not exist."))
+    tokenizer, option = None, "--tokenizer" if args.tokenizer else "--model"
     try:
         tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
     except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipe.spd.vllm_plugin.serving import WORKS, engine_options  # noqa: E402
+from recipe.spd.vllm_plugin.serving import WORKING_VALUES, engine_options  # noqa: E402
 from verl.planning.checks import load_model_part  # noqa: E402
 from verl.training.host_memory import available_memory  # noqa: E402
 from verl.utils.accelerator import default_dtype, get_device_name  # noqa: E402
@@ -41,7 +41,7 @@ def given_values(rest: Sequence[str]) -> dict[str, Any]:
     for i, text in enumerate(rest):
         name, _, value = text.partition("=")
         name = name.removeprefix("--").replace("-", "_")
-        if name in WORKS:
+        if name in WORKING_VALUES:
             following = rest[i + 1 : i + 2]
             value = value or (following[0] if following and not following[0].startswith("-") else "true")
             values[name] = int(value) if value.isdigit() else True if value == "true" else value

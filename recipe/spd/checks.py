@@ -1,5 +1,6 @@
 """Checks of the SPD recipe before a run starts (servers, token ids, the saved scorer), and the scorer's size."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
         except ModelError as e:
             yield e.problem
     if settings.rollout.rounds > 1:
-        yield from _check_pair(settings)
+        yield from _check_draft(settings)
     if findings.tokenizer is not None:
         try:
             resolve_sep_token_id(findings.tokenizer, read=SCORERS[settings.backbone].reads_separator)
@@ -70,7 +71,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
             yield wrong(SEP_VARIABLE, str(e))
 
 
-def _check_pair(settings: Any) -> Iterator[Problem]:
+def _check_draft(settings: Any) -> Iterator[Problem]:
     """A draft of another vocabulary than the target's is wrong."""
     key, draft = "spd.rollout.draft_path", settings.rollout.draft_path
     try:
@@ -84,9 +85,9 @@ def _check_pair(settings: Any) -> Iterator[Problem]:
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
-    silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
-    answering = [url for url in urls if url not in silent]
-    for problem in sum(silent.values(), []):
+    problems = {url: check_url(key, f"{url}/v1/models") for url in urls}
+    answering = [url for url in urls if not problems[url]]
+    for problem in itertools.chain.from_iterable(problems.values()):
         if answering:
             logger.warning("{}", problem.message)
         else:
@@ -109,15 +110,17 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
     if not blocks or findings.hf_config is None or findings.tokenizer is None:
         return
-    path, own = config.actor_rollout_ref.model.path, SCORERS[config.spd.backbone].reads_separator
+    path, longest = config.actor_rollout_ref.model.path, config.data.max_prompt_length
+    reads_separator = SCORERS[config.spd.backbone].reads_separator
     vocabulary = findings.hf_config.get_text_config().vocab_size
     try:
-        separator = resolve_sep_token_id(findings.tokenizer, read=own)
+        separator = resolve_sep_token_id(findings.tokenizer, read=reads_separator)
     except ValueError:
         return  # reported by check_servers_and_separator
     for key, data in blocks.items():
-        foreign, long = data.largest_ids >= vocabulary, data.lengths > config.data.max_prompt_length
-        bad = np.flatnonzero(foreign | (data.separators != separator if own else long))
+        foreign = data.largest_ids >= vocabulary
+        unfit = data.separators != separator if reads_separator else data.lengths > longest
+        bad = np.flatnonzero(foreign | unfit)
         if not bad.size:
             continue
         item = int(bad[0])
@@ -126,17 +129,17 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
                 f"token id {data.largest_ids[item]} is outside the vocabulary ({vocabulary}) of the model {path}. Name "
                 "the tokenizer that belongs to the model, and prepare the blocks with it."
             )
-        elif not own:
+        elif not reads_separator:
             what = (
-                f"its {data.lengths[item]} ids exceed data.max_prompt_length={config.data.max_prompt_length}: a target "
+                f"its {data.lengths[item]} ids exceed data.max_prompt_length={longest}: a target "
                 "head would train on states of a context without its start, and serve on those of the complete one. "
                 f"Raise data.max_prompt_length to {data.lengths.max()}."
             )
         else:
-            separating = data.separators[item]
+            used = data.separators[item]
             what = (
-                f"its parts are separated by token id {separating}, the tokenizer's separator is {separator}. "
-                f"Prepare it again, or set {SEP_VARIABLE}={separating}."
+                f"its parts are separated by token id {used}, the tokenizer's separator is {separator}. "
+                f"Prepare it again, or set {SEP_VARIABLE}={used}."
             )
         yield wrong(key, f"{key}: {data.error(item, what)}")
 
@@ -184,9 +187,9 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])
     scorer = SCORERS[spd["backbone"]]
     with torch.device("meta"):
-        module = scorer.make_head(SimpleNamespace(**{**spd, "hidden_size": size.hidden}))
-    head = sum(p.numel() for p in module.parameters())
-    size = replace(size, parameters=plain.parameters + head)
+        head = scorer.make_head(SimpleNamespace(**{**spd, "hidden_size": size.hidden}))
+    of_head = sum(p.numel() for p in head.parameters())
+    size = replace(size, parameters=plain.parameters + of_head)
     if scorer.trains_backbone:
-        return replace(size, trainable=plain.trainable + head)
-    return replace(size, trainable=head, trained_layers=0, frozen_computes=True)
+        return replace(size, trainable=plain.trainable + of_head)
+    return replace(size, trainable=of_head, trained_layers=0, frozen_computes=True)

@@ -1,4 +1,4 @@
-"""Supervised training of the SPD scorer: cross-entropy on counterfactual labels of single mismatches.
+"""Supervised training of the SPD scorer: cross-entropy on labels of single mismatches.
 
 As in AutoJudge's mining of important tokens, mismatches are accepted one by one, the target completes the answer after
 each, and the first one that turns a right answer wrong is harmful. These are the completions that the GRPO rollout asks
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,8 +29,7 @@ from tqdm import tqdm
 
 from recipe.spd.data.blocks import mismatches
 from recipe.spd.data.dataset import SPDRLHFDataset
-from recipe.spd.rollout.client import Completer
-from recipe.spd.rollout.samples import grade_blocks, judged_block
+from recipe.spd.labels import Labelling, Labels, given_labels, label_blocks
 from recipe.spd.rollout.spd_rollout import SPDRollout
 from recipe.spd.scorer.bernoulli_policy import MODEL_KEYS, BernoulliPolicy, fit_width
 from recipe.spd.scorer.token_tree import alike
@@ -49,12 +48,7 @@ from verl.utils.tokenizer import hf_tokenizer
 
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer, supervised.json, checkpoints and metrics of the run
-
-BLOCKS_AT_A_TIME = 512  # labelled together
 FEW_LABELS = 100  # below it, training warns
-
-# Number of a block -> the labels of its first mismatches: 1 harmless, 0 harmful, or a share between.
-Labels = Mapping[int, Sequence[float]]
 
 
 def train_supervised(config: DictConfig, budget: int | None, patience: int | None = None) -> Path:
@@ -67,19 +61,19 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     """
     model = config.actor_rollout_ref.model
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
-    labelled, tried, completions = _labelled(config, tokenizer, budget)
-    labels = labelled[0].labels.values()
-    below, count = sum(min(values) < 0.5 for values in labels), sum(map(len, labels))
+    labelled, labelling = _labelled(config, tokenizer, budget)
+    labels = labelling.labels.values()
+    count, below = sum(map(len, labels)), sum(min(of_block) < 0.5 for of_block in labels)
     logger.info(
         "{} labels on {} blocks, {} of which have one below 1/2; {} of {} blocks were tried, by {} completions. Blocks "
-        "get no label if the target's own answer is wrong", count, len(labels), below, tried, len(labelled[0].blocks),
-        completions,
+        "get no label if the target's own answer is wrong", count, len(labels), below, labelling.tried,
+        len(labelled[0].blocks), labelling.completions,
     )  # fmt: skip
     few = (f"{count} labels are too few to train a scorer (fewer than {FEW_LABELS}): it memorises them. Prepare blocks "
            "of more questions that the target answers right, or raise --label-budget if it is given.")  # fmt: skip
     if count < FEW_LABELS:
         logger.warning(few)
-    trainer = SupervisedScorerTrainer(config, patience, _settings(config, len(labelled[0])), tokenizer, *labelled)
+    trainer = SupervisedScorerTrainer(config, patience, _settings(config, len(labels)), tokenizer, *labelled)
     code = trainer.fit()
     if not trainer.validation:
         trainer.save_scorer()
@@ -87,62 +81,61 @@ def train_supervised(config: DictConfig, budget: int | None, patience: int | Non
     if code:
         sys.exit(code)
     folder = Path(trainer.config.trainer.default_local_dir)
-    figures = {"blocks": len(labelled[0]), "blocks_below_half": below, "completions": completions, **_results(trainer)}
-    (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
+    figures = {"blocks": len(labels), "blocks_below_half": below, "completions": labelling.completions}
+    (folder / "supervised.json").write_text(json.dumps(figures | _results(trainer)) + "\n")
     if count < FEW_LABELS:  # also the last line of a long log
         logger.warning(few)
     return folder
 
 
-def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], int, int]:
-    """The labelled blocks of training and, from a file of their own, validation; of the former the number of blocks
-    tried and that of the completions used.
-    """
-    files = [config.data.train_files]
+def _labelled(config: DictConfig, tokenizer: Any, budget: int | None) -> tuple[list[LabelledBlocks], Labelling]:
+    """The labelled blocks of training and, from a file of their own, validation; and what the former's labels cost."""
+    files, budgets = [config.data.train_files], [budget]
     if config.data.val_files != config.data.train_files:
         files.append(config.data.val_files)
+        budgets.append(None)
     sets = [SPDRLHFDataset(file, tokenizer, config.data) for file in files]
     orders = [list(range(len(blocks))) for blocks in sets]
     random.Random(config.data.seed).shuffle(orders[0])
-    labelled, spent = [], []
+    infos = [[blocks[row]["extra_info"] for row in order] for blocks, order in zip(sets, orders, strict=True)]
+    given = [any(info.get("labels") for info in of_file) for of_file in infos]
     with ExitStack() as stack:
-        rollout = None
-        for file, blocks, order, limit in zip(files, sets, orders, (budget, None), strict=False):
-            infos = [blocks[row]["extra_info"] for row in order]
-            if any(info.get("labels") for info in infos):
-                labels, tried, used = given_labels(infos, limit), len(infos), 0
+        if not all(given):  # one rollout for all files: it may start a server
+            settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
+            rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
+            stack.callback(rollout.close)
+        labellings = []
+        for file, of_file, has_labels, limit in zip(files, infos, given, budgets, strict=True):
+            if has_labels:
+                labelling = Labelling(given_labels(of_file, limit), tried=len(of_file), completions=0)
             else:
-                if rollout is None:  # one for all files: it may start a server
-                    settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
-                    rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
-                    stack.callback(rollout.close)
                 max_tokens = rollout.settings.rollout.max_tokens
-                labels, tried, used = label_blocks(
-                    infos, rollout.completer, tokenizer, rollout.eos, max_tokens, limit
-                )
-            if not labels:
+                labelling = label_blocks(of_file, rollout.completer, tokenizer, rollout.eos, max_tokens, limit)
+            if not labelling.labels:
                 within = "" if limit is None else f" within --label-budget {limit}"
                 remedy = "Prepare other blocks" if limit is None else "Raise the budget, or prepare other blocks"
-                raise ValueError(f"{file}: no block got a label{within}, neither from the data nor by completions of a "
-                                 f"block whose own answer by the target is right. {remedy}.")  # fmt: skip
-            labelled.append(LabelledBlocks(blocks, order, labels))
-            spent.append((tried, used))
-    return labelled, *spent[0]
+                raise ValueError(
+                    f"{file}: no block got a label{within}, neither from the data nor by completions of a block whose "
+                    f"own answer by the target is right. {remedy}."
+                )
+            labellings.append(labelling)
+    parts = zip(sets, orders, labellings, strict=True)
+    return [LabelledBlocks(blocks, order, labelling.labels) for blocks, order, labelling in parts], labellings[0]
 
 
 def _results(trainer: SupervisedScorerTrainer) -> dict[str, Any]:
     """Steps, losses and the saved step for supervised.json, after a warning if the scorer memorised its blocks."""
-    validation, count, epoch = trainer.validation, trainer.global_steps, trainer.config.trainer.test_freq
-    best = min(validation, key=validation.get, default=count)
-    if validation and validation[count] > MEMORISED * validation[best]:
-        last = trainer.losses[-epoch:]
+    validation, steps = trainer.validation, trainer.global_steps
+    best = min(validation, key=validation.get, default=steps)
+    if validation and validation[steps] > MEMORISED * validation[best]:
+        last_epoch = trainer.losses[-trainer.config.trainer.test_freq :]
         logger.warning(
             "cross-entropy in validation was lowest at step {} ({:.4f}) and rose to {:.4f} at step {}, while that in "
             "training fell to {:.4f}: the scorer memorises its {} blocks. The weights of step {} are saved. Use more "
-            "blocks, or fewer steps.", best, validation[best], validation[count], count, sum(last) / len(last),
-            len(trainer.blocks[0]), best,
+            "blocks, or fewer steps.", best, validation[best], validation[steps], steps,
+            sum(last_epoch) / len(last_epoch), len(trainer.blocks[0]), best,
         )  # fmt: skip
-    return {"steps": count, "loss": trainer.losses, "validation": validation, "saved_step": best}
+    return {"steps": steps, "loss": trainer.losses, "validation": validation, "saved_step": best}
 
 
 def _settings(config: DictConfig, blocks: int) -> DictConfig:
@@ -237,8 +230,9 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         engine = omega_conf_to_dataclass(actor.fsdp_config, FSDPEngineConfig)
         checkpoint = omega_conf_to_dataclass(actor.checkpoint, CheckpointConfig)
         optim = omega_conf_to_dataclass(actor.optim, FSDPOptimizerConfig)
-        norm, steps = optim.max_grad_norm(actor.grad_clip), self.total_training_steps
-        return model, engine, replace(optim, clip_grad=norm, total_training_steps=steps), checkpoint
+        norm = optim.max_grad_norm(actor.grad_clip)
+        optim = replace(optim, clip_grad=norm, total_training_steps=self.total_training_steps)
+        return model, engine, optim, checkpoint
 
     def cut(self, batch: TensorDict) -> list[TensorDict]:
         return list(batch.split(self.config.data.micro_batch_size_per_gpu))
@@ -276,10 +270,8 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
         return means
 
     def ends_early(self) -> bool:
-        steps = list(self.validation)
-        return bool(self.patience and steps) and (
-            len(steps) - 1 - steps.index(min(steps, key=self.validation.get)) >= self.patience
-        )
+        best = min(self.validation, key=self.validation.get, default=0)
+        return bool(self.patience) and sum(step > best for step in self.validation) >= self.patience
 
     def save_scorer(self) -> None:
         """Write the trained weights with spd_config.json into the run's folder."""
@@ -293,59 +285,3 @@ class SupervisedScorerTrainer(FSDPSFTTrainer):
     def load_variant_state(self, state: dict[str, Any]) -> None:
         self.losses = state["losses"]
         self.validation = {int(step): loss for step, loss in state["validation"].items()}
-
-
-def label_blocks(
-    infos: Sequence[dict[str, Any]], completer: Completer, tokenizer: Any, eos: Collection[int], max_tokens: int,
-    budget: int | None = None,
-) -> tuple[dict[int, list[bool]], int, int]:  # fmt: skip
-    """Index in `infos` -> harmless or not of its mismatches, up to and including the first harmful one; the number of
-    blocks tried; and that of distinct completions used.
-
-    Blocks whose baseline is wrong or cut at the limit have no labels, and those with a lost completion lose the rest.
-    Blocks are labelled in order until the `budget` of completions is spent.
-    """
-    labels: dict[int, list[bool]] = {}
-    used: set = set()
-    tried = 0
-    for first in range(0, len(infos), BLOCKS_AT_A_TIME):
-        open_blocks = range(first, min(first + BLOCKS_AT_A_TIME, len(infos)))
-        while open_blocks:
-            judged = {}
-            for i in open_blocks:
-                draft = infos[i]["draft_ids"]
-                places = mismatches(draft, infos[i]["target_ids"])
-                known = len(labels.get(i, ()))
-                if known < len(places):  # accept all that is known to be harmless and one more
-                    actions = tuple(int(at <= places[known]) for at in range(len(draft)))
-                    judged[i] = judged_block(infos[i], actions, eos, 1)
-            asked = {i: block.requests(max_tokens) for i, block in judged.items()}
-            for i, wanted in asked.items():
-                if budget is not None and len(used) + len(set(wanted) - used) > budget:
-                    judged = {k: block for k, block in judged.items() if k < i}
-                    budget = len(used)  # spent: this is the last pass
-                    break
-                used.update(wanted)
-            tried = max([tried, *(i + 1 for i in judged)])
-            requests = [request for i in judged for request in asked[i]]
-            completions, _ = completer.complete(requests, f"Labels of mismatch {known + 1}")  # of each block
-            grade_blocks(list(judged.values()), completions, tokenizer, max_tokens)
-            for i, block in judged.items():
-                if block.baseline_correct and block.correct is not None:
-                    labels.setdefault(i, []).append(block.correct)
-            if budget is not None and len(used) == budget:
-                return labels, tried, len(used)
-            open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
-    return labels, tried, len(used)
-
-
-def given_labels(infos: Sequence[dict[str, Any]], budget: int | None) -> dict[int, list[float]]:
-    """Index in `infos` -> the labels that the data has of its mismatches, `budget` of them at most; empty without."""
-    labels, count = {}, 0
-    for i, info in enumerate(infos):
-        if given := info.get("labels"):
-            count += len(given)
-            if budget is not None and count > budget:
-                break
-            labels[i] = given
-    return labels

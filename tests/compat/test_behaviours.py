@@ -168,11 +168,11 @@ def test_nested_objects_of_a_model_config_are_kept():
 
 
 def test_the_registry_of_managers_returns_what_was_registered(monkeypatch):
-    from verl.workers.reward_manager import registry
+    from verl.workers.reward_manager import BatchRewardManager, registry
 
     monkeypatch.setitem(registry.REWARD_MANAGER_REGISTRY, "first", "FirstManager")
     assert registry.get_reward_manager_cls("first") == "FirstManager"
-    assert registry.get_reward_manager_cls("batch").__name__ == "BatchRewardManager"
+    assert registry.get_reward_manager_cls("batch") is BatchRewardManager
     with pytest.raises(ValueError, match="nobody.*named by .*external_lib or VERL_USE_EXTERNAL_MODULES"):
         registry.get_reward_manager_cls("nobody")
 

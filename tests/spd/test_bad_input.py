@@ -235,7 +235,7 @@ def test_a_scorer_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_path, fil
 def test_a_scorer_of_another_target_or_width_is_refused(bed, monkeypatch):
     folder = bed.directory / "foreign"
     error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
-    assert f"the head in {folder} belongs to the target '{bed.directory}/other'" in error and "name that one" in error
+    assert f"the scorer in {folder} belongs to the model '{bed.directory}/other'" in error and "name that one" in error
     folder = bed.directory / "scorer"
     error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder, spd__head_size=64))
     assert "has first.bias of shape (128,)" in error and "Set spd.head_size=128" in error
@@ -306,5 +306,5 @@ def test_the_training_command_reports_what_the_trainer_refuses(bed, monkeypatch,
         entry.main([*arguments, f"spd.adapter_path={bed.directory / 'foreign'}"])
     text = ended.value.code  # Python prints it and exits with 1
     assert "2 problems in the config:" in text
-    assert "/v1/models does not answer from here" in text and "belongs to the target" in text
+    assert "/v1/models does not answer from here" in text and "belongs to the model" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]  # no session, no server's log

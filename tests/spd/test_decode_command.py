@@ -158,7 +158,7 @@ def test_a_mistake_ends_with_one_message(house, tmp_path):
     for options, sentence in (
         (["--target", str(tmp_path / "gone"), "--prompt", "a"], "--target .*gone: the directory does not exist"),
         (["--target", str(tmp_path / "stranger"), "--scorer", str(house / "scorer_target"), "--prompt", "a"],
-         "belongs to the target .*target' .*; the target here, .*stranger'"),
+         "belongs to the model .*target' .*; the model here, .*stranger'"),
         (["--draft", str(tmp_path / "shifted"), "--prompt", "a"],
          r"--draft .*shifted has another vocabulary than the target \(58 and 59 tokens; '\*' is id 52 and 53\)"),
         (["--prompt", "a", "  "], "prompt 2 is empty"),

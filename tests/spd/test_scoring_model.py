@@ -42,7 +42,7 @@ def draft_scorer(monkeypatch):
 
 def test_a_registered_scorer_is_built_saved_and_loaded_by_its_name(draft_scorer, llama, tmp_path):
     """Its head gets the state that predicted t_i and the embedding of d_i."""
-    with pytest.raises(ValueError, match="spd.backbone=draft_mlp is DraftScorer: give Other another name"):
+    with pytest.raises(ValueError, match="'draft_mlp' is already registered by .*DraftScorer; .*Other needs another"):
         register_scorer("draft_mlp")(type("Other", (draft_scorer,), {}))
     model = build(llama, backbone="draft_mlp", head_size=8)
     z = model(**data().as_kwargs())
@@ -189,7 +189,7 @@ def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
 def test_a_head_is_refused_with_another_target(tiny_llama, tmp_path):
     build(tiny_llama, backbone="target").save_pretrained(tmp_path / "head")
     other = save_tiny_llama(tmp_path / "other", seed=1)
-    with pytest.raises(ValueError, match="belongs to the target .*fingerprint"):
+    with pytest.raises(ValueError, match="belongs to the model .*fingerprint"):
         AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model_path=other)
     shared = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     assert AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model=shared).config.backbone == "target"

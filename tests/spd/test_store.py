@@ -17,6 +17,10 @@ def open_store(path, model="m", **sampling):
     return CompletionStore(path, model, {"max_tokens": 8, **sampling})
 
 
+def count(store):
+    return store._db.execute("SELECT count(*) FROM completions").fetchone()[0]
+
+
 def _write(path, worker, start):
     store = open_store(path)
     start.wait()
@@ -40,7 +44,7 @@ def test_another_model_or_sampling_has_other_keys(tmp_path):
     open_store(tmp_path / "c").put_many([(1,)], [Completion((7,), False)])
     assert open_store(tmp_path / "c", model="other").get_many([(1,)]) == {}
     assert open_store(tmp_path / "c", max_tokens=9).get_many([(1,)]) == {}
-    assert len(open_store(tmp_path / "c")) == 1
+    assert count(open_store(tmp_path / "c")) == 1
 
 
 @pytest.mark.process
@@ -54,7 +58,7 @@ def test_two_processes_end_with_one_completion_a_key(tmp_path):
         worker.join(60)
         assert worker.exitcode == 0
     store = open_store(tmp_path / "c")
-    assert len(store) == 200
+    assert count(store) == 200
     held = store.get_many([(i,) for i in range(200)])
     first = store.put_many([(5,)], [Completion((9, 9, 9), True)])[0]
     assert first == held[5] and first.token_ids[1] == 5  # what stands there stays
@@ -64,7 +68,7 @@ def test_many_openings_of_a_new_file_at_once(tmp_path):
     def opened(number, start):
         start.wait()
         with contextlib.closing(open_store(tmp_path / f"c{number}")) as store:
-            return len(store)
+            return count(store)
 
     with ThreadPoolExecutor(4) as threads:
         for number in range(20):
@@ -72,7 +76,7 @@ def test_many_openings_of_a_new_file_at_once(tmp_path):
             assert list(threads.map(opened, [number] * 4, [start] * 4)) == [0] * 4
 
 
-def test_more_keys_than_a_query_holds(tmp_path):
+def test_many_keys_at_once(tmp_path):
     store, contexts = open_store(tmp_path / "c"), [(i,) for i in range(1201)]
     store.put_many(contexts, [Completion((i,), False) for (i,) in contexts])
     assert {i: c.token_ids for i, c in store.get_many(contexts).items()} == {i: (i,) for i in range(1201)}

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import train_spd_scorer as entry
+from recipe.spd.labels import given_labels, label_blocks
 from recipe.spd.rollout.client import CompletionCounts
 from recipe.spd.rollout.store import Completion
-from recipe.spd.supervised import SampledShares, _settings, given_labels, label_blocks
+from recipe.spd.supervised import SampledShares, _settings
 from spd_scorer import AutoModelForSPDScoring, SPDInputData
 from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
 

@@ -142,9 +142,9 @@ def test_a_scorer_is_loaded_from_its_own_folder(tiny_llama, saved, kind):
 def test_adapters_of_another_model_are_refused(tiny_llama, others, kept, which):
     folder, other = kept["adapters"], others[which]
     message = refused(folder, other, ADAPTERS)
-    assert message.startswith(f"the adapters in {folder} belong to the model '{tiny_llama}' (fingerprint ")
-    assert f"; the model here, '{other}', has " in message and message.endswith("were trained on only: name that one.")
-    with pytest.raises(ValueError, match="belong to the model"):
+    assert message.startswith(f"the scorer in {folder} belongs to the model '{tiny_llama}' (fingerprint ")
+    assert f"; the model here, '{other}', has " in message and message.endswith("was trained on only: name that one.")
+    with pytest.raises(ValueError, match="belongs to the model"):
         AutoModelForSPDScoring.from_pretrained(folder, base_model_path=other)
 
 

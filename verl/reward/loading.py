@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.config.common import RewardManagerConfig
 from verl.config.compose import omega_conf_to_dataclass
 from verl.config.reward_model import RewardModelConfig
 from verl.reward.managers import (
@@ -67,19 +68,15 @@ def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
 
 def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
     """The class that `reward_manager.{source,name,module}` or `reward_model.reward_loop_source=importlib` names."""
-    loop = config.reward_model
+    loop = config.reward_model  # verl's other way to name a manager
     if loop.reward_loop_source == "importlib":
         if loop.reward_loop_module_path is None or loop.reward_loop_class_name is None:
             keys = "reward_model.reward_loop_module_path and reward_model.reward_loop_class_name"
             raise ValueError(f"reward_model.reward_loop_source=importlib needs {keys}.")
         return load_extern_object(loop.reward_loop_module_path, loop.reward_loop_class_name)
-    settings = config.reward_manager
+    settings = omega_conf_to_dataclass(config.reward_manager, RewardManagerConfig)
     if settings.source == "register":
         return get_reward_manager_cls(settings.name)
-    if settings.source != "importlib":
-        raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
-    if settings.module.path is None:
-        raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
     return load_extern_object(settings.module.path, settings.module.name or settings.name)
 
 

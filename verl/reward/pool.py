@@ -127,7 +127,7 @@ class GradingPool:
         """`function(**item)` of each item, in order; a Failure when it raised or took longer than `seconds`."""
         results: list[Any] = [None] * len(items)
         errors: list[BaseException] = []
-        waiting = iter(range(len(items)))
+        waiting = iter(range(len(items)))  # shared: each thread takes the next number
 
         def grade() -> None:
             try:

@@ -1,9 +1,7 @@
-"""Drafted blocks: a judge's input, the scorer's input [Context] SEP [Draft] SEP [Target] SEP, and checks of blocks."""
+"""Drafted blocks as input of a judge, and as input [Context] SEP [Draft] SEP [Target] SEP of the scorer."""
 
 from __future__ import annotations
 
-import difflib
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +9,8 @@ from typing import Any
 
 import torch
 
-from verl.utils.problems import one_line
-
 IDS = ("context_ids", "draft_ids", "target_ids")
-# Of a block; the first then comes from the metadata.
-OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len", "labels")
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
-INT32_MAX = 2**31 - 1
 
 
 @dataclass
@@ -50,7 +43,7 @@ def build_spd_input(
     context_ids: list[int], draft_ids: list[int], target_ids: list[int], sep_token_id: int
 ) -> tuple[list[int], dict[str, int]]:
     """The scorer's input ids, and the offsets of its parts in it. Raises ValueError without a bonus token."""
-    if error := _bonus_error(draft_ids, target_ids):
+    if error := bonus_error(draft_ids, target_ids):
         raise ValueError(error)
     ids = [*context_ids, sep_token_id, *draft_ids, sep_token_id, *target_ids, sep_token_id]
     draft_start = len(context_ids) + 1
@@ -58,6 +51,13 @@ def build_spd_input(
         "context_len": len(context_ids), "draft_start": draft_start, "draft_len": len(draft_ids),
         "target_start": draft_start + len(draft_ids) + 1, "target_len": len(target_ids),
     }  # fmt: skip
+
+
+def bonus_error(draft_ids: Sequence[int], target_ids: Sequence[int]) -> str:
+    """The error if the target does not have one id more than the draft; empty if it has."""
+    if len(target_ids) == len(draft_ids) + 1:
+        return ""
+    return f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; one more (the bonus token) is needed."
 
 
 def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
@@ -107,70 +107,6 @@ class SPDInputData:
     def as_kwargs(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of ScoringActor.forward."""
         return dict(vars(self))
-
-
-def validate_block(block: Mapping[str, Any], vocabulary: int) -> str:
-    """The error in the ids and optional columns of a block; empty if there is none."""
-    for name in IDS:
-        if error := validate_ids(name, block[name], vocabulary):
-            return error
-    draft, target, labels = block["draft_ids"], block["target_ids"], block.get("labels") or ()
-    if error := validate_optional(block) or validate_column_names(tuple(block)) or _bonus_error(draft, target):
-        return error
-    if len(labels) > (count := len(mismatches(draft, target))):
-        return f"{len(labels)} labels for {count} mismatches; give one for each of the first mismatches."
-    return ""
-
-
-def _bonus_error(draft_ids: Sequence[int], target_ids: Sequence[int]) -> str:
-    if len(target_ids) == len(draft_ids) + 1:
-        return ""
-    return f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; one more (the bonus token) is needed."
-
-
-def validate_ids(name: str, ids: Any, vocabulary: int) -> str:
-    """The error in a column of token ids of a tokenizer with `vocabulary` entries; empty if there is none."""
-    if isinstance(ids, list) and not ids:
-        return f"{name} is empty; it needs at least one token id."
-    rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
-    if not isinstance(ids, list):
-        return f"{rule}, not {one_line(ids)}."
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
-        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocabulary)
-        return f"{rule}, but holds {one_line(bad)}. Name the tokenizer that the ids were made with."
-    return ""
-
-
-def validate_optional(block: Mapping[str, Any]) -> str:
-    """The error in a column of OPTIONAL (None: unknown); empty if there is none."""
-    limits = {"is_correct_baseline": 1, "baseline_length": INT32_MAX, "question_len": INT32_MAX}
-    for name, high in limits.items():
-        value = block.get(name)
-        if value is not None and not (isinstance(value, int | float) and 0 <= value <= high and value == int(value)):
-            rule = "0 or 1" if high == 1 else "a number of tokens"
-            return f"{name} must be {rule}, not {one_line(value)}."
-    labels = block.get("labels")
-    if labels is not None and not (
-        isinstance(labels, list) and all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels)
-    ):
-        return f"labels must be a list of numbers from 0 (harmful) to 1 (harmless), not {one_line(labels)}."
-    return ""
-
-
-def validate_ground_truth(truth: Any) -> str:
-    """The error in a ground truth, which must be a non-empty string or a finite number; empty if there is none."""
-    if (isinstance(truth, str) and truth.strip()) or (type(truth) in (int, float) and abs(truth) < float("inf")):
-        return ""
-    return f"ground_truth must be a string or a number, not {one_line(repr(truth))}."
-
-
-@functools.cache
-def validate_column_names(names: tuple[str, ...]) -> str:
-    """The error of a column name that nearly matches an optional column; empty if there is none."""
-    for name in names:
-        if name not in OPTIONAL and (close := difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)):
-            return f"'{name}' is not a known column; did you mean '{close[0]}'? Rename it."
-    return ""
 
 
 def resolve_sep_token_id(tokenizer: Any, read: bool = True) -> int:

@@ -11,8 +11,9 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from recipe.spd.data.blocks import IDS, build_spd_input, left_padded_layout, validate_block, validate_ground_truth
+from recipe.spd.data.blocks import IDS, build_spd_input, left_padded_layout
 from recipe.spd.data.columns import TableRows, read_table_rows
+from recipe.spd.data.validation import validate_block, validate_ground_truth
 from verl.data.rl_dataset import FileRows, left_pad
 from verl.utils.problems import one_line
 
@@ -38,8 +39,8 @@ class SPDRLHFDataset(FileRows):
         if tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
         self.draw(max_samples, config)
-        self.separators = np.empty(len(self.rows), dtype=np.int64)  # of each block
-        self.largest_ids, self.lengths = (np.empty_like(self.separators) for _ in range(2))
+        # Of each block, for the recipe's checks: the separator, the largest id, the length before a cut.
+        self.separators, self.largest_ids, self.lengths = np.empty((3, len(self.rows)), dtype=np.int64)
         if cut := sum(self._check(item, row) for item, row in enumerate(self.rows)):
             logger.info(
                 "{} of {} blocks exceed data.max_prompt_length={} and lose the start of their context",
@@ -91,8 +92,8 @@ class SPDRLHFDataset(FileRows):
         ids, offsets = build_spd_input(*(row["extra_info"][name] for name in IDS), row.pop("sep_token_id"))
         shift = self.max_prompt_length - len(ids)  # below 0: the first -shift context tokens are cut
         cut = max(0, -shift)
-        width, pad = self.max_prompt_length, self.tokenizer.pad_token_id
-        input_ids, attention_mask, position_ids = left_pad(ids[cut:], width, pad)
+        padded = left_pad(ids[cut:], self.max_prompt_length, self.tokenizer.pad_token_id)
+        input_ids, attention_mask, position_ids = padded
         offsets["context_len"] -= cut
         offsets["draft_start"] += shift
         offsets["target_start"] += shift

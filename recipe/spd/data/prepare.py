@@ -11,15 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
 
-from recipe.spd.data.blocks import (
-    IDS,
-    cut_at_end,
-    resolve_sep_token_id,
-    validate_block,
-    validate_ground_truth,
-    validate_optional,
-)
+from recipe.spd.data.blocks import IDS, cut_at_end, resolve_sep_token_id
 from recipe.spd.data.columns import ROWS_AT_A_TIME, row_batches
+from recipe.spd.data.validation import validate_block, validate_ground_truth, validate_optional
 from recipe.spd.scorer.auto import SCORERS
 from verl.data.rl_dataset import read_rows
 from verl.utils.tokenizer import stop_ids
@@ -59,7 +53,8 @@ def prepare_spd_data_from_real_source(
 ) -> PreparedData:  # fmt: skip
     """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
 
-    docs/spd.md describes their columns. `backbone` is the scorer's: a `target` head needs no separator token.
+    docs/spd.md describes their columns. `backbone` is the scorer's: a `target` head needs no separator token. Raises
+    DataError for a block or question that cannot be used, and if no block has a mismatch.
     """
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
     output = Path(output_path)
@@ -67,14 +62,16 @@ def prepare_spd_data_from_real_source(
     partial = output.with_suffix(".tmp")
     read = rows = longest = gamma = 0
     with pq.ParquetWriter(partial, SCHEMA, write_page_checksum=True) as writer:
-        made = _rows(blocks_path, questions, metadata_path, tokenizer, backbone)
+        made = _training_rows(blocks_path, questions, metadata_path, tokenizer, backbone)
         while batch := list(itertools.islice(made, ROWS_AT_A_TIME)):
             kept = [row for row in batch if row is not None]
             writer.write_table(pa.Table.from_pylist(kept, SCHEMA))
-            read, rows = read + len(batch), rows + len(kept)
+            read += len(batch)
+            rows += len(kept)
             for row in kept:
-                parts = [len(row["extra_info"][name]) for name in IDS]
-                longest, gamma = max(longest, sum(parts) + len(parts)), max(gamma, parts[1])  # with the separators
+                context, draft, target = (len(row["extra_info"][name]) for name in IDS)
+                longest = max(longest, context + draft + target + 3)  # with a separator after each
+                gamma = max(gamma, draft)
     if not rows:
         partial.unlink()
         raise DataError(f"{blocks_path}: none of its {read} blocks has a mismatch to judge; generate more.")
@@ -83,11 +80,11 @@ def prepare_spd_data_from_real_source(
     return PreparedData(output, rows, read - rows, longest, gamma)
 
 
-def _rows(
+def _training_rows(
     blocks_path: str | Path, questions: Mapping[Any, Mapping[str, Any]], metadata_path: str | Path, tokenizer: Any,
     backbone: str,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
-    """The training row of each block; None for a block without a mismatch."""
+    """The training row of each block; None for one without a mismatch. Raises DataError for a block that is wrong."""
     sep = resolve_sep_token_id(tokenizer, read=SCORERS[backbone].reads_separator)
     ends = frozenset(stop_ids(tokenizer))
     kept = 0
@@ -107,20 +104,20 @@ def _rows(
         if used == wanted[:-1]:
             yield None
             continue
-        meta = questions[block["question_id"]]
+        question = questions[block["question_id"]]
         baseline = block.get("is_correct_baseline")
         extra = {
             "index": kept, "question_id": str(block["question_id"]),
             "context_ids": context, "draft_ids": draft, "target_ids": target,
-            "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
-            **{name: None if block.get(name) is None else int(block[name])
-               for name in ("baseline_length", "question_len")},
+            "is_correct_baseline": int(question["is_correct_baseline"] if baseline is None else baseline),
             "labels": block.get("labels"),
         }  # fmt: skip
+        for name in ("baseline_length", "question_len"):
+            extra[name] = None if block.get(name) is None else int(block[name])
         kept += 1
         yield {
-            "data_source": "spd_scorer", "prompt": meta["question"], "sep_token_id": sep, "extra_info": extra,
-            "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
+            "data_source": "spd_scorer", "prompt": question["question"], "sep_token_id": sep, "extra_info": extra,
+            "reward_model": {"style": "rule", "ground_truth": str(question["ground_truth"])},
         }  # fmt: skip
 
 

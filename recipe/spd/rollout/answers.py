@@ -10,12 +10,14 @@ _NUMBER = rf"\s*+[-+]?\s*+\\?[$€£]?\s*+[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d{{1,
 _MARKUP = r"[\s*_`$(:]*+(?:\\\(|\\\[)?\s*+"  # of chat models: bold, code, TeX
 _ABOUT = r"(?:(?:about|approximately|roughly|USD|≈|\\approx)\s*+)?"
 _CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-z]\b)++=)*"  # "3 * 6 =", "x ="
-_MARKED = re.compile(rf"(?:answer[*_`\s]*+(?:is\b|:)|####){_MARKUP}{_ABOUT}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
-_ANY = re.compile(r"(?:answer[*_`\s]*+(?:is\b|:)|####)[\s*_`$(:\"']*+([^\n.!?]*)", re.IGNORECASE)
-_BOXED = "\\boxed{"
-_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
+_MARKER = r"(?:answer[*_`\s]*+(?:is\b|:)|####)"
+_MARKED_NUMBER = re.compile(rf"{_MARKER}{_MARKUP}{_ABOUT}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
+_MARKED_WORDS = re.compile(rf"{_MARKER}[\s*_`$(:\"']*+([^\n.!?]*)", re.IGNORECASE)  # up to the end of the sentence
+_BOX = "\\boxed{"
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
 _SPACING = re.compile(r"\\[,;!: ]|~|\*\*|\\(?:left|right)\b|\\?[$€£%]|\^\{?\\circ\}?|\s+")
 _FRACTION = re.compile(r"([-+]?)(\d*)\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")  # 3\frac{1}{2} is 3.5
+# A number or fraction, perhaps with a unit.
 _QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?: ?/ ?\d+)?)(?: ?[a-zA-Z]{2,}[a-zA-Z ./]*(?:\^\{?\d\}?)?)?\.?")
 
 
@@ -24,15 +26,14 @@ def extract_answer(text: str) -> str | None:
 
     The last of all markers, since an example in the prompt may use another one.
     """
-    marked = max(_MARKED.finditer(text), key=re.Match.start, default=None)
-    start = text.rfind(_BOXED)
-    if marked is not None and marked.start() > start:
-        return normalise(marked.group(1))
-    depth, first = 1, start + len(_BOXED)
-    for i in range(first, len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return normalise(text[first:i])
+    *_, marked = [None, *_MARKED_NUMBER.finditer(text)]
+    box = text.rfind(_BOX)
+    if box >= 0 and (marked is None or marked.start() < box):
+        boxed, depth = text[box + len(_BOX) :], 1
+        for i, character in enumerate(boxed):
+            depth += {"{": 1, "}": -1}.get(character, 0)
+            if depth == 0:
+                return normalise(boxed[:i])
     return None if marked is None else normalise(marked.group(1))
 
 
@@ -43,7 +44,7 @@ def final_answer(text: str) -> str | None:
     number = extract_answer(text)
     if number is not None:
         return number
-    *_, last = ["", *_ANY.findall(text)]
+    *_, last = ["", *_MARKED_WORDS.findall(text)]
     return last.strip(" *_`\"')") or None
 
 
@@ -52,10 +53,10 @@ def normalise(answer: str) -> str:
     separators, leading plus and redundant zeros; anything else without spaces.
     """
     text = str(answer)
-    named = _WORDS.sub(" ", text)  # \text{ m}: a unit, unless the number itself stands in it
-    text = named if re.search(r"\d", named) else _WORDS.sub(r"\1", text)
+    without_text = _TEXT.sub(" ", text)  # \text{ m}: a unit, unless the number itself stands in it
+    text = without_text if re.search(r"\d", without_text) else _TEXT.sub(r"\1", text)
     text = _SPACING.sub(" ", text.rpartition("=")[2]).strip().replace("{,}", ",")
-    text = re.sub(r"(?<=\d) ?, ?(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d) ?, ?(?=\d{3}(?!\d))", "", text)  # 1,800
     text = re.sub(r"^([-+]?\d+) (\d+) ?/ ?(\d+)(?!\d)", r"\1\\frac{\2}{\3}", text)  # 2 1/2
     text = re.sub(r"^([-+]) ", r"\1", text)
     if quantity := _QUANTITY.fullmatch(text):

@@ -78,8 +78,6 @@ class CompletionClient:
         self, urls: Sequence[str], model_path: str, *, eos_token_ids: Sequence[int], settings: SPDRolloutSettings,
         backoff_s: float = 0.5,
     ) -> None:  # fmt: skip
-        if not urls:
-            raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
         self.model_path = model_path
         self.eos = frozenset(eos_token_ids)
@@ -144,7 +142,8 @@ class CompletionClient:
         """The result of `work`, whose requests share a pool of connections."""
 
         async def run() -> Any:
-            async with HttpClient(max_connections=self.settings.concurrency) as self._http:
+            async with HttpClient(max_connections=self.settings.concurrency) as http:
+                self._http = http
                 return await work
 
         try:
@@ -180,7 +179,7 @@ class CompletionClient:
             await asyncio.sleep(random.uniform(0, min(_LONGEST_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1))))
 
     async def _ask(self, url: str, requests: list[Request]) -> list[Completion]:
-        """One request; raises RequestRefused where the server lacks ids or context length."""
+        """One request to a server; raises RequestRefused if it refuses it, or lacks ids or context length."""
         prompts, limits = zip(*requests, strict=True)
         body = {
             "model": await self._model_name(url), "prompt": [list(ids) for ids in prompts], "max_tokens": max(limits),
@@ -198,24 +197,23 @@ class CompletionClient:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(len(prompts))):
             raise ServiceError(f"{url} returned {len(choices)} choices for {len(prompts)} prompts")
-        done = []
-        for choice, limit in zip(choices, limits, strict=True):
-            ids, hit_limit = choice.get("token_ids"), choice["finish_reason"] == "length"
-            if ids is None:
-                raise RequestRefused(
-                    f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed."
-                )
-            if hit_limit and len(ids) < limit:
-                raise RequestRefused(
-                    f"SPD server {url} ended a completion at {len(ids)} tokens because its context is full, before the "
-                    f"{limit} that spd.rollout.max_tokens leaves: raise its --max-model-len (of a local server: "
-                    "spd.rollout.max_model_len), and start it with --generation-config vllm."
-                )
-            hit_limit, ids = hit_limit or len(ids) > limit, ids[:limit]
-            while ids and ids[-1] in self.eos:
-                ids = ids[:-1]
-            done.append(Completion(tuple(ids), hit_limit))
-        return done
+        return [self._completion(url, choice, limit) for choice, limit in zip(choices, limits, strict=True)]
+
+    def _completion(self, url: str, choice: dict[str, Any], limit: int) -> Completion:
+        """A choice of a server's answer, cut at its own limit: the request had the largest one of its prompts."""
+        ids, hit_limit = choice.get("token_ids"), choice["finish_reason"] == "length"
+        if ids is None:
+            raise RequestRefused(f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed.")
+        if hit_limit and len(ids) < limit:
+            raise RequestRefused(
+                f"SPD server {url} ended a completion at {len(ids)} tokens because its context is full, before the "
+                f"{limit} that spd.rollout.max_tokens leaves: raise its --max-model-len (of a local server: "
+                "spd.rollout.max_model_len), and start it with --generation-config vllm."
+            )
+        hit_limit, ids = hit_limit or len(ids) > limit, ids[:limit]
+        while ids and ids[-1] in self.eos:
+            ids = ids[:-1]
+        return Completion(tuple(ids), hit_limit)
 
     async def _model_name(self, url: str) -> str:
         """The name under which a server serves our model, requested once."""

@@ -257,9 +257,7 @@ def _start(
     return rows
 
 
-def _propose(
-    draft: nn.Module, rows: _Rows, gamma: int, sampling: Sampling | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _propose(draft: nn.Module, rows: _Rows, gamma: int, sampling: Sampling | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The draft's `gamma` tokens [B, gamma] and their logits [B, gamma, V], one forward each."""
     # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)

@@ -47,9 +47,7 @@ class FurtherRounds:
     rows_per_forward: int
     gather: Gather
 
-    def extend(
-        self, contexts: Sequence[tuple[int, ...]], scores: Scores
-    ) -> dict[tuple[int, ...], Addition]:
+    def extend(self, contexts: Sequence[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Addition]:
         """{context: what the rounds add to it}. All ranks call it together, a rank without contexts too."""
         distinct = list(dict.fromkeys(contexts))
         # Once per round and chunk of the rank with the most chunks.

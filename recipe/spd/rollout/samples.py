@@ -110,9 +110,7 @@ def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection
     return JudgedBlock(info, actions, hybrid, own, unfinished)
 
 
-def grade_blocks(
-    blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, max_tokens: int
-) -> None:
+def grade_blocks(blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, max_tokens: int) -> None:
     """Set the answers' completion, correctness and lengths, and the baseline's; `correct` stays None where a needed
     completion is missing.
 

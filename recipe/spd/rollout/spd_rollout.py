@@ -89,17 +89,10 @@ class SPDRollout(BaseRollout):
     def completer(self) -> Completer:
         """Client and store of completions. Every rank must use it first at the same time: they share local servers."""
         options, target = self.settings.rollout, self.settings.target_path
-        server = None
-        if LOCAL_VARIABLE in os.environ and not self._urls:
-            server = RunningServer.from_handle(os.environ[LOCAL_VARIABLE])  # of the run's entry
-        elif not self._urls:  # of this node's first rank
-            shared = all_gather_object((socket.gethostname(), self.local_server and self.local_server.handle()))
-            handle = next(handle for host, handle in shared if handle and host == socket.gethostname())
-            server = RunningServer.from_handle(handle)
-        client = CompletionClient(
-            preferred_first(self._urls or [server.url], dist.get_rank() if dist.is_initialized() else 0), target,
-            eos_token_ids=sorted(self.eos), settings=options,
-        )  # fmt: skip
+        server = None if self._urls else self._shared_server()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        urls = preferred_first(self._urls or [server.url], rank)
+        client = CompletionClient(urls, target, eos_token_ids=sorted(self.eos), settings=options)
         if server is None:
             client.check_model()
         if Path(target).expanduser().is_dir():
@@ -108,9 +101,19 @@ class SPDRollout(BaseRollout):
             fingerprint = hashlib.sha256(f"{target}@{options.served_model}".encode()).hexdigest()[:32]
         store = CompletionStore(options.store_path, fingerprint, {**SAMPLING, "eos": sorted(self.eos)})
         self._resources.callback(store.close)
-        return Completer(store, client, server and partial(
-            server.wait_ready, options.start_timeout_s, "spd.rollout.start_timeout_s"
-        ))
+        if server is None:
+            return Completer(store, client)
+        key = "spd.rollout.start_timeout_s"
+        return Completer(store, client, before_asking=partial(server.wait_ready, options.start_timeout_s, key))
+
+    def _shared_server(self) -> RunningServer:
+        """The local server that the run's entry started, else this node's first rank; all ranks call it together."""
+        handle = os.environ.get(LOCAL_VARIABLE)
+        if handle is None:
+            host = socket.gethostname()
+            handles = all_gather_object((host, self.local_server and self.local_server.handle()))
+            handle = next(handle for name, handle in handles if handle and name == host)
+        return RunningServer.from_handle(handle)
 
     @cached_property
     def _further_rounds(self) -> FurtherRounds:

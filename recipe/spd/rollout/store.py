@@ -14,10 +14,7 @@ from filelock import FileLock
 
 from recipe.spd.scorer.features import StoreError
 
-_LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
-
-
 NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb2 smb3 smbfs afs ceph lustre gpfs beegfs panfs pvfs2 orangefs glusterfs fuse.sshfs "
     "fuse.glusterfs fuse.ceph-fuse fuse.s3fs fuse.gcsfuse fuse.juicefs fuse.mountpoint-s3".split()
@@ -26,10 +23,12 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 def file_system(path: Path) -> str:
     """The type of the file system that holds a path, as mount names it; empty where that is unknown."""
-    parts = path.absolute().resolve().parts
-    mounts = [(Path(mount.mountpoint).parts, mount.fstype) for mount in psutil.disk_partitions(all=True)]
-    inside = [(len(at), kind) for at, kind in mounts if parts[: len(at)] == at]
-    return max(reversed(inside), key=lambda mount: mount[0], default=(0, ""))[1]  # the innermost, the last of equals
+    path, kind, innermost = path.absolute().resolve(), "", 0
+    for mount in psutil.disk_partitions(all=True):
+        depth = len(Path(mount.mountpoint).parts)
+        if depth >= innermost and path.is_relative_to(mount.mountpoint):  # the last of equals hides the others
+            kind, innermost = mount.fstype, depth
+    return kind
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,17 @@ class CompletionStore:
             ) from error
 
     def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
-        """Index in `contexts` -> completion, for the stored ones. Raises ValueError where contexts repeat."""
-        wanted = {self._key(ids): i for i, ids in enumerate(contexts)}
-        if len(wanted) != len(contexts):
-            raise ValueError(f"{len(contexts)} rows hold only {len(wanted)} distinct ones; look each up once.")
-        keys, values = list(wanted), {}
-        for first in range(0, len(keys), _LOOKUP):
-            part = keys[first : first + _LOOKUP]
-            query = f"SELECT key, value FROM completions WHERE key IN ({','.join('?' * len(part))})"
-            values.update({wanted[key]: _unpack(value) for key, value in self._execute(query, part)})
-        return values
+        """Index in `contexts` -> completion, for the stored ones."""
+        held = {}
+        for i, ids in enumerate(contexts):
+            try:
+                row = self._db.execute("SELECT value FROM completions WHERE key = ?", [self._key(ids)]).fetchone()
+            except sqlite3.Error as error:
+                raise StoreError(f"store {self.path} cannot be read: {error}") from error
+            if row is not None:
+                hit_limit, *token_ids = np.frombuffer(row[0], dtype="<i4").tolist()
+                held[i] = Completion(tuple(token_ids), bool(hit_limit))
+        return held
 
     def put_many(self, contexts: Sequence[Sequence[int]], completions: Iterable[Completion]) -> list[Completion]:
         """Commit completions in one transaction; returns what the store holds for each context afterwards."""
@@ -107,9 +107,6 @@ class CompletionStore:
         held = self.get_many(contexts)
         return [held[i] for i in range(len(pairs))]
 
-    def __len__(self) -> int:
-        return self._execute("SELECT count(*) FROM completions", [])[0][0]
-
     @property
     def size(self) -> int:
         """Bytes on disk, SQLite's write-ahead log included."""
@@ -122,14 +119,3 @@ class CompletionStore:
 
     def _key(self, ids: Sequence[int]) -> bytes:
         return hashlib.sha256(self._salt + np.asarray(ids, dtype="<i8").tobytes()).digest()
-
-    def _execute(self, query: str, values: Sequence[Any]) -> list[tuple]:
-        try:
-            return self._db.execute(query, values).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"store {self.path} cannot be read: {error}") from error
-
-
-def _unpack(value: bytes) -> Completion:
-    hit_limit, *ids = np.frombuffer(value, dtype="<i4").tolist()
-    return Completion(tuple(ids), bool(hit_limit))

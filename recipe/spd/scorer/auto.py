@@ -15,9 +15,12 @@ from recipe.spd.scorer.own import BACKBONE_DIR, OwnBackboneScorer, with_adapters
 from recipe.spd.scorer.target import TargetHeadScorer
 from recipe.spd.settings import BACKBONES
 from verl.data.fingerprint import model_fingerprint
+from verl.utils.registry import Registry
 
-SCORERS: dict[str, type[ScoringActor]] = {"own": OwnBackboneScorer, "target": TargetHeadScorer}
-"""spd.backbone -> its class."""
+SCORERS: Registry[str, type[ScoringActor]] = Registry(
+    "spd.backbone", "Your own: register it in a module named by VERL_USE_EXTERNAL_MODULES."
+)
+SCORERS |= {"own": OwnBackboneScorer, "target": TargetHeadScorer}
 
 
 def register_scorer(name: str) -> Callable[[type[ScoringActor]], type[ScoringActor]]:
@@ -25,15 +28,9 @@ def register_scorer(name: str) -> Callable[[type[ScoringActor]], type[ScoringAct
 
     VERL_USE_EXTERNAL_MODULES names the module, so that training, evaluation and servers import it.
     """
-
-    def register(scorer: type[ScoringActor]) -> type[ScoringActor]:
-        if name in SCORERS:
-            raise ValueError(f"spd.backbone={name} is {SCORERS[name].__name__}: give {scorer.__name__} another name.")
-        SCORERS[name] = scorer
-        BACKBONES.append(name)  # the values that the setting spd.backbone accepts
-        return scorer
-
-    return register
+    if name not in BACKBONES:  # the values that the setting spd.backbone accepts
+        BACKBONES.append(name)
+    return SCORERS.register(name)
 
 
 class AutoModelForSPDScoring:

@@ -56,21 +56,13 @@ class BernoulliPolicy(Policy):
         input_ids [B, P]; attention_mask and position_ids [B, >= P], of which the first P columns count; spd_layout
         [B, 5] = (context_start, context_len, draft_start, draft_len, target_start).
         """
-        width, inputs = batch["input_ids"].shape[1], {}
-        if self.remove_padding:
-            inputs["remove_padding"] = True
+        width = batch["input_ids"].shape[1]
+        options = {"remove_padding": True} if self.remove_padding else {}
         if ON_HOST in batch.keys():
-            columns = on_host(batch)
-            inputs["host"] = OnHost(
-                {key: columns[key][:, :width] for key in ("input_ids", "attention_mask", "spd_layout")}
-            )
-        return model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"][:, :width],
-            position_ids=batch["position_ids"][:, :width],
-            spd_layout=batch["spd_layout"],
-            **inputs,
-        ).float()
+            columns, names = on_host(batch), ("input_ids", "attention_mask", "spd_layout")
+            options["host"] = OnHost({name: columns[name][:, :width] for name in names})
+        inputs = {name: batch[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")}
+        return model(**inputs, spd_layout=batch["spd_layout"], **options).float()
 
     def log_probs(
         self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool
@@ -78,30 +70,32 @@ class BernoulliPolicy(Policy):
         """log p of the actions `responses` [B, R] in {0, 1}, and the Bernoulli entropy, both [B, R] float32."""
         temperature = check_temperature(temperature)
         actions = micro_batch["responses"]
-        if self.share:  # one forward of the first row of each group
-            columns = on_host(micro_batch)
-            index = columns["group_index"].cpu()
-            groups, inverse, counts = torch.unique_consecutive(index, return_inverse=True, return_counts=True)
-            if groups.unique().numel() != groups.numel():
-                raise ValueError(
-                    f"group_index {index.tolist()} has a group whose rows are not adjacent; "
-                    "actor.share_prompt_forward needs batches cut and ordered along groups."
-                )
-            first = counts.cumsum(0) - counts
-            chosen, inverse = (rows.to(actions.device, non_blocking=True) for rows in (first, inverse))
-            inputs = TensorDict({key: micro_batch[key][chosen] for key in MODEL_KEYS}, batch_size=len(first))
-            if ON_HOST in micro_batch.keys():
-                inputs.set_non_tensor(ON_HOST, OnHost({key: columns[key][first] for key in MODEL_KEYS}))
-            z = self.scores(model, inputs)[inverse]
-        else:
-            z = self.scores(model, micro_batch)
-        z = fit_width(z, actions.shape[1])
+        scores = self._scores_of_groups if self.share else self.scores
+        z = fit_width(scores(model, micro_batch), actions.shape[1])
         log_p = action_log_probs(z, actions, temperature)
         if not with_entropy:
             return log_p, None
         z = z / temperature
         # H = -p log p - (1-p) log(1-p), with log(1-p) = log p - z
         return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
+
+    def _scores_of_groups(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
+        """`scores` by one forward of the first row of each group; ValueError if rows of a group are not adjacent."""
+        columns = on_host(batch)
+        index = columns["group_index"].cpu()
+        groups, group_of_row, sizes = torch.unique_consecutive(index, return_inverse=True, return_counts=True)
+        if groups.unique().numel() != groups.numel():
+            raise ValueError(
+                f"group_index {index.tolist()} has a group whose rows are not adjacent; "
+                "actor.share_prompt_forward needs batches cut and ordered along groups."
+            )
+        first = sizes.cumsum(0) - sizes
+        device = batch["input_ids"].device
+        chosen, group_of_row = (rows.to(device, non_blocking=True) for rows in (first, group_of_row))
+        inputs = TensorDict({key: batch[key][chosen] for key in MODEL_KEYS}, batch_size=len(first))
+        if ON_HOST in batch.keys():
+            inputs.set_non_tensor(ON_HOST, OnHost({key: columns[key][first] for key in MODEL_KEYS}))
+        return self.scores(model, inputs)[group_of_row]
 
 
 def backbone_states(model: nn.Module, rows: TensorDict, flat: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Scores of an `own` backbone round after round of speculative decoding, without reading a context twice."""
+"""Scores of an `own` backbone in each round of speculative decoding, without reading a context twice."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CachedScorer:
     def __init__(self, model: ScoringActor, *, sep_token_id: int, pad_token_id: int) -> None:
         self.model = model
         self.sep, self.pad = sep_token_id, pad_token_id
-        self._rows: list[int] = []
-        self._contexts: list[list[int]] = []  # whose keys and values row k of the cache holds
         self._cache: RowCache | None = None
+        self._rows: list[int] = []  # the question of each row of the cache
+        self._contexts: list[list[int]] = []  # the tokens whose keys and values each row holds
 
     @torch.no_grad()
     def __call__(
@@ -39,16 +39,16 @@ class CachedScorer:
         """
         config, backbone = self.model.config, self.model.backbone
         built = [build_spd_input(c, d, t, self.sep) for c, d, t in zip(contexts, drafts, targets, strict=True)]
-        known = self._known(rows, contexts, max(len(ids) for ids, _ in built))
-        # Row b feeds the columns known[b] .. known[b] + width - 1: its text, then padding that no token sees.
-        width = max(len(ids) - k for (ids, _), k in zip(built, known, strict=True))
-        total = max(known) + width
+        held = self._held_tokens(rows, contexts, max(len(ids) for ids, _ in built))
+        # Row b feeds the columns held[b] .. held[b] + width - 1: its text, then padding that no token sees.
+        width = max(len(ids) - count for (ids, _), count in zip(built, held, strict=True))
+        total = max(held) + width
         ids = torch.tensor([ids + [self.pad] * (total - len(ids)) for ids, _ in built], device=device)
         text = torch.tensor([[1] * len(ids) + [0] * (total - len(ids)) for ids, _ in built], device=device)
         layout = torch.tensor([left_padded_layout(offsets, 0) for _, offsets in built], device=device)
         if config.attention == "causal":  # the other masks replace the model's own
             refuse_other_attention(backbone, total)
-        columns = torch.tensor(known, device=device)[:, None] + torch.arange(width, device=device)
+        columns = torch.tensor(held, device=device)[:, None] + torch.arange(width, device=device)
         dtype = next(backbone.parameters()).dtype
         mask = self._cache.announce(columns, dtype)
         if config.attention != "causal":
@@ -63,18 +63,19 @@ class CachedScorer:
         layout[:, [0, 2, 4]] -= columns[:, :1]  # columns of what was fed
         return self.model.score_states(states, layout, *drafts_and_targets(fed, layout, max(map(len, drafts))))
 
-    def _known(self, rows: Sequence[int], contexts: Sequence[list[int]], longest: int) -> list[int]:
-        """Tokens of each context that the cache holds, after it was brought in line with `rows`."""
-        rows, left = list(rows), set(rows)
-        done = [row not in left for row in self._rows]
-        if self._cache is not None and len(done) - sum(done) == len(rows):
-            order = drop_rows(done, [self._cache])
-            held = [self._contexts[k] for k in order]
+    def _held_tokens(self, rows: Sequence[int], contexts: Sequence[list[int]], longest: int) -> list[int]:
+        """How many tokens of each context the cache holds, after it was brought in line with `rows`.
+
+        It starts anew, and holds none, unless `rows` are some of its own, whose contexts have grown within its slots.
+        """
+        left = set(rows)
+        if self._cache is not None and left <= set(self._rows):
+            order = drop_rows([row not in left for row in self._rows], [self._cache])
+            self._rows, held = [self._rows[k] for k in order], [self._contexts[k] for k in order]
             fits = longest + max(map(len, held)) <= self._cache.writes.slots
-            same = [self._rows[k] for k in order] == rows
-            if fits and same and all(c[: len(h)] == h for c, h in zip(contexts, held, strict=True)):
-                self._rows = rows
-                return [len(h) for h in held]
+            grown = all(context[: len(old)] == old for context, old in zip(contexts, held, strict=True))
+            if self._rows == list(rows) and grown and fits:
+                return [len(old) for old in held]
         layers = self.model.backbone.config.get_text_config().num_hidden_layers
-        self._rows, self._cache = rows, RowCache(len(rows), longest + SPARE_SLOTS, layers)
+        self._rows, self._cache = list(rows), RowCache(len(rows), longest + SPARE_SLOTS, layers)
         return [0] * len(rows)

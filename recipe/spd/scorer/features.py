@@ -7,8 +7,10 @@ import os
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,12 +59,9 @@ class FeatureStore:
             if key in self._places:
                 by_file[self._places[key]].append(key)
         for file, keys in by_file.items():
-            try:
-                with safe_open(file, "pt") as tensors:
-                    for key in keys:
-                        self._remember(wanted[key], tensors.get_tensor(key))
-            except (OSError, SafetensorError) as error:
-                raise _damaged(file, error) from error
+            with _opened(file) as tensors:
+                for key in keys:
+                    self._remember(wanted[key], tensors.get_tensor(key))
         return [self._memory.get(block) for block in blocks]
 
     def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
@@ -87,12 +86,9 @@ class FeatureStore:
         """Take in the files that other processes have written since the last look, the oldest first."""
         for file in sorted(self.folder.glob("*.safetensors")):
             if file.name not in self._files:
-                try:
-                    with safe_open(file, "pt") as tensors:
-                        for key in tensors.keys():  # noqa: SIM118 (no mapping)
-                            self._places.setdefault(key, file)
-                except (OSError, SafetensorError) as error:
-                    raise _damaged(file, error) from error
+                with _opened(file) as tensors:
+                    for key in tensors.keys():  # noqa: SIM118 (no mapping)
+                        self._places.setdefault(key, file)
                 self._files.add(file.name)
 
     def _remember(self, block: tuple[int, ...], states: torch.Tensor) -> None:
@@ -100,8 +96,15 @@ class FeatureStore:
         self._memory.setdefault(block, states)
 
 
-def _damaged(file: Path, error: Exception) -> StoreError:
-    return StoreError(f"features in {file} cannot be read: {error}. Remove the file; its states will be recomputed.")
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The tensors of a file of features; StoreError where they cannot be read."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        remedy = "Remove the file; its states will be recomputed."
+        raise StoreError(f"features in {file} cannot be read: {error}. {remedy}") from error
 
 
 def _key(block: tuple[int, ...]) -> str:

@@ -43,8 +43,6 @@ class ScoringActor(nn.Module):
     reads_separator: ClassVar[bool] = False
     #: whether the backbone's weights, or adapters of them, are trained with the head
     trains_backbone: ClassVar[bool] = False
-    #: of an error about another base model: what was trained, on which kind of model, and why it must be that one
-    belongs: ClassVar[tuple[str, str, str]] = ("the scorer in {} belongs", "model", "It was trained on that model")
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()
@@ -179,11 +177,10 @@ class ScoringActor(nn.Module):
             text = "{} has no fingerprint of its base model: only shapes are compared. Save it again."
             logger.warning(text, directory)
         elif config.base_fingerprint not in ("", saved.base_fingerprint):
-            what, base, why = cls.belongs
             raise ValueError(
-                f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint "
-                f"{saved.base_fingerprint}); the {base} here, {config.base_model_path!r}, has "
-                f"{config.base_fingerprint}. {why}: name that one."
+                f"the scorer in {directory} belongs to the model {saved.base_model_path!r} (fingerprint "
+                f"{saved.base_fingerprint}); the model here, {config.base_model_path!r}, has "
+                f"{config.base_fingerprint}. A scorer fits the weights that it was trained on only: name that one."
             )
 
     def load_trained(self, directory: str | Path) -> None:
@@ -242,8 +239,8 @@ def drafts_and_targets(
     """d_1..d_gamma and t_1..t_gamma [B, gamma] of inputs [B, P]; anything after a shorter draft."""
     steps = torch.arange(gamma, device=input_ids.device)
     last = input_ids.shape[1] - 1
-    draft_ids, target_ids = (input_ids.gather(1, (spd_layout[:, i : i + 1] + steps).clamp(max=last)) for i in (2, 4))
-    return draft_ids, target_ids
+    draft, target = ((start + steps).clamp(max=last) for start in (spd_layout[:, 2:3], spd_layout[:, 4:5]))
+    return input_ids.gather(1, draft), input_ids.gather(1, target)
 
 
 def rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

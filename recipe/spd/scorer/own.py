@@ -41,7 +41,6 @@ class OwnBackboneScorer(ScoringActor):
 
     reads_separator = True
     trains_backbone = True
-    belongs = ("the adapters in {} belong", "model", "Adapters fit the weights they were trained on only")
 
     @classmethod
     def make_head(cls, config: ScoringModelConfig) -> nn.Module:

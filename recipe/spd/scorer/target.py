@@ -38,8 +38,6 @@ class TargetHeadScorer(ScoringActor):
     by the ones after that layer.
     """
 
-    belongs = ("the head in {} belongs", "target", "A head reads the states of its own target only")
-
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__(config, backbone)
         self.features: FeatureStore | None = None  # set by the training's loader
@@ -65,7 +63,6 @@ class TargetHeadScorer(ScoringActor):
                 f"spd.head_inputs=logits needs a target with tied embeddings and plain logits, unlike "
                 f"{config.base_model_path}. Use spd.head_inputs=pair."
             )
-
         if config.state_layer and config.state_layer >= target.num_hidden_layers:
             raise ValueError(
                 f"spd.state_layer={config.state_layer} must be an inner layer of {config.base_model_path}, which has "
@@ -105,9 +102,9 @@ class TargetHeadScorer(ScoringActor):
         A head that reads logits computes them from the states where they are not given.
         """
         hidden, *layer = states.split(self.config.hidden_size, dim=-1)
-        values = None
-        if self.config.head_inputs == "logits":
-            values = self._logit_values(hidden[:, :-1], draft_ids, draft_ids != target_ids, logits)
+        reads_logits = self.config.head_inputs == "logits"
+        mismatch = draft_ids != target_ids
+        values = self._logit_values(hidden[:, :-1], draft_ids, mismatch, logits) if reads_logits else None
         more = [hidden[:, 1:]]
         for inner in layer:  # none without spd.state_layer
             more += [inner[:, :-1], inner[:, 1:]]
@@ -150,7 +147,7 @@ class TargetHeadScorer(ScoringActor):
         """
         if self.features is None:
             return self._forward_target(input_ids, layout, gamma, pack)
-        # The number below 0 separates context and draft.
+        # Context and draft, with the context's negated length between them: no other block has the same numbers.
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
@@ -174,8 +171,10 @@ class TargetHeadScorer(ScoringActor):
     def _forward_tree(
         self, blocks: Sequence[tuple[int, ...]], drafts: Sequence[int], device: torch.device
     ) -> list[torch.Tensor] | None:
-        """States [g + 1, S] of each block (context, less than 0, draft of g tokens, as in `drafts`) by a forward that
-        reads common beginnings once; None where the target's attention excludes that, or blocks have little in common.
+        """States [g + 1, S] of each block (as keys of the feature store) with a draft of g tokens, as in `drafts`.
+
+        One forward reads common beginnings once; None where the target's attention excludes that, or blocks have little
+        in common.
         """
         longest = max(map(len, blocks)) - 1
         if not sees_everything(self.backbone, longest):
@@ -189,26 +188,25 @@ class TargetHeadScorer(ScoringActor):
         )[0]  # fmt: skip
         return [states[path[-g - 1 :].to(device)] for path, g in zip(tree.paths, drafts, strict=True)]
 
-    def _forward_target(
-        self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
-    ) -> torch.Tensor:
-        """The same by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
+    def _forward_target(self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool) -> torch.Tensor:
+        """`_target_states` by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
         device = input_ids.device
         start, context_len, draft_start, draft_len = (layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
         width = int(length.max())
-        first = width - length
-        position = torch.arange(width)[None, :] - first  # [B, W], below 0 in the padding
-        column = torch.where(position < context_len, start + position, draft_start + position - context_len)
-        text = (position >= 0).long()
+        padding = width - length
+        position = torch.arange(width)[None, :] - padding  # [B, W], below 0 in the padding
+        is_token = (position >= 0).long()
+        # The column of input_ids that has the token of each position.
+        source = torch.where(position < context_len, start + position, draft_start + position - context_len) * is_token
         # The state over the token before d_i predicted t_i.
-        predicting = first + context_len - 1 + torch.arange(gamma + 1)
-        column, positions, predicting = (
-            x.to(device, non_blocking=True) for x in (column * text, position.clamp(min=0), predicting)
+        predicting = padding + context_len - 1 + torch.arange(gamma + 1)
+        source, positions, predicting = (
+            x.to(device, non_blocking=True) for x in (source, position.clamp(min=0), predicting)
         )
         with torch.no_grad():
-            ids = input_ids.gather(1, column)
-            output = self.states(ids, text if pack else text.to(device), positions, pack)
+            ids = input_ids.gather(1, source)
+            output = self.states(ids, is_token if pack else is_token.to(device), positions, pack)
         return rows_at(output, predicting)
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,16 +21,20 @@ def alike(texts: Sequence[Sequence[int]], rows: int = TREE_ROWS) -> Iterator[lis
     chunk: list[int] = []
     tokens = 0
     for k in sorted(range(len(texts)), key=lambda k: list(texts[k])):
-        text, before = texts[k], texts[chunk[-1]] if chunk else ()
-        common = next((i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b),
-                      min(len(text), len(before)))  # fmt: skip
-        if chunk and (len(chunk) == rows or tokens + len(text) - common > TREE_TOKENS):
+        new = len(texts[k]) - (_common_beginning(texts[k], texts[chunk[-1]]) if chunk else 0)
+        if chunk and (len(chunk) == rows or tokens + new > TREE_TOKENS):
             yield chunk
-            chunk, tokens, common = [], 0, 0
+            chunk, tokens, new = [], 0, len(texts[k])
         chunk.append(k)
-        tokens += len(text) - common
+        tokens += new
     if chunk:
         yield chunk
+
+
+def _common_beginning(text: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they differ or one ends."""
+    pairs = zip(text, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class TokenTree:
@@ -47,12 +52,12 @@ class TokenTree:
         for text in texts:
             path, before = [], -1
             for position, token in enumerate(text):
-                known = number.setdefault((before, token), len(number))
-                if known == len(positions):  # a new one
+                if (before, token) not in number:
+                    number[before, token] = len(number)
                     self.parents.append(before)
                     positions.append(position)
-                before = known
-                path.append(known)
+                before = number[before, token]
+                path.append(before)
             self.paths.append(torch.tensor(path))
         self.ids = torch.tensor([token for _, token in number])
         self.positions = torch.tensor(positions)

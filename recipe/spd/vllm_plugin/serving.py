@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from verl.data.fingerprint import cached_folder_fingerprint, model_folder
 WORKER = "recipe.spd.vllm_plugin.worker.SPDWorker"
 TESTED_VLLM = "0.32."
 # Engine option -> the values that work with a scorer; why others are refused, and what to do instead.
-WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
+WORKING_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((None, False), "A head reads the states of its own target only: serve the merged model."),
     "decode_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
     "prefill_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
@@ -67,7 +67,7 @@ class ServedScorer:
         method = speculative.get("rejection_sample_method") or "standard"
         if method != "standard":
             raise ValueError(f"rejection_sample_method={method!r} does not work with a scorer. Use 'standard'.")
-        for name, (values, instead) in WORKS.items():
+        for name, (values, instead) in WORKING_VALUES.items():
             if options.get(name) not in values:
                 raise ValueError(f"{name}={options[name]!r} does not work with a scorer. {instead}")
         saved = ScoringModelConfig.load(Path(self.scorer))
@@ -134,11 +134,10 @@ def engine_options(
         speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
         if _text_config(str(draft)).vocab_size != _text_config(str(target)).vocab_size:
             speculative["use_heterogeneous_vocab"] = True  # one tokenizer, embeddings padded to different sizes
-    given = {"scorer": str(Path(scorer).expanduser().resolve()), "threshold": threshold}
-    allowed = {"allow_foreign_target": allow_foreign_target, "allow_foreign_drafter": allow_foreign_drafter}
-    given |= {name: True for name, value in allowed.items() if value}
-    ServedScorer(**given).check(str(target), speculative, engine)
-    additional = {**engine.pop("additional_config", {}), "spd": given}
+    folder = str(Path(scorer).expanduser().resolve())
+    served = ServedScorer(folder, threshold, allow_foreign_target, allow_foreign_drafter)
+    served.check(str(target), speculative, engine)
+    additional = {**engine.pop("additional_config", {}), "spd": asdict(served)}
     return {
         "model": str(target), "worker_cls": WORKER, "speculative_config": speculative, "additional_config": additional,
         **engine,

@@ -19,7 +19,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from recipe.spd.scorer.auto import SCORERS
 from recipe.spd.scorer.model import HEAD_FILE
 from recipe.spd.vllm_plugin.judge import ServedJudge
-from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
+from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKING_VALUES, ServedScorer
 from verl.data.fingerprint import model_folder
 from verl.rollout.vllm_rollout.platform_worker import PlatformWorker
 from verl.utils.weight_files import safetensors_of
@@ -95,7 +95,7 @@ def options_to_check(vllm_config: Any) -> tuple[dict[str, Any] | None, dict[str,
     An option that this version of vLLM lacks is None, its default.
     """
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    options = {name: getattr(parallel, name, None) for name in WORKS}
+    options = {name: getattr(parallel, name, None) for name in WORKING_VALUES}
     options |= {"enable_lora": vllm_config.lora_config is not None,
                 "logprobs_mode": vllm_config.model_config.logprobs_mode}  # fmt: skip
     names = ("method", "model", "rejection_sample_method")

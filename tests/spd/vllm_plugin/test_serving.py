@@ -57,7 +57,7 @@ def test_a_draft_with_padded_embeddings_is_served_by_its_tokens(pair, tmp_path):
 
 def test_a_foreign_target_is_refused_unless_it_is_allowed(pair, tmp_path):
     other = changed(pair.target, tmp_path / "other")
-    with pytest.raises(ValueError, match="belongs to the target .*allow_foreign_target .*--allow-foreign-target"):
+    with pytest.raises(ValueError, match="belongs to the model .*allow_foreign_target .*--allow-foreign-target"):
         engine_options(other, pair.scorer, draft=pair.draft)
     assert engine_options(other, pair.scorer, draft=pair.draft, allow_foreign_target=True)["model"] == other
 

@@ -1,4 +1,4 @@
-"""Reward managers: naive, dapo, prime, rate_limited, remote; batch; a user's own through the registry."""
+"""Reward managers, which score batches; users register their own."""
 
 from verl.reward.managers.base import (
     AbstractRewardManager,
@@ -8,6 +8,7 @@ from verl.reward.managers.base import (
     get_reward_manager_cls,
     register,
 )
+from verl.reward.managers.batch import BatchRewardManager
 from verl.reward.managers.dapo import DAPORewardManager
 from verl.reward.managers.limited import RateLimitedRewardManager
 from verl.reward.managers.naive import NaiveRewardManager
@@ -15,7 +16,7 @@ from verl.reward.managers.prime import PrimeRewardManager
 from verl.reward.managers.remote import RemoteRewardManager
 
 __all__ = [
-    "AbstractRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager",
+    "AbstractRewardManager", "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager",
     "RateLimitedRewardManager", "RawRewardFn", "RemoteRewardManager", "RewardManagerBase", "SampleRewardManager",
     "get_reward_manager_cls", "register",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from verl.config.reward_model import RewardModelConfig
 from verl.protocol import DataProto
 from verl.reward.pool import Failure
 from verl.reward.rows import GRADED, Row, log_examples, parse_results, place_results, place_scores, rows_of
-from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry
 
 RawRewardFn = Callable[..., Any]
@@ -35,21 +34,18 @@ class AbstractRewardManager(ABC):
         """Scores [B, R] float32, or {"reward_tensor": scores, "reward_extra_info": {name: list of B values}}."""
 
 
-REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager] | str] = Registry(
+REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager]] = Registry(
     "reward_manager.name",
     "Your own: set reward_manager.source=importlib and reward_manager.module.{path,name}, or register it in a module "
     "named by actor_rollout_ref.model.external_lib or VERL_USE_EXTERNAL_MODULES.",
 )
-REWARD_MANAGER_REGISTRY["batch"] = "verl.reward.managers.batch.BatchRewardManager"  # imported when it is used
 # Decorator: enter a manager, of batches or of single samples, under a name; a second one of that name is refused.
 register = REWARD_MANAGER_REGISTRY.register
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """What was registered under that name, imported where that is a dotted path; ValueError if there is nothing."""
-    manager = REWARD_MANAGER_REGISTRY.find(name)
-    dotted = isinstance(manager, str) and "." in manager
-    return load_class_from_fqn(manager, "reward manager") if dotted else manager
+    """What was registered under that name; ValueError if there is nothing."""
+    return REWARD_MANAGER_REGISTRY.find(name)
 
 
 class SampleRewardManager(AbstractRewardManager):

@@ -7,8 +7,8 @@ from typing import Any
 from loguru import logger
 
 from verl.protocol import DataProto
-from verl.reward.managers import NaiveRewardManager, register
-from verl.reward.managers.naive import ARGUMENTS
+from verl.reward.managers.base import register
+from verl.reward.managers.naive import ARGUMENTS, NaiveRewardManager
 from verl.reward.pool import Failure, GradingPool, call_for_batch
 from verl.reward.rows import RewardError, Row, rows_of
 from verl.utils.user_code import defined_at

@@ -81,35 +81,14 @@ class NaiveRewardManager(SampleRewardManager):
         ]
 
     def _call_in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
-        workers, seconds = self.workers(self.settings), self.settings.item_timeout
-        if isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async:
-            if self._pool is None:
-                self._pool = GradingPool(BatchedCalls(self.compute_score, seconds), workers, seconds + _GRACE_S)
-            return self._await_in_processes(self._pool, items)
+        is_async = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
         if self._pool is None:
-            self._pool = GradingPool(self.compute_score, workers, seconds)
-        return self._pool.map(items)
-
-    @staticmethod
-    def _await_in_processes(pool: GradingPool, items: list[dict[str, Any]]) -> list[Any]:
-        """The results of a coroutine function, which each process awaits for a shard of the items at once."""
-        results: list[Any] = [None] * len(items)
-        waiting = [list(range(i, len(items), pool.workers)) for i in range(pool.workers)]  # shards: numbers of items
-        failures, is_retry = 0, False
-        while waiting and failures < _MAX_FAILURES:
-            shards, waiting = waiting[: pool.workers], waiting[pool.workers :]
-            calls = [{"items": [items[i] for i in shard]} for shard in shards]
-            for shard, result in zip(shards, pool.map(calls), strict=True):
-                failed = isinstance(result, Failure)
-                for i, of_item in zip(shard, [result] * len(shard) if failed else result, strict=True):
-                    results[i] = of_item
-                if is_retry:
-                    failures += isinstance(results[shard[0]], Failure)
-                elif failed and len(shard) > 1:
-                    waiting += [[i] for i in shard]  # each by itself, to find those that fail
-            is_retry = True
-            waiting.sort()
-        return results
+            workers, seconds = self.workers(self.settings), self.settings.item_timeout
+            if is_async:
+                self._pool = GradingPool(BatchedCalls(self.compute_score, seconds), workers, seconds + _GRACE_S)
+            else:
+                self._pool = GradingPool(self.compute_score, workers, seconds)
+        return _map_in_shards(self._pool, items) if is_async else self._pool.map(items)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """The score of the row; RewardError with the function's place if it raises or returns no score.
@@ -156,3 +135,28 @@ class NaiveRewardManager(SampleRewardManager):
     def adjusted(self, result: Any, row: Row) -> Any:
         """The result to report for what the reward function returned: a number, or a dict with 'score'."""
         return result
+
+
+def _map_in_shards(pool: GradingPool, items: list[dict[str, Any]]) -> list[Any]:
+    """The results of BatchedCalls, which each process of the pool awaits for a shard of the items at once.
+
+    The items of a shard that fails as a whole, because one of them blocks or ends its process, are called alone.
+    """
+    shards = [range(first, len(items), pool.workers) for first in range(pool.workers)]
+    results: list[Any] = [None] * len(items)
+    repeated: list[int] = []
+    of_shards = pool.map([{"items": [items[i] for i in shard]} for shard in shards])
+    for shard, of_shard in zip(shards, of_shards, strict=True):
+        if isinstance(of_shard, Failure):
+            repeated += shard if len(shard) > 1 else []
+            of_shard = [of_shard] * len(shard)
+        for i, result in zip(shard, of_shard, strict=True):
+            results[i] = result
+    repeated.sort()
+    failures = 0
+    while repeated and failures < _MAX_FAILURES:
+        now, repeated = repeated[: pool.workers], repeated[pool.workers :]
+        for i, result in zip(now, pool.map([{"items": [items[i]]} for i in now]), strict=True):
+            results[i] = result if isinstance(result, Failure) else result[0]
+            failures += isinstance(results[i], Failure)
+    return results

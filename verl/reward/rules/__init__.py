@@ -22,7 +22,7 @@ _SCORERS: dict[str, tuple[str, str]] = {
     "hiyouga/geometry3k": ("geo3k", "compute_score"),
     "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }
-#: rule -> module, function of an answer's text that returns what the rule compares, or None
+# rule -> module, function of an answer's text that returns what the rule compares, or None
 _FINDERS = {"gsm8k": ("gsm8k", "extract_solution"), "geo3k": ("math_reward", "boxed_answer"),
             "search_r1_like_qa_em": ("search_r1_like_qa_em", "extract_solution")}  # fmt: skip
 _CODE = ("codecontests", "apps", "codeforces", "taco")
@@ -74,9 +74,9 @@ def truth_problem(data_source: str, ground_truth: Any) -> str | None:
     """Why no answer can equal this ground truth by the rule of its data source; None if one can, or without a rule."""
     if data_source in _PLUGINS or not has_rule(data_source):
         return None
-    rule = "code" if data_source in _CODE else _scorer(str(data_source))[0]
-    if rule == "code":
+    if data_source in _CODE:
         return None if ground_truth else f"ground_truth={ground_truth!r} has no test cases"
+    rule, _ = _scorer(str(data_source))
     if rule == "search_r1_like_qa_em":
         targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
         answers = [targets] if isinstance(targets, str) else targets or ()
@@ -102,10 +102,8 @@ def lacks_answer(data_source: str, solution_str: str) -> bool | None:
     """Whether the rule of a data source finds nothing in a text that it could compare; None where it cannot say."""
     if data_source in _CODE or data_source in _PLUGINS or not has_rule(data_source):
         return None
-    finder = _FINDERS.get(_scorer(str(data_source))[0])
-    if finder is None:
-        return None
-    return _function(*finder)(solution_str) is None
+    rule, _ = _scorer(str(data_source))
+    return _function(*_FINDERS[rule])(solution_str) is None if rule in _FINDERS else None
 
 
 def unknown_source(data_source: str) -> str:

@@ -101,7 +101,8 @@ def _text(value: Any) -> str:
 
 def same_output(output: str, expected: str) -> bool:
     """Equal line by line, whitespace aside; numbers with a decimal point within 1e-6."""
-    lines, expected_lines = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
+    lines = [line.split() for line in output.rstrip().splitlines()]
+    expected_lines = [line.split() for line in expected.rstrip().splitlines()]
     same_lengths = list(map(len, lines)) == list(map(len, expected_lines))
     return same_lengths and all(map(_same_word, chain(*lines), chain(*expected_lines)))
 

@@ -28,7 +28,8 @@ def subem_check(prediction: str, golden_answers: str | Iterable[str]) -> int:
 
 
 def _normalized(golden_answers: str | Iterable[str]) -> list[str]:
-    return [normalize_answer(str(a)) for a in ([golden_answers] if isinstance(golden_answers, str) else golden_answers)]
+    answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers
+    return [normalize_answer(str(answer)) for answer in answers]
 
 
 def extract_solution(solution_str: str) -> str | None:

@@ -142,14 +142,16 @@ def limit(request: dict) -> None:
 def landlock() -> None:
     """Read and execute everywhere, write in /tmp alone; no TCP, no signals or abstract sockets to the outside."""
     abi = call("Landlock", "syscall", SYS_LANDLOCK_CREATE, None, 0, 1)
-    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
-    attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    known = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # rights to files; later versions have more of them
+    # TCP exists since version 4, scopes (signals and sockets) since 6: earlier ones take a shorter structure.
+    attributes = struct.pack("QQQ", known, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = call("Landlock", "syscall", SYS_LANDLOCK_CREATE, attributes, len(attributes), 0)
-    read, write = 0b1101, 1 << 1
-    inside = read | write | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14  # remove, make, move, truncate
-    for path, allowed in (("/", read), ("/tmp", inside), ("/dev/null", 1 << 2 | write)):
+    execute, write, read, list_folder = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+    change = 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14  # remove and make folders and files, move, truncate
+    look = execute | read | list_folder
+    for path, allowed in (("/", look), ("/tmp", look | write | change), ("/dev/null", read | write)):
         handle = os.open(path, os.O_PATH)
-        rule = struct.pack("=Qi", allowed & rights, handle)
+        rule = struct.pack("=Qi", allowed & known, handle)
         call(f"Landlock {path}", "syscall", SYS_LANDLOCK_ADD, rules, 1, rule, 0)
     call("Landlock", "syscall", SYS_LANDLOCK_RESTRICT, rules, 0)
 
@@ -159,6 +161,8 @@ def filter_calls() -> None:
     load, equal, at_least, above, any_bit, leave = 0x20, 0x15, 0x35, 0x25, 0x45, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     not_permitted, not_known = 0x00050000 | 1, 0x00050000 | 38
+    # (operation, lines to skip if true, if false, operand); loaded are 0 the call's number, 4 the architecture, 16 the
+    # call's first argument.
     code = [
         (load, 0, 0, 4), (equal, 1, 0, 0xC000003E), (leave, 0, 0, kill),  # another architecture
         (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (leave, 0, 0, kill),  # the x32 numbers
