@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
@@ -20,6 +20,7 @@ from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, samples_per_forward, steps_of_epochs
 from verl.data.fingerprint import data_fingerprint
+from verl.planning.checks import Findings
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
@@ -37,9 +38,6 @@ from verl.training.policy.packing import ON_HOST, OnHost, on_host, to_device
 from verl.utils.fs import copy_to_local
 from verl.utils.problems import Problem
 from verl.utils.tokenizer import hf_tokenizer, use_chat_template
-
-if TYPE_CHECKING:
-    from verl.planning.checks import Findings
 
 
 class FSDPSFTTrainer:
