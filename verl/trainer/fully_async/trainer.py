@@ -79,21 +79,26 @@ class FullyAsyncTrainer(RayPPOTrainer):
         folder = self.run_log.run_dir
         self.rollout.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], self.global_steps)
         self.rollout.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
-        if self.global_steps:
-            known = {"groups": [], "lost": [], "dropped": 0, "totals": {}} | (saved or {})
-            for group in known["lost"]:
-                for sample in group["samples"]:
-                    if sample["state"] not in journal.ENDS:
-                        self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
-            groups = []
-            for group in known["groups"]:
-                row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
-                row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
-                groups.append(Group.load(group, row))
-            self.rollout.rollouter.restore(groups, known["dropped"], self.global_steps)
-            self.totals = Counter(known["totals"])
+        if saved is not None:
+            self._restore(saved)
+        elif self.global_steps:  # the checkpoint is of a synchronous run
+            self.rollout.rollouter.restore([], 0, self.global_steps)
         if self.record is not None:
             self.record.cut_after(self.global_steps)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Continue with the groups of a checkpoint, apart from those whose prompts are not known any more."""
+        for group in saved["lost"]:
+            for sample in group["samples"]:
+                if sample["state"] not in journal.ENDS:
+                    self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
+        groups = []
+        for group in saved["groups"]:
+            row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
+            row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
+            groups.append(Group.load(group, row))
+        self.rollout.rollouter.restore(groups, saved["dropped"], self.global_steps)
+        self.totals = Counter(saved["totals"])
 
     def _send_first_weights(self) -> None:
         """Send the first weights, and let the servers begin."""
@@ -163,11 +168,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def _log(self, batch: DataProto, metrics: Metrics) -> None:
         self._in_step = 0
-        records, trained = self.rollout.journal, set(batch.non_tensor_batch[SAMPLE_ID])
-        versions = dict(zip(batch.non_tensor_batch[SAMPLE_ID], batch.non_tensor_batch["weights_version"], strict=True))
+        records, columns = self.rollout.journal, batch.non_tensor_batch
+        trained_versions = dict(zip(columns[SAMPLE_ID], columns["weights_version"].tolist(), strict=True))
         for sample in self.taken:
-            if sample in trained:
-                records.record(sample, journal.TRAINED, int(versions[sample]), step=self.global_steps)
+            if sample in trained_versions:
+                records.record(sample, journal.TRAINED, trained_versions[sample], step=self.global_steps)
             else:
                 records.record(sample, journal.FAILED, reason="not trainable", step=self.global_steps)
         self.taken = []
@@ -178,18 +183,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """Counts of samples, partial generations, seconds of samples, and shares of idle time since the last step."""
         current = self.rollout.synced
         versions = samples.non_tensor_batch["weights_version"]
-        old = versions < current
-        uids = samples.non_tensor_batch["uid"]
-        self.totals["stale_trajectories"] += int(old.sum())
-        self.totals["stale_samples"] += len(set(uids[old]))
+        stale = versions < current
+        self.totals["stale_trajectories"] += int(stale.sum())
+        self.totals["stale_samples"] += len(set(samples.non_tensor_batch["uid"][stale]))
         counts, seconds = self.rollout.rollouter.take_counts()
-        generated = sum(self.rollout.journal.counts[s] for s in (journal.QUEUED, journal.TRAINED))
+        states = self.rollout.journal.counts
         metrics: Metrics = {
             "fully_async/count/stale_samples_processed": self.totals["stale_samples"],
             "fully_async/count/stale_trajectory_processed": self.totals["stale_trajectories"],
             "fully_async/count/current_param_version": current,
-            "fully_async/count/dropped_stale_samples": self.rollout.journal.counts[journal.STALE],
-            "fully_async/count/total_generated_samples": generated,
+            "fully_async/count/dropped_stale_samples": states[journal.STALE],
+            "fully_async/count/total_generated_samples": states[journal.QUEUED] + states[journal.TRAINED],
             "fully_async/count/versions_behind_max": self._updates - int(versions.min()),
             "fully_async/partial/total_partial_num": counts["partial"],
             "fully_async/partial/partial_ratio": counts["partial"] / max(1, counts["samples"]),
@@ -213,7 +217,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """The metrics of the validation that runs, if it has ended; {} otherwise. With `wait` they are logged."""
         if self._validation is None or not (wait or self._validation[1].done()):
             return {}
-        (version, future), self._validation = self._validation, None
+        version, future = self._validation
+        self._validation = None
         metrics = future.result()
         update_best(self.best, metrics, version, max)
         metrics = {**metrics, "val-aux/weights_version": version}

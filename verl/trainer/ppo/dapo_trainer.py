@@ -70,8 +70,6 @@ class RayDAPOTrainer(RayPPOTrainer):
         metrics["training/dropped_samples/surplus"] = surplus
         metrics["training/dropped_samples"] += filtered + surplus
         metrics["training/scored_samples"] -= filtered + surplus
-        if metrics["training/scored_samples"] != len(batch):
-            raise RuntimeError(f"{metrics['training/scored_samples']} samples are counted, {len(batch)} are trained on")
         return batch, metrics
 
     def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:

@@ -55,10 +55,9 @@ class RunHealth:
 
     def __init__(self, config: PPOConfig) -> None:
         actor = config.actor_rollout_ref.actor
-        below, above = actor.clip_ratio_low, actor.clip_ratio_high
-        self.clip_range = (
-            1 - (actor.clip_ratio if below is None else below), 1 + (actor.clip_ratio if above is None else above)
-        )  # fmt: skip
+        below = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+        above = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        self.clip_range = (1 - below, 1 + above)
         correction = config.algorithm.rollout_correction
         # There old_log_probs are the rollout's, whose ratio to themselves says nothing.
         self.bypasses = actor.use_rollout_log_probs or (correction is not None and correction.bypass_mode)
@@ -85,7 +84,9 @@ class RunHealth:
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
             values |= self._of_tools(batch)
         named = {f"health/{name}": float(value) for name, value in values.items()}
-        self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
+        measured = {**metrics, **named}  # the rollout has measured some, such as health/kept_mass
+        for rule in self._rules_to_report(step, measured):
+            logger.warning("step {}: {}", step, rule.warning(measured[rule.metric]))
         return named
 
     def _of_tools(self, batch: DataProto) -> dict[str, float]:
@@ -109,20 +110,22 @@ class RunHealth:
             return
         self.explained = True
         texts = [row["output"] for row in sample_rows(batch, tokenizer, scores.tolist(), {}, step)]
-        said = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
-        if found := self._without_answer(batch, tokenizer):
-            said.append(f"the scorer found no answer to compare in {np.mean(found):.0%}")
+        facts = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
+        if lacking := self._without_answer(batch, tokenizer):
+            facts.append(f"the scorer found no answer to compare in {np.mean(lacking):.0%}")
         if (share := self._of_tools(batch).get("without_tool_call")) is not None:
-            said.append(f"{share:.0%} called no tool, although tools are given")
+            facts.append(f"{share:.0%} called no tool, although tools are given")
         text = texts[0] if len(texts[0]) <= 2 * SHOWN else f"{texts[0][:SHOWN]} ... {texts[0][-SHOWN:]}"
         logger.warning(
-            "step {}: all {} samples have the reward {:g}, from which nothing can be learned. {}. One answer: {}",
-            step, len(texts), scores[0].item(), "; ".join(said), repr(visible(text)),
-        )  # fmt: skip
+            f"step {step}: all {len(texts)} samples have the reward {scores[0].item():g}, from which nothing can be "
+            f"learned. {'; '.join(facts)}. One answer: {visible(text)!r}"
+        )
 
     def _without_answer(self, batch: DataProto, tokenizer: Any) -> list[bool]:
-        """Whether the scorer found no answer, of the samples of which it can say: by the reward's `pred`, or by its
-        rule, which reads `reward_model.judged_text`."""
+        """Whether the scorer found no answer, of each sample for which that is known.
+
+        By the reward's `pred`, or by its rule, which reads `reward_model.judged_text`.
+        """
         if (predicted := reward_extras(batch).get("pred")) is not None:
             return [value in (None, "", "[INVALID]") for value in predicted]
         sources = batch.non_tensor_batch.get(self.data_source)
@@ -130,11 +133,12 @@ class RunHealth:
             return []
         responses, generated = batch.batch["responses"], batch.batch["response_mask"]
         valid = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-        found = [
-            lacks_answer(source, judged_text(self.rewards, tokenizer, ids[kept].tolist(), own[kept].tolist()))
-            for source, ids, own, kept in zip(sources, responses, generated, valid, strict=True)
-        ]
-        return [lacks for lacks in found if lacks is not None]
+        lacking = []
+        for source, ids, own, kept in zip(sources, responses, generated, valid, strict=True):
+            lacks = lacks_answer(source, judged_text(self.rewards, tokenizer, ids[kept].tolist(), own[kept].tolist()))
+            if lacks is not None:
+                lacking.append(lacks)
+        return lacking
 
     def replay(self, metrics_file: Path) -> None:
         """Continue after the steps in a run's metrics.jsonl: a resumed run measures what an uninterrupted one does."""
@@ -165,8 +169,8 @@ class RunHealth:
             values["staleness"] = max(0, self.updated - metrics["training/weights_version"] - self.allowed_staleness)
         if "actor/pg_loss" in metrics:
             self.updated = step
-        if passes := {int(name.partition("@")[2]): name for name in metrics if name.startswith("health/pass@")}:
-            if self.passes.add(metrics[passes[max(passes)]]):
+        if ks := [int(name.partition("@")[2]) for name in metrics if name.startswith("health/pass@")]:
+            if self.passes.add(metrics[f"health/pass@{max(ks)}"]):
                 values["pass_change"] = self.passes.change_beyond_noise()
         if (entropy := metrics.get("actor/entropy")) is not None:
             if self.entropies.add(entropy) and fmean(self.entropies.first) > 0:
@@ -182,10 +186,6 @@ class RunHealth:
                 gained = self.scores.change_beyond_noise() > 0  # then longer answers are no problem
                 values["length_without_reward"] = 1.0 if gained else growth
         return values
-
-    def _warn(self, step: int, values: Mapping[str, float]) -> None:
-        for rule in self._rules_to_report(step, values):
-            logger.warning("step {}: {}", step, rule.warning(values[rule.metric]))
 
     def _rules_to_report(self, step: int, values: Mapping[str, float]) -> list[Rule]:
         """Rules that are broken for long enough, each at most once in AGAIN_AFTER steps."""
