@@ -213,10 +213,7 @@ class Rollouter:
     # For other threads.
 
     def call(self, coroutine: Coroutine, what: str = "a call did not end", limit: float | None = None) -> Any:
-        """The result of a coroutine that runs in the loop, or what it raises.
-
-        After `limit` seconds RuntimeError begins with `what`, unless `check_servers` raises.
-        """
+        """What a coroutine in the loop returns or raises; after `limit` seconds, RuntimeError that names `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         wait([future], limit)
         if future.done():
@@ -276,10 +273,7 @@ class Rollouter:
         await self._notify()
 
     def take(self, step: int, limit: float | None = None) -> list[Group]:
-        """The groups of step `step`, in the order of their numbers, once they are complete.
-
-        RuntimeError after `limit` seconds.
-        """
+        """The groups of step `step`, by number, once they are complete; RuntimeError after `limit` seconds."""
         return self.call(self._take(step), f"step {step} had no complete batch", limit)
 
     async def _take(self, step: int) -> list[Group]:
@@ -341,9 +335,7 @@ class Rollouter:
                 for sample in group.samples:
                     if sample.state == journal.QUEUED and isinstance(sample.result, Failure):
                         sample.result = UNGRADED
-                        self._enter(
-                            sample, journal.FINISHED, tokens=len(sample.output.response_ids), reason="resume"
-                        )
+                        self._enter(sample, journal.FINISHED, tokens=len(sample.output.response_ids), reason="resume")
                     elif sample.state == journal.RUNNING or (sample.output is None and sample.state in STARTABLE):
                         sample.restart()
                         if sample.state == journal.RUNNING:

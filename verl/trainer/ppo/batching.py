@@ -204,11 +204,8 @@ def balance(
 
 
 def balanced_order(
-    group_sizes: list[list[int]],
-    ranks: int,
-    mini_batch_prompts: int,
-    partition: Callable[[list[int], int], list[list[int]]] | None,
-    whole_groups: bool,
+    group_sizes: list[list[int]], ranks: int, mini_batch_prompts: int,
+    partition: Callable[[list[int], int], list[list[int]]] | None, whole_groups: bool,
 ) -> np.ndarray:
     """Order of rows [N] in which rank r's contiguous share of every mini-batch weighs about the same.
 

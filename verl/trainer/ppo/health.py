@@ -84,9 +84,7 @@ class RunHealth:
             values["repeated_answers_reward"] = repeated_answers_reward(batch)
             values |= self._of_tools(batch)
         named = {f"health/{name}": float(value) for name, value in values.items()}
-        measured = {**metrics, **named}  # the rollout has measured some, such as health/kept_mass
-        for rule in self._rules_to_report(step, measured):
-            logger.warning("step {}: {}", step, rule.warning(measured[rule.metric]))
+        self._warn(step, {**metrics, **named})  # the rollout has measured some, such as health/kept_mass
         return named
 
     def _of_tools(self, batch: DataProto) -> dict[str, float]:
@@ -122,10 +120,7 @@ class RunHealth:
         )
 
     def _without_answer(self, batch: DataProto, tokenizer: Any) -> list[bool]:
-        """Whether the scorer found no answer, of each sample for which that is known.
-
-        By the reward's `pred`, or by its rule, which reads `reward_model.judged_text`.
-        """
+        """Whether the scorer found no answer, of each sample for which its `pred` or its rule can say."""
         if (predicted := reward_extras(batch).get("pred")) is not None:
             return [value in (None, "", "[INVALID]") for value in predicted]
         sources = batch.non_tensor_batch.get(self.data_source)
@@ -186,6 +181,10 @@ class RunHealth:
                 gained = self.scores.change_beyond_noise() > 0  # then longer answers are no problem
                 values["length_without_reward"] = 1.0 if gained else growth
         return values
+
+    def _warn(self, step: int, values: Mapping[str, float]) -> None:
+        for rule in self._rules_to_report(step, values):
+            logger.warning("step {}: {}", step, rule.warning(values[rule.metric]))
 
     def _rules_to_report(self, step: int, values: Mapping[str, float]) -> list[Rule]:
         """Rules that are broken for long enough, each at most once in AGAIN_AFTER steps."""

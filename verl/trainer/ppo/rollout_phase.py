@@ -166,10 +166,7 @@ class RolloutPhase:
         return without_lost(samples)[0], metrics
 
     def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
-        """None unless the built-in agent loops report finished samples and the manager grades samples one by one.
-
-        None if programs report their rewards, too.
-        """
+        """None unless agent loops report finished samples without rewards and the manager grades each by itself."""
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
             return None
         if self.rollout_config.agent.reports_rewards or not self.agent_loops.reports_finished:

@@ -121,9 +121,8 @@ class FSDPSFTTrainer:
         self.train_stream = PromptStream(make_loader(train_dataset, self.shares, workers))
         self.val_loader = None
         if val_dataset is not None:
-            self.val_loader = make_loader(
-                PaddedRows(val_dataset), RankShares(len(val_dataset), size, rank, ranks), workers
-            )
+            val_shares = RankShares(len(val_dataset), size, rank, ranks)
+            self.val_loader = make_loader(PaddedRows(val_dataset), val_shares, workers)
 
     @classmethod
     def problems(cls, config: SFTConfig, findings: Findings) -> Iterable[Problem]:
@@ -192,7 +191,14 @@ class FSDPSFTTrainer:
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
                 stop, ended = any_rank(signals.stop_requested, self.engine.device), self.ends_early()
                 last = ended or self.global_steps >= total
-                self._watch_skipped(metrics["train/skipped_steps"] > 0, last)
+                skipped = metrics["train/skipped_steps"] > 0
+                self.counters["skipped"] += skipped
+                count_skipped(
+                    self.counters, skipped, self.config.trainer.nonfinite_steps_max,
+                    "loss or gradient was NaN or infinite, or no token was learned, in",
+                    "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
+                    self.global_steps if last else None,
+                )  # fmt: skip
                 self.checkpoints.advance()
                 if stop or self.checkpoints.is_due(self.global_steps, last):
                     self.save_checkpoint(self.global_steps)
@@ -214,16 +220,6 @@ class FSDPSFTTrainer:
         metrics["training/epoch"] = self.train_stream.epoch
         metrics |= self._utilisation(batch, seconds)
         return metrics | all_reduce_max(peak_memory(self.engine.device.type), self.engine.device)
-
-    def _watch_skipped(self, skipped: bool, is_last: bool) -> None:
-        """Count a step whose update was skipped; raise NonFiniteRun after too many."""
-        self.counters["skipped"] += skipped
-        count_skipped(
-            self.counters, skipped, self.config.trainer.nonfinite_steps_max,
-            "loss or gradient was NaN or infinite, or no token was learned, in",
-            "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
-            self.global_steps if is_last else None,
-        )  # fmt: skip
 
     def _utilisation(self, batch: TensorDict, seconds: float) -> dict[str, float]:
         """perf/mfu/train of a step: FLOPs of one pass over all ranks' rows over what the devices could do in that time.
@@ -370,11 +366,11 @@ class FSDPSFTTrainer:
 def next_token_batch(micro: TensorDict) -> TensorDict:
     """Rows [b, T] as prompts of one token with T - 1 response tokens, of which the learned ones are `counted`."""
 
-    def columns(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        return kept | {"responses": given["input_ids"][:, 1:], "counted": given["loss_mask"][:, 1:]}
+    def next_token_columns(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        return kept | {"responses": columns["input_ids"][:, 1:], "counted": columns["loss_mask"][:, 1:]}
 
-    batch = TensorDict(columns(micro), batch_size=len(micro))
+    batch = TensorDict(next_token_columns(micro), batch_size=len(micro))
     if ON_HOST in micro.keys():
-        batch.set_non_tensor(ON_HOST, OnHost(columns(on_host(micro))))
+        batch.set_non_tensor(ON_HOST, OnHost(next_token_columns(on_host(micro))))
     return batch
