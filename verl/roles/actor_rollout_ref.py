@@ -100,14 +100,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """The model of ref.model_path, else the actor's without adapters; ValueError if the vocabularies differ."""
         if config.model_path is None:
             return self.model_config
-        policy = self.config.model
-        model = HFModelConfig(
-            path=config.model_path,
-            use_shm=policy.use_shm,
-            trust_remote_code=policy.trust_remote_code,
-            override_config=policy.override_config,
-            use_remove_padding=policy.use_remove_padding,
-        ).load()
+        shared = ("use_shm", "trust_remote_code", "override_config", "use_remove_padding")
+        model = HFModelConfig(path=config.model_path, **{name: self.config.model[name] for name in shared}).load()
         own, other = self.model_config.tokenizer.get_vocab(), model.tokenizer.get_vocab()
         if own != other:
             token, _ = min(own.items() ^ other.items())
@@ -121,10 +115,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def _make_policy(self, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
-        policy.set_forward(
-            remove_padding=self.model_config.use_remove_padding,
-            share_prompt=self.actor_config.share_prompt_forward,
-        )
+        share_prompt = self.actor_config.share_prompt_forward
+        policy.set_forward(remove_padding=self.model_config.use_remove_padding, share_prompt=share_prompt)
         return policy
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

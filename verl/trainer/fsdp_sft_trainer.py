@@ -72,9 +72,7 @@ def _fail(message: str, shown: bool = True) -> NoReturn:
     sys.exit(message if shown else 1)
 
 
-def _dataset(
-    config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str, warn: bool
-) -> Any:
+def _dataset(config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str, warn: bool) -> Any:
     """The data set of a split, its first rows tried; None without validation files."""
     files = config.data[f"{split}_files"]
     if not files:

@@ -77,10 +77,7 @@ def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> PPOCon
 
 
 def run_ppo(
-    config: DictConfig,
-    task_runner_class: Any = None,
-    *,
-    known: DictConfig | None = None,
+    config: DictConfig, task_runner_class: Any = None, *, known: DictConfig | None = None,
     services: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
@@ -211,12 +208,8 @@ class TaskRunner:
         tokenizer, processor = policy_tokenizer(config)
         composed, reward_kwargs = to_omegaconf(config), config.reward_model.reward_kwargs
         trainer = trainer_class(
-            config=config,
-            tokenizer=tokenizer,
-            processor=processor,
-            role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=group_class,
+            config=config, tokenizer=tokenizer, processor=processor, role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config), ray_worker_group_cls=group_class,
             reward_fn=load_reward_manager(composed, tokenizer, num_examine=0, **reward_kwargs),
             val_reward_fn=load_reward_manager(composed, tokenizer, num_examine=1, **reward_kwargs),
         )

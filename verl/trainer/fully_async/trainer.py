@@ -20,7 +20,7 @@ from verl.reward.stream import can_stream
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group
-from verl.trainer.main_ppo import POOL, TaskRunner
+from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
@@ -281,11 +281,10 @@ class FullyAsyncTaskRunner(TaskRunner):
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
         from verl.roles.separate_actor import SeparateActorWorker
-        from verl.single_controller.ray import RayWorkerGroup
 
+        _, group_class = super().add_actor_rollout_worker(config)
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(SeparateActorWorker)
-        self.mapping[Role.ActorRollout] = POOL
-        return SeparateActorWorker, RayWorkerGroup
+        return SeparateActorWorker, group_class
 
     def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         settings = to_settings(config, AsyncPPOConfig)

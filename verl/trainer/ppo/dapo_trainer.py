@@ -39,8 +39,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         if not self.filter.enable:
             return super()._gather_batch()
         wanted, limit = self.config.data.train_batch_size, self.filter.max_num_gen_batches
-        kept: list[DataProto] = []
-        draws: list[Metrics] = []
+        kept, draws = [], []  # samples and metrics of each draw
         prompts = filtered = 0  # prompts that were kept, samples that were not
         while prompts < wanted:
             if 0 < limit <= len(draws):

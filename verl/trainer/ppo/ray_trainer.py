@@ -65,12 +65,8 @@ class RayPPOTrainer:
     """
 
     def __init__(
-        self,
-        config,
-        tokenizer,
-        role_worker_mapping: dict[Role, WorkerType],
-        resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        self, config, tokenizer, role_worker_mapping: dict[Role, WorkerType],
+        resource_pool_manager: ResourcePoolManager, ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         processor=None, reward_fn=None, val_reward_fn=None,
         train_dataset: Dataset | None = None, val_dataset: Dataset | None = None,
         collate_fn=None, train_sampler: Sampler | None = None, device_name: str | None = None,

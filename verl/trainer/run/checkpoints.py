@@ -93,22 +93,18 @@ class Checkpoints:
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
         host_barrier()
-        blind = set()
         try:
-            for part in self.parts.values():
-                for answer in part.nodes_that_see(str(mark)):
-                    # An engine answers with a pair, a group with a list of those of each worker.
-                    pairs = answer if isinstance(answer, list) else [answer]
-                    blind |= {node for node, sees in pairs if not sees}
+            answers = [answer for part in self.parts.values() for answer in part.nodes_that_see(str(mark))]
         finally:
             host_barrier()
             if is_first_rank():
                 mark.unlink(missing_ok=True)
-        if blind:
+        # An engine answers with a pair, a group with a list of those of each worker.
+        seen = [pair for answer in answers for pair in (answer if isinstance(answer, list) else [answer])]
+        if blind := sorted({node for node, sees in seen if not sees}):
             raise ValueError(
-                f"trainer.default_local_dir={str(root)!r} is not the same folder on every node: "
-                f"{', '.join(sorted(blind))} cannot see a file that was just written there. Name a folder of a shared "
-                "file system."
+                f"trainer.default_local_dir={str(root)!r} is not the same folder on every node: {', '.join(blind)} "
+                "cannot see a file that was just written there. Name a folder of a shared file system."
             )
 
     def is_due(self, step: int, last: bool, step_seconds: float = 0.0) -> bool:

@@ -25,10 +25,7 @@ from verl.utils import supervisor
 from verl.utils.children import Program
 
 WORKER_ENV = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "NCCL_CUMEM_ENABLE": "0",
-    "VLLM_LOGGING_LEVEL": "WARN",
+    "TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "VLLM_LOGGING_LEVEL": "WARN",
     "LOGURU_LEVEL": "INFO",
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
