@@ -244,11 +244,10 @@ def resample_by_score(data: DataProto, settings: Mapping[str, Any]) -> None:
     The columns uid and group_index are not resampled, so that the ranks can still share the groups evenly; a group may
     then hold rows of several prompts.
     """
-    uid, index = data.non_tensor_batch["uid"], data.batch.get("group_index")
+    uid, index = data.non_tensor_batch["uid"], data.batch["group_index"]
     drawn = compute_pf_ppo_reweight_data(data, **settings)
     data.batch, data.non_tensor_batch = drawn.batch, {**drawn.non_tensor_batch, "uid": uid}
-    if index is not None:
-        data.batch["group_index"] = index
+    data.batch["group_index"] = index
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
 
 

@@ -52,12 +52,9 @@ class FSDPSFTTrainer:
     `ulysses_device_mesh` is taken for verl's callers: ulysses_sequence_parallel_size makes the groups.
     """
 
-    #: dataclass of the whole config tree, which checks keys and values
-    config_type: type[SFTConfig] = SFTConfig
-    #: how a batch becomes log-probs
-    policy_type: type[Policy] = CausalLMPolicy
-    #: which rows are in a batch
-    shares_type: type[RankShares] = RankShares
+    config_type: type[SFTConfig] = SFTConfig  # dataclass of the whole config tree, which checks keys and values
+    policy_type: type[Policy] = CausalLMPolicy  # how a batch becomes log-probs
+    shares_type: type[RankShares] = RankShares  # which rows are in a batch
 
     def __init__(
         self, config: SFTConfig, device_mesh: DeviceMesh | None, ulysses_device_mesh: DeviceMesh | None,
