@@ -1,7 +1,4 @@
-"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
-
-Under torchrun the ranks take prompts from one queue.
-"""
+"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`."""
 
 import dataclasses
 import os
@@ -30,6 +27,7 @@ from verl.planning.offline import generation_entry
 from verl.protocol import DataProto
 from verl.rollout.base import BaseRollout, engine_group, get_rollout_class
 from verl.rollout.request_queue import RequestQueue
+from verl.trainer.run.ranks import from_first_rank
 from verl.training.engine import FSDPEngine
 from verl.training.parallel.sharding import create_device_mesh
 from verl.training.policy import get_policy
@@ -66,11 +64,10 @@ def run_generation(config: DictConfig) -> None:
     rank = _join(settings.trainer)
     if rank == 0:
         partial.open()
-    kept = [sorted(partial.read()) if rank == 0 else None]
-    dist.broadcast_object_list(kept)
-    pending = sorted({*range(len(prompts))}.difference(kept[0]))
-    if rank == 0 and kept[0]:
-        logger.info("resumed: {:,} of {:,} prompts were answered before", len(kept[0]), len(prompts))
+    answered = from_first_rank(lambda: sorted(partial.read()))
+    pending = sorted(set(range(len(prompts))).difference(answered))
+    if rank == 0 and answered:
+        logger.info(f"resumed: {len(answered):,} of {len(prompts):,} prompts were answered before")
     if pending:
         answer_pending(settings, model, prompts, pending, partial)
     if rank == 0:

@@ -51,8 +51,7 @@ class SeparateRolloutPhase(RolloutPhase):
     ) -> None:
         self.config, self.rollout_config = config, config.actor_rollout_ref.rollout
         self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
-        self.agent_loops = self.actor_group = self.rm_group = None
-        self.streams_rewards = True
+        self.rm_group = None  # samples are graded by the reward function alone
         self.journal, self.timeline = Journal(), Timeline()
         self.bound = StalenessBound.from_settings(config.async_training, config.data.train_batch_size)
         self.synced = 0  # weights version of the servers

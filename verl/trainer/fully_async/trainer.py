@@ -62,9 +62,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self._in_step = 0  # 1 from a step's begin until its update is logged
         self.taken: list[str] = []  # ids of the step's samples
         self.totals: Counter[str] = Counter()
-        self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if config.async_training.record else None
-        files = (journal.JOURNAL_FILE, journal.TIMELINE_FILE, *([RECORD_FILE] if self.record is not None else []))
-        self.run_log.files += [self.run_log.run_dir / name for name in files]
+        folder = self.run_log.run_dir
+        self.run_log.files += [folder / journal.JOURNAL_FILE, folder / journal.TIMELINE_FILE]
+        self.record = JsonlLog(folder / RECORD_FILE) if config.async_training.record else None
+        if self.record is not None:
+            self.run_log.files.append(self.record.path)
         self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
         self._validation: tuple[int, Future] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="validation")
@@ -140,19 +142,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
     @step("gen")
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """The samples of the step, once enough groups have finished: [prompts * n, T]."""
-        timeline = self.rollout.timeline
-        timeline.enter(TRAINER, "idle", self._updates)
+        self.rollout.timeline.enter(TRAINER, "idle", self._updates)
         groups = self.rollout.rollouter.take(self.global_steps, self.config.trainer.watchdog.generate)
-        timeline.enter(TRAINER, "train", self._updates)
+        self.rollout.timeline.enter(TRAINER, "train", self._updates)
         if self.record is not None:
             saved = [group.saved() for group in groups]
             self.record.append([{"step": self.global_steps, "synced": self.synced, "groups": saved}])
         samples, metrics = self.rollout.batch_of(groups, self.global_steps)
         self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
-        versions = samples.non_tensor_batch["weights_version"]
-        metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}
-        metrics |= self._async_metrics(samples)
-        return samples, metrics
+        oldest = int(samples.non_tensor_batch["weights_version"].min())
+        metrics |= {"training/weights_version": oldest, "training/epoch": groups[-1].epoch}
+        return samples, metrics | self._async_metrics(samples)
 
     def _draw_prompts(self) -> tuple[None, Metrics]:
         """Nothing: the rollouter draws them."""

@@ -1,6 +1,5 @@
 """RayDAPOTrainer: draws prompts until enough groups have samples with different rewards."""
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -145,8 +144,9 @@ class RayDAPOTrainer(RayPPOTrainer):
             )
             self.keeps_surplus = False
         if self.keeps_surplus:
-            items = ((columns["sample_index"][i], columns["uid"][i]) for i in first_rows)
-            self.surplus = [{"item": int(item), "uid": str(uid)} for item, uid in items]
+            self.surplus = [
+                {"item": int(columns["sample_index"][row]), "uid": str(columns["uid"][row])} for row in first_rows
+            ]
         return samples.select_idxs(np.sort(np.concatenate(groups[:count])))
 
     def variant_state(self) -> dict[str, Any]:
@@ -162,12 +162,9 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 def _merged(draws: list[Metrics]) -> Metrics:
     """Metrics of several draws as those of one step: sums of counts, the last version and epoch, else means."""
-    values_of: dict[str, list[Any]] = defaultdict(list)
-    for metrics in draws:
-        for name, value in metrics.items():
-            values_of[name].append(value)
     merged: Metrics = {"train/num_gen_batches": len(draws)}
-    for name, values in values_of.items():
+    for name in dict.fromkeys(name for metrics in draws for name in metrics):
+        values = [metrics[name] for metrics in draws if name in metrics]
         if name.startswith(SUMMED):
             merged[name] = sum(values)
         else:

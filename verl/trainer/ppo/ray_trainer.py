@@ -88,7 +88,6 @@ class RayPPOTrainer:
         self.critic_wg: RayWorkerGroup | None = None
         self.rm_wg: RayWorkerGroup | None = None
         self.n = config.actor_rollout_ref.rollout.n
-        self.critic_warmup = config.trainer.critic_warmup
         self.kl_ctrl = kl.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
         self.keeps_groups_whole = bool(config.actor_rollout_ref.actor.share_prompt_forward)
@@ -183,7 +182,7 @@ class RayPPOTrainer:
                     metrics |= self._assign_advantages(batch)  # registry call, on the driver
                     if self.use_critic:
                         metrics |= self._update_critic(batch)
-                    if self.global_steps >= self.critic_warmup:
+                    if self.global_steps >= self.config.trainer.critic_warmup:
                         metrics |= self._update_actor(batch)
                     self._watch_nonfinite(metrics)
                 self._validate_if_due(metrics)

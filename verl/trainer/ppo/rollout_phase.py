@@ -1,7 +1,4 @@
-"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation.
-
-With reward_model.launch_reward_fn_async a step's scores are computed later (LateScores).
-"""
+"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -233,7 +230,7 @@ Scored = tuple[DataProto, DropCounts, dict[str, Any]]
 
 
 class LateScores:
-    """Runs `score(samples, counts)` in a thread while the ranks compute log-probs and values."""
+    """Runs `score(samples, counts)` while the ranks compute log-probs (reward_model.launch_reward_fn_async)."""
 
     def __init__(self, score: Callable[[DataProto, DropCounts], Scored]) -> None:
         self.score, self.thread = score, ThreadPoolExecutor(1)

@@ -30,7 +30,6 @@ WORKER_ENV = {
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
-HOW_TO_STOP = "to end this run after a step and save: kill {}"  # data loaders have the same command line
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 
 
@@ -215,7 +214,8 @@ def _exit_code(run: Callable[[StopSignals], bool], config: Any) -> int:
     """
     try:
         with StopSignals() as signals:
-            logger.info(HOW_TO_STOP, os.getpid())
+            # Not by the name of the program: data loaders have the same command line.
+            logger.info("to end this run after a step and save: kill {}", os.getpid())
             finished = run(signals)
         return 0 if finished else signals.exit_code
     except Exception as e:

@@ -56,13 +56,12 @@ class Starts:
         for name in ("run_config.yaml", file):
             (self.run_dir / name).write_text(redacted_yaml(config), encoding="utf-8")
         command = shlex.join(redact_command([Path(sys.executable).name, *sys.orig_argv[1:]]))
-        if writer is None:
-            before = [row for row in earlier if row["step"] < step]
-        else:
-            before = [row for row in earlier if row["start"] == writer]
+        last = None  # the start that is continued
+        for row in earlier:
+            if row["start"] == writer or (writer is None and row["step"] < step):
+                last = row
         lines, in_force = [], {}
-        if step and before and (self.run_dir / before[-1]["config"]).is_file():
-            last = before[-1]
+        if step and last is not None and (self.run_dir / last["config"]).is_file():
             old, new = OmegaConf.load(self.run_dir / last["config"]), OmegaConf.load(self.run_dir / file)
             words = shlex.split(f"{last['command']} {command}")
             given = [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
