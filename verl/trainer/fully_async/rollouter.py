@@ -174,8 +174,8 @@ class Rollouter:
         except Exception as error:
             await self._fail(error)
 
-    def _enter(self, sample: Sample, state: str, version: int | None = None, **more: Any) -> None:
-        self.journal.record(sample.id, state, self.version if version is None else version, **more)
+    def _enter(self, sample: Sample, state: str, **more: Any) -> None:
+        self.journal.record(sample.id, state, self.version, **more)
         sample.state = state
 
     async def _fail(self, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Metrics `health/*` of a step, and warnings where one of them stays beyond its limits."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -62,12 +62,12 @@ class RunHealth:
         # There old_log_probs are the rollout's, whose ratio to themselves says nothing.
         self.bypasses = actor.use_rollout_log_probs or (correction is not None and correction.bypass_mode)
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
-        turns, self.data_source = config.actor_rollout_ref.rollout.multi_turn, config.data.reward_fn_key
-        self.has_tools = bool(turns.tool_config_path or turns.function_tool_path)
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        self.has_tools = bool(multi_turn.tool_config_path or multi_turn.function_tool_path)
+        self.data_source = config.data.reward_fn_key
         self.rewards, self.scores_by_rule = config.reward_model, config.custom_reward_function.path is None
         self.explained = False  # whether it was said what answers without a reward look like
-        bound = config.async_training if "async_training" in config else None
-        self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
+        self.allowed_staleness = versions_allowed(config.async_training) if "async_training" in config else 0
         self.updated: int | None = None  # the last step that changed the weights
         self.entropies, self.passes = Trend(WINDOW // 2), Trend(WINDOW)  # passes: pass@k of the largest k
         self.lengths, self.scores = Trend(WINDOW), Trend(WINDOW)
@@ -237,10 +237,8 @@ def repeated_answers_reward(batch: DataProto) -> float:
         return 0.0
     responses = batch.batch["responses"]
     lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
-    uids = batch.non_tensor_batch["uid"].tolist()
     answers = [tuple(row[:length]) for row, length in zip(responses.tolist(), lengths, strict=True)]
-    prompts: dict[tuple[int, ...], set[Any]] = {}
-    for answer, uid in zip(answers, uids, strict=True):
-        prompts.setdefault(answer, set()).add(uid)
-    repeated = [len(answer) >= SHORTEST_ANSWER and len(prompts[answer]) > 1 for answer in answers]
+    pairs = set(zip(answers, batch.non_tensor_batch["uid"].tolist(), strict=True))
+    prompts_with = Counter(answer for answer, _ in pairs)
+    repeated = [len(answer) >= SHORTEST_ANSWER and prompts_with[answer] > 1 for answer in answers]
     return torch.tensor(repeated)[high].double().mean().item()

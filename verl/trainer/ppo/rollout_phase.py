@@ -142,8 +142,8 @@ class RolloutPhase:
         The rollout may have changed a column (extra_info): its own columns replace those of the prompts.
         """
         columns = {name: np.repeat(column, n, axis=0) for name, column in prompts.non_tensor_batch.items()}
-        facts = {"global_steps": step, "temperature": self.rollout_config.temperature}
-        samples = DataProto(output.batch, columns | output.non_tensor_batch, facts)
+        meta = {"global_steps": step, "temperature": self.rollout_config.temperature}
+        samples = DataProto(output.batch, columns | output.non_tensor_batch, meta)
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
         if self.has_texts:

@@ -65,16 +65,22 @@ def started_session(config: PPOConfig) -> Iterator[bool]:
             yield False
         finally:
             ray.shutdown()
-        return
-    run_dir = Path(config.trainer.default_local_dir).expanduser()
+    else:
+        if settings.get("num_cpus") is None:
+            settings["num_cpus"] = logical_cpus(config)
+        with new_session(Path(config.trainer.default_local_dir).expanduser(), settings):
+            yield True
+
+
+@contextmanager
+def new_session(run_dir: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """A local Ray cluster for the block; a file in `run_dir` lets a later start end what a killed run leaves of it."""
     stop_left_session(run_dir)
     remove_dead_sessions()
     # Ray opens its own folder to all users, so it gets one within a folder that stays closed to them. A short path: Ray
     # puts sockets below it, and those allow 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
     keep_token_private()
-    if settings.get("num_cpus") is None:
-        settings["num_cpus"] = logical_cpus(config)
     record = run_dir / SESSION_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,7 +95,7 @@ def started_session(config: PPOConfig) -> Iterator[bool]:
         with session_guard(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder / "r")})
             try:
-                yield True
+                yield
             finally:
                 ray.shutdown()
     finally:

@@ -28,12 +28,9 @@ RESTORED: dict[str, str | None] = {
 class Origin(NamedTuple):
     """What a start continues."""
 
-    #: whether the files of the run's folder are those of the run up to the checkpoint
-    continues: bool = True
-    #: whether the start leaves what is in the folder: it begins anew, or at an earlier step than the newest checkpoint
-    leaves: bool = False
-    #: number of the start that wrote the checkpoint; 0 for one in another folder, None where the checkpoint has none
-    start: int | None = None
+    continues: bool = True  # the files of the run's folder are those of the run up to the checkpoint
+    leaves: bool = False  # it begins anew, or at an earlier step than the newest checkpoint of the folder
+    start: int | None = None  # number of the start that wrote the checkpoint; 0: in another folder, None: not known
 
 
 class Starts:
@@ -115,12 +112,12 @@ def changed_settings(
     return lines, kept
 
 
-def _restored_by_checkpoint(key: str, settings: Mapping[str, Any]) -> str | None:
+def _restored_by_checkpoint(key: str, after: Mapping[str, Any]) -> str | None:
     """Why a changed setting has no effect in a resumed run: "not applied: ..."; None where it has one."""
     source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
     if source == OPTIMIZER:
         contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
-        if "optimizer" not in settings.get(contents, ["optimizer"]):
+        if "optimizer" not in after.get(contents, ["optimizer"]):
             return None
         source += f"; {contents}=[model] starts a new one"
     return source and f"not applied: the checkpoint restores its {source}"
