@@ -26,7 +26,6 @@ from verl.utils.problems import ConfigError
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
 POOL, REWARD_POOL = "global_pool", "reward_pool"
-EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left goes with it
 
 
 def __getattr__(name: str) -> Any:
@@ -224,7 +223,7 @@ class TaskRunner:
             trainer.init_workers()
             trainer.fit()
             if trainer.config.ray_kwargs.timeline_json_file:
-                time.sleep(EVENTS_S)
+                time.sleep(1.5)  # a rank reports its events to Ray once a second; what is left goes with it
         except Exception:
             trainer.shutdown()
             raise

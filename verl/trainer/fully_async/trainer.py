@@ -27,9 +27,7 @@ from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
 from verl.trainer.run.run_log import JsonlLog, update_best
 from verl.trainer.run.timing import step
 
-MIB = 1 << 20
 TRAINER = "trainer"
-RECORD_FILE = "async_record.jsonl"
 
 
 class FullyAsyncTrainer(RayPPOTrainer):
@@ -64,7 +62,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self.totals: Counter[str] = Counter()
         folder = self.run_log.run_dir
         self.run_log.files += [folder / journal.JOURNAL_FILE, folder / journal.TIMELINE_FILE]
-        self.record = JsonlLog(folder / RECORD_FILE) if config.async_training.record else None
+        self.record = JsonlLog(folder / "async_record.jsonl") if config.async_training.record else None
         if self.record is not None:
             self.run_log.files.append(self.record.path)
         self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
@@ -119,7 +117,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self._collect_validation(wait=True)  # its samples are of one version
         version = self._updates
         self.rollout.timeline.enter(TRAINER, "sync", version)
-        parts = self.actor_rollout_wg.export_weights(self.bound_settings.checkpoint_engine.device_buffer_size_M * MIB)
+        parts = self.actor_rollout_wg.export_weights(self.bound_settings.checkpoint_engine.device_buffer_size_M << 20)
         self.rollout.send_weights(version, parts[0], self.bound_settings.partial_rollout)
         self.rollout.timeline.enter(TRAINER, "idle", version)
         self.synced = self.rollout.synced = version
