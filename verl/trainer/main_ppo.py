@@ -102,7 +102,8 @@ def run_ppo(
         runner_class = TaskRunner
     is_remote = not isinstance(runner_class, type)
     local = settings.trainer.local
-    with services(config), started_session(settings) as is_our_own:
+    session = nullcontext(False) if local else started_session(settings)
+    with services(config), session as is_our_own:
         nsight = nsight_options(settings, of_driver=True)
         if local or (is_our_own and not is_remote and nsight is None):
             code = run_here(runner_class(), given)  # what the checks imported and a process less to start

@@ -51,9 +51,9 @@ class StopFlag:
 def started_session(config: PPOConfig) -> Iterator[bool]:
     """A Ray session for the block: the current one, the cluster of RAY_ADDRESS, or else a new local one.
 
-    Yields whether it is a new one. Only what was started here is stopped at the end. trainer.local needs none.
+    Yields whether it is a new one. Only what was started here is stopped at the end.
     """
-    if config.trainer.local or ray.is_initialized():
+    if ray.is_initialized():
         yield False
         return
     settings = dict(config.ray_kwargs.ray_init)
