@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from loguru import logger
 
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
-from verl.config.common import CheckpointConfig
 from verl.config.compose import to_settings
 from verl.config.model import HFModelConfig
 from verl.config.ppo import ActorRolloutRefConfig
@@ -73,27 +71,25 @@ class ActorRolloutRefWorker(ModelWorker):
         """Join the process group, then build what the role asks for."""
         self.join_ranks("actor", "rollout", "ref")
         self.model_config = self.config.model.load()
-        self.actor_config = per_rank_sizes(
+        self.actor_config = config = per_rank_sizes(
             self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
         )
         if self._is_actor:
-            self.policy = self._make_policy(self.actor_config)
-            parts = (self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint)
-            self.engine = self.make_engine("actor_rollout_ref.actor", self.model_config, *parts)
-            self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
+            self.policy = self._make_policy(config)
+            self.engine = self.make_engine(
+                "actor_rollout_ref.actor", self.model_config, config.fsdp_config, config.optim, config.checkpoint
+            )
+            self.actor = DataParallelPPOActor(config, self.engine, self.policy)
             self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
             self.actor_lr_scheduler = self.engine.lr_scheduler
         if self._is_rollout:
-            rollout_config = self.config.rollout
-            rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
-            self.rollout = rollout_class(rollout_config, self.model_config, self.engine.mesh)
+            rollout_class = get_rollout_class(self.config.rollout.name, self.config.rollout.mode)
+            self.rollout = rollout_class(self.config.rollout, self.model_config, self.engine.mesh)
             self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
-            ref_config = self.config.ref
-            parts = (self._reference_model(ref_config), ref_config.fsdp_config, None, CheckpointConfig())
-            self.ref_engine = self.make_engine("actor_rollout_ref.ref", *parts)
-            policy = self._make_policy(ref_config)
-            self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
+            model, engine_config = self._reference_model(self.config.ref), self.config.ref.fsdp_config
+            self.ref_engine = self.make_engine("actor_rollout_ref.ref", model, engine_config)
+            self.ref_policy = DataParallelPPOActor(config, self.ref_engine, self._make_policy(self.config.ref))
             self.ref_module_fsdp = self.ref_engine.module
 
     @property
@@ -101,23 +97,14 @@ class ActorRolloutRefWorker(ModelWorker):
         return self._is_actor and self.engine.has_adapters and self.config.ref.model_path is None
 
     def _reference_model(self, config: FSDPRefConfig) -> HFModelConfig:
-        """The model of ref.model_path, without adapters; the actor's if that is not set.
-
-        Raises ValueError if its tokens are not those of the actor's tokenizer.
-        """
+        """The model of ref.model_path, else the actor's without adapters; ValueError if the vocabularies differ."""
         if config.model_path is None:
             return self.model_config
-        policy = self.config.model
-        model = HFModelConfig(
-            path=config.model_path,
-            use_shm=policy.use_shm,
-            trust_remote_code=policy.trust_remote_code,
-            override_config=policy.override_config,
-            use_remove_padding=policy.use_remove_padding,
-        ).load()
+        shared = ("use_shm", "trust_remote_code", "override_config", "use_remove_padding")
+        model = HFModelConfig(path=config.model_path, **{name: self.config.model[name] for name in shared}).load()
         own, other = self.model_config.tokenizer.get_vocab(), model.tokenizer.get_vocab()
         if own != other:
-            token = next(iter(sorted(set(own.items()) ^ set(other.items()))))[0]
+            token, _ = min(own.items() ^ other.items())
             raise ValueError(
                 f"actor_rollout_ref.ref.model_path={config.model_path} has another vocabulary than "
                 f"actor_rollout_ref.model.path={self.model_config.path} (they differ at the token {token!r}), so that "
@@ -128,10 +115,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def _make_policy(self, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
-        policy.set_forward(
-            remove_padding=self.model_config.use_remove_padding,
-            share_prompt=self.actor_config.share_prompt_forward,
-        )
+        share_prompt = self.actor_config.share_prompt_forward
+        policy.set_forward(remove_padding=self.model_config.use_remove_padding, share_prompt=share_prompt)
         return policy
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -146,8 +131,8 @@ class ActorRolloutRefWorker(ModelWorker):
         if outdated:
             with self.engine.eval_mode():
                 if self.rollout.takes_adapters and self.engine.has_adapters:
-                    adapter, tensors = self.engine.get_adapter(check_finite=True)
-                    run_if_coroutine(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
+                    adapter_config, tensors = self.engine.get_adapter(check_finite=True)
+                    run_if_coroutine(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter_config))
                 else:
                     run_if_coroutine(self.rollout.update_weights(self._weights_for_rollout()))
             self.rollout_version = self.rollout.weights_version = self.weights_version
@@ -189,18 +174,23 @@ class ActorRolloutRefWorker(ModelWorker):
                 )
             with torch.no_grad():
                 output = run_if_coroutine(self.rollout.generate_sequences(prompts))
-            method = type(self.rollout).generate_sequences
-            if not isinstance(output, DataProto):
-                what = f"{defined_at(method)} returned {kind(output)}"
-                raise TypeError(f"{what}; expected a DataProto with the samples.")
-            if missing := [name for name in SAMPLES if output.batch is None or name not in output.batch]:
-                remedy = "verl.rollout.sampling.build_rollout_batch makes them from the responses"
-                raise ValueError(f"{defined_at(method)} returned samples without {', '.join(missing)}; {remedy}.")
+            self._check_samples(output)
             output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         finally:
             if called_alone:
                 self.trainer_mode()
         return output.to("cpu")
+
+    def _check_samples(self, output: Any) -> None:
+        """Raise TypeError or ValueError for what a rollout of the user's own returned in place of samples."""
+        place = defined_at(type(self.rollout).generate_sequences)
+        if not isinstance(output, DataProto):
+            raise TypeError(f"{place} returned {kind(output)}; expected a DataProto with the samples.")
+        if missing := [name for name in SAMPLES if output.batch is None or name not in output.batch]:
+            raise ValueError(
+                f"{place} returned samples without {', '.join(missing)}; verl.rollout.sampling.build_rollout_batch "
+                "makes them from the responses."
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_server(self) -> Any:
@@ -235,9 +225,11 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob [B, R]: of the reference model, or of the actor without its adapters."""
         self._set_forward_sizes(data, self.config.ref)
-        model = self.actor if self._ref_in_actor else self.ref_policy
-        with self.engine.disable_adapter() if self._ref_in_actor else nullcontext():
-            log_probs, _ = model.compute_log_prob(data)
+        if self._ref_in_actor:
+            with self.engine.disable_adapter():
+                log_probs, _ = self.actor.compute_log_prob(data)
+        else:
+            log_probs, _ = self.ref_policy.compute_log_prob(data)
         return DataProto.from_dict({"ref_log_prob": log_probs})
 
     def _set_forward_sizes(self, data: DataProto, section: FSDPRefConfig | RolloutConfig) -> None:

@@ -31,8 +31,9 @@ class CriticWorker(ModelWorker):
         self.join_ranks("critic")
         config = per_rank_sizes(self.config, "critic", self.samples, self.world_size)
         self.critic_config: FSDPCriticConfig = config
-        parts = (config.model.fsdp_config, config.optim, config.checkpoint)
-        self.engine = self.make_engine("critic.model", value_model(config.model), *parts)
+        self.engine = self.make_engine(
+            "critic.model", value_model(config.model), config.model.fsdp_config, config.optim, config.checkpoint
+        )
         self.critic = DataParallelPPOCritic(config, self.engine)
         self.critic_module, self.critic_optimizer = self.engine.module, self.engine.optimizer
         self.critic_lr_scheduler = self.engine.lr_scheduler

@@ -8,9 +8,12 @@ import torch
 
 from verl.config.actor import ActorConfig
 from verl.config.base import BaseConfig
+from verl.config.common import CheckpointConfig
 from verl.config.compose import to_settings, with_values
 from verl.config.critic import CriticConfig
+from verl.config.engine import FSDPEngineConfig
 from verl.config.model import HFModelConfig
+from verl.config.optimizer import FSDPOptimizerConfig
 from verl.config.profiler import ProfilerConfig
 from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
@@ -58,9 +61,14 @@ class ModelWorker(Worker, DistProfilerExtension):
         for mesh in meshes:
             self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
 
-    def make_engine(self, section: str, model: HFModelConfig, *parts: Any) -> FSDPEngine:
-        """The engine of this rank; `parts`: its settings, those of the optimizer or None, and those of checkpoints."""
-        return FSDPEngine.of_section(section, model, *parts, device=self.device_name)
+    def make_engine(
+        self, section: str, model: HFModelConfig, engine: FSDPEngineConfig, optim: FSDPOptimizerConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> FSDPEngine:
+        """The engine of this rank, by settings of the config's `section`; without `optim` the model is not trained."""
+        return FSDPEngine.of_section(
+            section, model, engine, optim, checkpoint or CheckpointConfig(), device=self.device_name
+        )
 
     def updated(self, role: str, update: Callable[[DataProto], dict], data: DataProto, passes: int) -> dict[str, Any]:
         """The metrics of an update of `passes` epochs on this rank's share, after which the schedule goes on by one."""

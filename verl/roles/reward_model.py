@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 
-from verl.config.common import CheckpointConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.data.chat_template import render_chat
 from verl.models.loading import compute_position_id_with_mask
@@ -38,8 +37,7 @@ class RewardModelWorker(ModelWorker):
         self.join_ranks("reward")
         self.settings: RewardModelConfig = self.config
         model = self.settings.model
-        parts = (value_model(model), model.fsdp_config, None, CheckpointConfig())
-        self.engine = self.make_engine("reward_model.model", *parts)
+        self.engine = self.make_engine("reward_model.model", value_model(model), model.fsdp_config)
         self.packs = packs_values(self.engine)
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:
@@ -55,15 +53,15 @@ class RewardModelWorker(ModelWorker):
         """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
         settings = self.settings
         inputs = data if self.tokenizer is None else self._rewritten(data)
-        chosen = inputs.select(batch_keys=list(INPUTS), non_tensor_batch_keys=[])
+        inputs = inputs.select(batch_keys=list(INPUTS), non_tensor_batch_keys=[])
         rows = settings.micro_batch_size_per_gpu
         if settings.micro_batch_size is not None:
             rows = max(1, settings.micro_batch_size // self.world_size)
         tokens = None
         if settings.use_dynamic_bsz:
             tokens = settings.forward_max_token_len_per_gpu * self.engine.sequence_parallel_size
-        chosen, own = self.engine.gather_over_sequence_group(chosen)
-        micros = micro_batches(chosen, rows=rows, tokens=tokens, whole_groups=False)
+        inputs, own = self.engine.gather_over_sequence_group(inputs)
+        micros = micro_batches(inputs, rows=rows, tokens=tokens, whole_groups=False)
         (scores,) = forward_in_order(self.engine, micros, self._last_values)
         return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})
 
@@ -76,32 +74,28 @@ class RewardModelWorker(ModelWorker):
             inputs = {name: batch[name] for name in INPUTS}
             values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
             return [values.gather(1, last).squeeze(1)]
-        # Turn each row so that it ends with its last token, and append a token that counts as its response: the
-        # packing's `predicted_from` is then the last token.
-        turned = (positions + last + 1) % mask.shape[1]
-        ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in INPUTS}
-        packing = pack_batch(ended, 1)
-        flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
+        # The packing gives the values at tokens that predict a response. So each row is rotated until it ends with its
+        # last token, and one token is appended as its response.
+        rotated = (positions + last + 1) % mask.shape[1]
+        rows = {name: F.pad(batch[name].gather(1, rotated), (0, 1), value=1) for name in INPUTS}
+        packing = pack_batch(rows, 1)
+        flat = packing.model_inputs(rows["input_ids"], rows["position_ids"])
         values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
         return [packing.scatter_to_responses(values, last.shape).squeeze(1)]
 
     def _rewritten(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
-        kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
+        responses, prompts = data.batch["responses"], data.non_tensor_batch["raw_prompt"]
+        kept = data.batch["attention_mask"][:, -responses.shape[1] :].bool()
         generated = data.batch["response_mask"] if "response_mask" in data.batch else kept
-        answers = zip(data.batch["responses"], generated, kept, strict=True)
-        pairs = [(ids[mask].tolist(), own[mask].tolist()) for ids, own, mask in answers]
-        texts = [judged_text(self.settings, self.policy_tokenizer, *pair) for pair in pairs]
-        conversations = [
-            [*messages, {"role": "assistant", "content": text}]
-            for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
-        ]
-        chats = [render_chat(self.tokenizer, messages) for messages in conversations]
-        longest = self.settings.max_length or data.batch["input_ids"].shape[1]
+        chats = []
+        for messages, ids, own, mask in zip(prompts, responses, generated, kept, strict=True):
+            text = judged_text(self.settings, self.policy_tokenizer, ids[mask].tolist(), own[mask].tolist())
+            chats.append(render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": text}]))
         encoded = self.tokenizer(
             chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
-            max_length=longest, padding_side="left",
+            max_length=self.settings.max_length or data.batch["input_ids"].shape[1], padding_side="left",
         )  # fmt: skip
-        ids, mask = encoded["input_ids"], encoded["attention_mask"]
-        positions = compute_position_id_with_mask(mask)
-        return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+        rewritten = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        rewritten["position_ids"] = compute_position_id_with_mask(encoded["attention_mask"])
+        return DataProto.from_dict(rewritten)

@@ -36,25 +36,27 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     Exits with code 0 (done), 130 or 143 (stopped by Ctrl-C or SIGTERM, after a finished step or, by a second signal, at
     once), or 1 with an error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
-    first, config = int(os.environ.get("RANK", "0")) == 0, current_names_or_exit(config)
+    is_first = os.environ.get("RANK", "0") == "0"
+    config = current_names_or_exit(config)
     if config.trainer.dry_run:
-        sys.exit(sft_entry(trainer_class).dry_run(config) if first else 0)
+        sys.exit(sft_entry(trainer_class).dry_run(config) if is_first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    if not first:
+    if not is_first:
         logger.remove()
         logger.add(sys.stderr, level="WARNING")
     try:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        settings = sft_entry(trainer_class, ranks).refuse_problems(config, warn=first)
+        settings = sft_entry(trainer_class, ranks).refuse_problems(config, warn=is_first)
         tokenizer = trainer_class.build_tokenizer(settings)
-        datasets = [_dataset(settings, trainer_class, tokenizer, split, first) for split in ("train", "val")]
+        train_dataset = _dataset(settings, trainer_class, tokenizer, "train", is_first)
+        val_dataset = _dataset(settings, trainer_class, tokenizer, "val", is_first)
     except (ValueError, OSError) as e:  # as a rule every rank has the same one
-        _fail(str(e), shown=first)
+        _fail(str(e), shown=is_first)
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()
-        code = trainer_class(settings, None, None, tokenizer, *datasets).fit()
+        code = trainer_class(settings, None, None, tokenizer, train_dataset, val_dataset).fit()
         destroy_global_process_group()
     except Exception as e:
         _fail(failure_message(e, settings))
@@ -70,9 +72,7 @@ def _fail(message: str, shown: bool = True) -> NoReturn:
     sys.exit(message if shown else 1)
 
 
-def _dataset(
-    config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str, warn: bool
-) -> Any:
+def _dataset(config: SFTConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str, warn: bool) -> Any:
     """The data set of a split, its first rows tried; None without validation files."""
     files = config.data[f"{split}_files"]
     if not files:

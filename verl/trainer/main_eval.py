@@ -59,10 +59,10 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
             scores[row.data_source][row.index].append(result[0])
     if rows and not scores:
         raise RewardError(f"none of {len(rows)} answers could be graded; the first error: {results[0].text}")
-    failed = sum(isinstance(result, Failure) for result in results)
-    if failed > SHARE_NAMED * len(results):
-        text = "{:.0%} of the answers, {} of {}, could not be graded and are left out (reward_model.error=drop)"
-        logger.warning(text, failed / len(results), failed, len(results))
+    failed, count = sum(isinstance(result, Failure) for result in results), len(results)
+    if failed > SHARE_NAMED * count:
+        what = f"{failed / count:.0%} of the answers, {failed} of {count},"
+        logger.warning(f"{what} could not be graded and are left out (reward_model.error=drop)")
     return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 

@@ -1,9 +1,4 @@
-"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
-
-Under torchrun the ranks take prompts from one queue.
-"""
-
-from __future__ import annotations
+"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`."""
 
 import dataclasses
 import os
@@ -11,12 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from loguru import logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.common import CheckpointConfig
 from verl.config.compose import hydra_main
@@ -31,6 +27,7 @@ from verl.planning.offline import generation_entry
 from verl.protocol import DataProto
 from verl.rollout.base import BaseRollout, engine_group, get_rollout_class
 from verl.rollout.request_queue import RequestQueue
+from verl.trainer.run.ranks import from_first_rank
 from verl.training.engine import FSDPEngine
 from verl.training.parallel.sharding import create_device_mesh
 from verl.training.policy import get_policy
@@ -42,9 +39,6 @@ from verl.utils.distributed import (
 )
 from verl.utils.problems import SHARE_NAMED
 from verl.utils.tokenizer import stop_ids
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @hydra_main(config_path="config", config_name="generation")
@@ -70,11 +64,10 @@ def run_generation(config: DictConfig) -> None:
     rank = _join(settings.trainer)
     if rank == 0:
         partial.open()
-    kept = [sorted(partial.read()) if rank == 0 else None]
-    dist.broadcast_object_list(kept)
-    pending = sorted({*range(len(prompts))}.difference(kept[0]))
-    if rank == 0 and kept[0]:
-        logger.info("resumed: {:,} of {:,} prompts were answered before", len(kept[0]), len(prompts))
+    answered = from_first_rank(lambda: sorted(partial.read()))
+    pending = sorted(set(range(len(prompts))).difference(answered))
+    if rank == 0 and answered:
+        logger.info(f"resumed: {len(answered):,} of {len(prompts):,} prompts were answered before")
     if pending:
         answer_pending(settings, model, prompts, pending, partial)
     if rank == 0:
@@ -87,12 +80,15 @@ def answer_pending(
     partial: PartialAnswers,
 ) -> None:  # fmt: skip
     """Answer this rank's share of the prompts with these numbers, and add the answers to `partial`."""
-    data, config, rank, ranks = settings.data, settings.rollout, dist.get_rank(), dist.get_world_size()
+    data, config = settings.data, settings.rollout
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     rollout = make_rollout(model, config, create_device_mesh(ranks, -1, settings.trainer.device))
     rollout.resume(["weights", "kv_cache"])
     if rank == 0:
-        text = "model loaded; {:,} prompts, {} answers each, at most {} prompts at a time on each of {} ranks"
-        logger.info(text, len(pending), data.n_samples, data.batch_size, ranks)
+        logger.info(
+            f"model loaded; {len(pending):,} prompts, {data.n_samples} answers each, at most {data.batch_size} prompts "
+            f"at a time on each of {ranks} ranks"
+        )
     together = ranks if config.name in ROLLOUTS_OF_THE_ACTOR else config.tensor_model_parallel_size
     counts = shared_store()  # of all ranks
     started = time.perf_counter()
@@ -102,13 +98,16 @@ def answer_pending(
         partial.add(numbers, texts)
         counts.add("cut", cut)
         answered = counts.add("answered", len(share))
-        if line := progress(answered - len(share), answered, len(pending), time.perf_counter() - started):
+        line = progress(answered - len(share), answered, len(pending), time.perf_counter() - started)
+        if line is not None:
             logger.info(line)
     if rank == 0:
         cut_share = counts.add("cut", 0) / (counts.add("answered", 0) * data.n_samples)
         if cut_share > SHARE_NAMED:
-            keys = "rollout.response_length, or rollout.max_model_len if it is set"
-            logger.warning("{:.0%} of the answers were cut at a limit of tokens; raise {}.", cut_share, keys)
+            logger.warning(
+                f"{cut_share:.0%} of the answers were cut at a limit of tokens; raise rollout.response_length, or "
+                "rollout.max_model_len if it is set."
+            )
     rollout.close()  # vLLM ends the process group with its own
 
 
@@ -157,15 +156,17 @@ def answers(
     rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any
 ) -> tuple[list[list[str]], int]:
     """data.n_samples texts for each prompt, and how many of all do not end with a stop token (0 with ignore_eos)."""
+    n = data.n_samples
     batch = DataProto.from_single_dict(collate_fn(rows))
     ends = stop_ids(tokenizer, rollout.model_config.path, rollout.config.stop_token_ids)
-    batch.meta_info |= {"n": data.n_samples, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
-    outputs = rollout.generate_sequences(batch).batch
-    kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
-    written = [ids[mask].tolist() for ids, mask in kept]
-    cut = 0 if rollout.config.ignore_eos else sum(ids[-1] not in ends for ids in written if ids)
-    texts = [answer_text(tokenizer, ids) for ids in written]
-    return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)], cut
+    batch.meta_info |= {"n": n, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
+    outputs = rollout.generate_sequences(batch).batch  # [prompts * n, T]
+    responses = [
+        ids[mask].tolist() for ids, mask in zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
+    ]
+    cut = 0 if rollout.config.ignore_eos else sum(ids[-1] not in ends for ids in responses if ids)
+    texts = [answer_text(tokenizer, ids) for ids in responses]
+    return [texts[i : i + n] for i in range(0, len(texts), n)], cut
 
 
 def _join(trainer: GenerationTrainerConfig) -> int:

@@ -26,7 +26,6 @@ from verl.utils.problems import ConfigError
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
 POOL, REWARD_POOL = "global_pool", "reward_pool"
-EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left goes with it
 
 
 def __getattr__(name: str) -> Any:
@@ -77,10 +76,7 @@ def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> PPOCon
 
 
 def run_ppo(
-    config: DictConfig,
-    task_runner_class: Any = None,
-    *,
-    known: DictConfig | None = None,
+    config: DictConfig, task_runner_class: Any = None, *, known: DictConfig | None = None,
     services: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
@@ -97,23 +93,24 @@ def run_ppo(
     settings = exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
-    runner_class, given = TaskRunner, settings
-    if isinstance(settings, AsyncPPOConfig):
-        from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner
-
-        runner_class = FullyAsyncTaskRunner
-    if task_runner_class is not None:  # written for verl: it gets the composed config
-        runner_class, given = task_runner_class, config
-    plain = isinstance(runner_class, type)
+    given = settings
+    if task_runner_class is not None:
+        runner_class, given = task_runner_class, config  # written for verl: it gets the composed config
+    elif isinstance(settings, AsyncPPOConfig):
+        from verl.trainer.fully_async.trainer import FullyAsyncTaskRunner as runner_class
+    else:
+        runner_class = TaskRunner
+    is_remote = not isinstance(runner_class, type)
     local = settings.trainer.local
-    with services(config), nullcontext(True) if local else started_session(settings) as our_own:
+    session = nullcontext(False) if local else started_session(settings)
+    with services(config), session as is_our_own:
         nsight = nsight_options(settings, of_driver=True)
-        if local or (plain and our_own and nsight is None):
+        if local or (is_our_own and not is_remote and nsight is None):
             code = run_here(runner_class(), given)  # what the checks imported and a process less to start
         else:
-            actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
-            profiled = {} if nsight is None else {"runtime_env": {"nsight": nsight}}
-            code = run_until_done(actor_class.options(**profiled).remote(), given)
+            actor_class = runner_class if is_remote else ray.remote(num_cpus=1)(runner_class)
+            options = {} if nsight is None else {"runtime_env": {"nsight": nsight}}
+            code = run_until_done(actor_class.options(**options).remote(), given)
         if settings.ray_kwargs.timeline_json_file and not local:
             ray.timeline(filename=settings.ray_kwargs.timeline_json_file)
     if code:
@@ -149,10 +146,7 @@ class TaskRunner:
             self.mapping[Role.Critic] = POOL
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own.
-
-        With reward_model.rollout.name, those ranks run servers.
-        """
+        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own."""
         from verl.roles.reward_model import RewardModelWorker
         from verl.roles.reward_server import RewardServerWorker
 
@@ -174,8 +168,8 @@ class TaskRunner:
         spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         if REWARD_POOL in self.mapping.values():
             spec[REWARD_POOL] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
-        use_gpu, local = config.trainer.device != "cpu", config.trainer.local
-        return ResourcePoolManager(spec, self.mapping, use_gpu=use_gpu, local=local)
+        trainer = config.trainer
+        return ResourcePoolManager(spec, self.mapping, use_gpu=trainer.device != "cpu", local=trainer.local)
 
     def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
@@ -199,7 +193,8 @@ class TaskRunner:
         folder = os.path.expanduser(config.trainer.default_local_dir)
         config = with_values(config, {"trainer.default_local_dir": folder})
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
-        if problems := [*check_outputs(config.trainer)]:  # on a cluster's node
+        problems = list(check_outputs(config.trainer))  # again here, on a cluster's node
+        if problems:
             raise ConfigError(problems)
         worker_class, group_class = self.add_actor_rollout_worker(config)
         if config.trainer.local:
@@ -211,32 +206,25 @@ class TaskRunner:
         self.add_ref_policy_worker(config, worker_class)
 
         tokenizer, processor = policy_tokenizer(config)
-        manager_kwargs, composed = config.reward_model.reward_kwargs, to_omegaconf(config)
+        composed, reward_kwargs = to_omegaconf(config), config.reward_model.reward_kwargs
         trainer = trainer_class(
-            config=config,
-            tokenizer=tokenizer,
-            processor=processor,
-            role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=group_class,
-            reward_fn=load_reward_manager(composed, tokenizer, num_examine=0, **manager_kwargs),
-            val_reward_fn=load_reward_manager(composed, tokenizer, num_examine=1, **manager_kwargs),
+            config=config, tokenizer=tokenizer, processor=processor, role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config), ray_worker_group_cls=group_class,
+            reward_fn=load_reward_manager(composed, tokenizer, num_examine=0, **reward_kwargs),
+            val_reward_fn=load_reward_manager(composed, tokenizer, num_examine=1, **reward_kwargs),
         )
         if stop_flag is not None:
             trainer.stop_requested = stop_flag
         return trainer
 
     def run(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> bool:
-        """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached.
-
-        The ranks always end with the run.
-        """
+        """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached."""
         trainer = self.make_trainer(config, stop_flag)
         try:
             trainer.init_workers()
             trainer.fit()
             if trainer.config.ray_kwargs.timeline_json_file:
-                time.sleep(EVENTS_S)
+                time.sleep(1.5)  # a rank reports its events to Ray once a second; what is left goes with it
         except Exception:
             trainer.shutdown()
             raise

@@ -42,20 +42,20 @@ class RowsFile:
 
     def open(self, path: Path, rows: int | None) -> int:
         """Continue the file after its first `rows` rows, or (None) begin a new one; how many rows were removed."""
-        self.rows, removed = rows or 0, 0
+        self.rows = removed = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         if rows is None:
             if kept := set_aside(path):
                 logger.info("{} of an earlier run is kept as {}", path, kept.name)
-        elif path.exists():
+        elif path.exists():  # else the checkpoint is of another run
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             if len(lines) < rows:
-                text = f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}"
-                raise JournalError(f"{text}. Restore the file, or delete it to continue with a new one.")
-            removed = len(lines) - rows
+                raise JournalError(
+                    f"{path} has {len(lines)} rows, but the checkpoint was written after {rows}. Restore the file, or "
+                    "delete it to continue with a new one."
+                )
+            self.rows, removed = rows, len(lines) - rows
             replace_text(path, "".join(lines[:rows]))
-        else:  # the checkpoint is of another run
-            self.rows = 0
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         return removed
 
@@ -159,11 +159,10 @@ class Timeline:
             self._since[who] = (what, now, version)
 
     def _end(self, who: str, now: float) -> None:
-        if who not in self._since:
-            return
-        what, start, version = self._since.pop(who)
-        self.seconds[who, what] += now - start
-        self.file.append({"who": who, "what": what, "start": start, "end": now, "version": version})
+        if who in self._since:
+            what, start, version = self._since.pop(who)
+            self.seconds[who, what] += now - start
+            self.file.append({"who": who, "what": what, "start": start, "end": now, "version": version})
 
     def take_seconds(self) -> Counter[tuple[str, str]]:
         """Seconds by (who, what) since the last call, spans that still run included."""

@@ -51,8 +51,7 @@ class SeparateRolloutPhase(RolloutPhase):
     ) -> None:
         self.config, self.rollout_config = config, config.actor_rollout_ref.rollout
         self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
-        self.agent_loops = self.actor_group = self.rm_group = None
-        self.streams_rewards = True
+        self.rm_group = None  # samples are graded by the reward function alone
         self.journal, self.timeline = Journal(), Timeline()
         self.bound = StalenessBound.from_settings(config.async_training, config.data.train_batch_size)
         self.synced = 0  # weights version of the servers
@@ -71,14 +70,7 @@ class SeparateRolloutPhase(RolloutPhase):
     def _start_replicas(self) -> list[RolloutReplica]:
         """One server for each tensor_model_parallel_size ranks of the section rollout."""
         pool, rollout = self.config.rollout, with_values(self.rollout_config, STAYS_AWAKE)
-        replica_class = RolloutReplicaRegistry.of(rollout)
         ranks = pool.nnodes * pool.n_gpus_per_node
-        size = rollout.tensor_model_parallel_size
-        if ranks % size:
-            raise ValueError(
-                f"rollout.nnodes x rollout.n_gpus_per_node = {ranks} ranks cannot be divided into engines of "
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}. Use a multiple of {size}."
-            )
         use_gpu = self.config.trainer.device != "cpu"
         kind = "GPU" if use_gpu else "CPU"
         if (free := ray.available_resources().get(kind, 0)) < ranks:
@@ -86,8 +78,11 @@ class SeparateRolloutPhase(RolloutPhase):
                 f"rollout.nnodes x rollout.n_gpus_per_node requests {ranks} {kind} ranks beside those of the trainer, "
                 f"but Ray has {free:g} {kind}s free. Lower it, or give Ray more."
             )
-        model = self.config.actor_rollout_ref.model
-        replicas = [replica_class(i, rollout, model, gpus_per_node=pool.n_gpus_per_node) for i in range(ranks // size)]
+        model, replica_class = self.config.actor_rollout_ref.model, RolloutReplicaRegistry.of(rollout)
+        replicas = [
+            replica_class(i, rollout, model, gpus_per_node=pool.n_gpus_per_node)
+            for i in range(ranks // rollout.tensor_model_parallel_size)
+        ]
 
         async def start() -> None:
             starts = [replica.init_standalone(use_gpu) for replica in replicas]
@@ -162,7 +157,7 @@ class SeparateRolloutPhase(RolloutPhase):
         """
         samples = [sample for group in groups for sample in group.samples]
         output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
-        rows, columns = output.meta_info["metrics"], output.non_tensor_batch
+        columns = output.non_tensor_batch
         columns.pop("weights_versions", None)
         oldest = []
         for group in groups:
@@ -172,16 +167,13 @@ class SeparateRolloutPhase(RolloutPhase):
         columns["weights_version"] = np.array(oldest, dtype=np.int64)
         columns[SAMPLE_ID] = np.array([sample.id for sample in samples], dtype=object)
         columns[SPANS] = object_array([sample.spans for sample in samples])
-        results = [None if sample.result is UNGRADED else sample.result for sample in samples]
-        if "reward_score" not in columns:
-            columns[GRADED] = object_array(results)
-        elif any(sample.result is not UNGRADED for sample in samples):  # agent loops scored the others
-            scores = columns.pop("reward_score")
-            results = [own if result is None else result for own, result in zip(scores, results, strict=True)]
-            columns[GRADED] = object_array(results)
+        if "reward_score" not in columns or any(sample.result is not UNGRADED for sample in samples):
+            scores = columns.pop("reward_score", [None] * len(samples))  # of agent loops, for the samples not graded
+            results = zip(scores, (sample.result for sample in samples), strict=True)
+            columns[GRADED] = object_array([score if result is UNGRADED else result for score, result in results])
         prompts = DataProto.concat([group.row for group in groups])
         batch = self._samples(prompts, use_loop_scores(output), self.rollout_config.n, step)
-        return batch, conversation_metrics(rows, columns.get("end_reason", ()))
+        return batch, conversation_metrics(output.meta_info["metrics"], columns.get("end_reason", ()))
 
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None

@@ -21,7 +21,7 @@ from verl.trainer.fully_async.journal import Journal, Timeline
 from verl.trainer.fully_async.samples import UNGRADED, Group, Sample
 from verl.trainer.fully_async.staleness import StalenessBound
 
-RESTARTED = (journal.INTERRUPTED, journal.DRAWN)
+STARTABLE = (journal.INTERRUPTED, journal.DRAWN)  # states from which a sample runs
 
 
 class Rollouter:
@@ -110,7 +110,7 @@ class Rollouter:
     def _start(self, group: Group) -> None:
         """Run the samples of a group that are not finished."""
         for k, sample in enumerate(group.samples):
-            if sample.state in (journal.DRAWN, journal.INTERRUPTED) and sample.output is None:
+            if sample.state in STARTABLE and sample.output is None:
                 self._attempts += 1
                 request = f"{sample.id}/{self._attempts}"
                 task = self._loop.create_task(self._run(group, k, sample, request))
@@ -156,10 +156,9 @@ class Rollouter:
             started = time.monotonic()
             if sample.result is UNGRADED and self.reward is not None and sample.output.reward_score is None:
                 row = self.worker._batch_of([sample.output])
-                columns = {**group.row.non_tensor_batch, **row.non_tensor_batch}
-                graded = DataProto(row.batch, columns, {})
-                number, k = sample.id.split("/")
-                sample.result = await self.reward.grade(int(number) * len(group.samples) + int(k), graded)
+                row = DataProto(row.batch, {**group.row.non_tensor_batch, **row.non_tensor_batch}, {})
+                index = group.number * len(group.samples) + group.samples.index(sample)
+                sample.result = await self.reward.grade(index, row)
             sample.seconds += time.monotonic() - started
             if group.number not in self.groups:  # dropped meanwhile
                 return
@@ -175,8 +174,8 @@ class Rollouter:
         except Exception as error:
             await self._fail(error)
 
-    def _enter(self, sample: Sample, state: str, version: int | None = None, **more: Any) -> None:
-        self.journal.record(sample.id, state, self.version if version is None else version, **more)
+    def _enter(self, sample: Sample, state: str, **more: Any) -> None:
+        self.journal.record(sample.id, state, self.version, **more)
         sample.state = state
 
     async def _fail(self, error: BaseException) -> None:
@@ -186,13 +185,14 @@ class Rollouter:
         await self._notify()
 
     def _interrupted(self, request: str, tokens: int) -> None:
-        if request in self.running:
-            sample = self.running[request][1]
-            if sample.state == journal.INTERRUPTED:  # another one of its parallel requests was interrupted before
-                return
-            self._enter(sample, journal.INTERRUPTED, tokens=tokens)
-            if not self._syncing:  # the answer came late
-                self._enter(sample, journal.RUNNING)
+        if request not in self.running:
+            return
+        _, sample = self.running[request]
+        if sample.state == journal.INTERRUPTED:  # another one of its parallel requests was interrupted before
+            return
+        self._enter(sample, journal.INTERRUPTED, tokens=tokens)
+        if not self._syncing:  # the answer came late
+            self._enter(sample, journal.RUNNING)
 
     def _server_used(self, server: int, change: int) -> None:
         self._in_flight[server] += change
@@ -204,7 +204,7 @@ class Rollouter:
         del self.groups[group.number]
         self.dropped += 1
         for task, sample in list(self.running.values()):
-            if any(sample is other for other in group.samples):
+            if sample in group.samples:
                 task.cancel()
         for sample in group.samples:
             if sample.state not in journal.ENDS:
@@ -213,10 +213,7 @@ class Rollouter:
     # For other threads.
 
     def call(self, coroutine: Coroutine, what: str = "a call did not end", limit: float | None = None) -> Any:
-        """The result of a coroutine that runs in the loop, or what it raises.
-
-        After `limit` seconds RuntimeError begins with `what`, unless `check_servers` raises.
-        """
+        """What a coroutine in the loop returns or raises; after `limit` seconds, RuntimeError that names `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         wait([future], limit)
         if future.done():
@@ -276,10 +273,7 @@ class Rollouter:
         await self._notify()
 
     def take(self, step: int, limit: float | None = None) -> list[Group]:
-        """The groups of step `step`, in the order of their numbers, once they are complete.
-
-        RuntimeError after `limit` seconds.
-        """
+        """The groups of step `step`, by number, once they are complete; RuntimeError after `limit` seconds."""
         return self.call(self._take(step), f"step {step} had no complete batch", limit)
 
     async def _take(self, step: int) -> list[Group]:
@@ -314,9 +308,8 @@ class Rollouter:
             self._held = True
             await self._until(lambda: not self._drawing)
             groups = sorted([*self.groups.values(), *self.waiting], key=lambda group: group.number)
-            return {
-                "groups": [group.saved() for group in groups], "journal": self.journal.state(), "dropped": self.dropped,
-            }  # fmt: skip
+            saved = [group.saved() for group in groups]
+            return {"groups": saved, "journal": self.journal.state(), "dropped": self.dropped}
 
         return self.call(snapshot())
 
@@ -341,9 +334,9 @@ class Rollouter:
                 self.groups[group.number] = group
                 for sample in group.samples:
                     if sample.state == journal.QUEUED and isinstance(sample.result, Failure):
-                        sample.result, tokens = UNGRADED, len(sample.output.response_ids)
-                        self._enter(sample, journal.FINISHED, tokens=tokens, reason="resume")
-                    elif sample.state == journal.RUNNING or (sample.output is None and sample.state in RESTARTED):
+                        sample.result = UNGRADED
+                        self._enter(sample, journal.FINISHED, tokens=len(sample.output.response_ids), reason="resume")
+                    elif sample.state == journal.RUNNING or (sample.output is None and sample.state in STARTABLE):
                         sample.restart()
                         if sample.state == journal.RUNNING:
                             self._enter(sample, journal.INTERRUPTED, tokens=0, reason="resume")

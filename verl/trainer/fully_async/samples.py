@@ -12,6 +12,7 @@ from verl.trainer.run.samples import json_value
 
 UNGRADED = object()
 ENDED = (journal.QUEUED, journal.FAILED)
+SAVED_AS_IS = ("id", "seed", "state", "started_at", "seconds")
 
 
 @dataclass(eq=False)
@@ -37,13 +38,12 @@ class Sample:
 
     def saved(self) -> dict[str, Any]:
         """As JSON."""
-        result = None if self.result is UNGRADED else [self.result]
+        result = None if self.result is UNGRADED else [self.result]  # a list: the result itself may be None
         if isinstance(self.result, Failure):
             result = {"kind": self.result.kind, "text": self.result.text, "fatal": self.result.fatal}
         return {
-            "id": self.id, "seed": self.seed, "state": self.state, "started_at": self.started_at,
+            **{name: getattr(self, name) for name in SAVED_AS_IS}, "result": result,
             "spans": [list(span) for span in self.spans], "output": self.output and self.output.model_dump(),
-            "result": result, "seconds": self.seconds,
         }  # fmt: skip
 
     @classmethod
@@ -56,8 +56,7 @@ class Sample:
             result = UNGRADED if result is None else result[0]
         output = saved["output"] and AgentLoopOutput(**saved["output"])
         spans = [tuple(span) for span in saved["spans"]]
-        known = {name: saved[name] for name in ("id", "seed", "state", "started_at", "seconds")}
-        return cls(output=output, spans=spans, result=result, **known)
+        return cls(output=output, spans=spans, result=result, **{name: saved[name] for name in SAVED_AS_IS})
 
 
 @dataclass(eq=False)
@@ -94,10 +93,10 @@ class Group:
 
     def saved(self) -> dict[str, Any]:
         """As JSON, without the prompt's columns, which `item`, its row in the data set, stands for."""
-        item = self.row.non_tensor_batch["sample_index"][0] if "sample_index" in self.row.non_tensor_batch else None
+        columns = self.row.non_tensor_batch
         values = {
-            "number": self.number, "item": None if item is None else int(item), "step": self.step,
-            "epoch": self.epoch, "started_at": self.started_at, "params": self.params,
+            "number": self.number, "item": int(columns["sample_index"][0]) if "sample_index" in columns else None,
+            "step": self.step, "epoch": self.epoch, "started_at": self.started_at, "params": self.params,
             "samples": [sample.saved() for sample in self.samples],
         }  # fmt: skip
         return json.loads(json.dumps(values, default=json_value))

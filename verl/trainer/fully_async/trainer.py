@@ -20,16 +20,14 @@ from verl.reward.stream import can_stream
 from verl.trainer.fully_async import journal
 from verl.trainer.fully_async.phase import SAMPLE_ID, SeparateRolloutPhase
 from verl.trainer.fully_async.samples import Group
-from verl.trainer.main_ppo import POOL, TaskRunner
+from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WEIGHT_SYNCS
 from verl.trainer.run.run_log import JsonlLog, update_best
 from verl.trainer.run.timing import step
 
-MIB = 1 << 20
 TRAINER = "trainer"
-RECORD_FILE = "async_record.jsonl"
 
 
 class FullyAsyncTrainer(RayPPOTrainer):
@@ -62,9 +60,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self._in_step = 0  # 1 from a step's begin until its update is logged
         self.taken: list[str] = []  # ids of the step's samples
         self.totals: Counter[str] = Counter()
-        self.record = JsonlLog(self.run_log.run_dir / RECORD_FILE) if config.async_training.record else None
-        files = (journal.JOURNAL_FILE, journal.TIMELINE_FILE, *([RECORD_FILE] if self.record is not None else []))
-        self.run_log.files += [self.run_log.run_dir / name for name in files]
+        folder = self.run_log.run_dir
+        self.run_log.files += [folder / journal.JOURNAL_FILE, folder / journal.TIMELINE_FILE]
+        self.record = JsonlLog(folder / "async_record.jsonl") if config.async_training.record else None
+        if self.record is not None:
+            self.run_log.files.append(self.record.path)
         self._saved: dict[str, Any] | None = None  # state of the checkpoint that is resumed
         self._validation: tuple[int, Future] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="validation")
@@ -79,21 +79,26 @@ class FullyAsyncTrainer(RayPPOTrainer):
         folder = self.run_log.run_dir
         self.rollout.journal.open(folder / journal.JOURNAL_FILE, saved and saved["journal"], self.global_steps)
         self.rollout.timeline.file.open(folder / journal.TIMELINE_FILE, saved and saved["timeline_rows"])
-        if self.global_steps:
-            known = {"groups": [], "lost": [], "dropped": 0, "totals": {}} | (saved or {})
-            for group in known["lost"]:
-                for sample in group["samples"]:
-                    if sample["state"] not in journal.ENDS:
-                        self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
-            groups = []
-            for group in known["groups"]:
-                row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
-                row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
-                groups.append(Group.load(group, row))
-            self.rollout.rollouter.restore(groups, known["dropped"], self.global_steps)
-            self.totals = Counter(known["totals"])
+        if saved is not None:
+            self._restore(saved)
+        elif self.global_steps:  # the checkpoint is of a synchronous run
+            self.rollout.rollouter.restore([], 0, self.global_steps)
         if self.record is not None:
             self.record.cut_after(self.global_steps)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Continue with the groups of a checkpoint, apart from those whose prompts are not known any more."""
+        for group in saved["lost"]:
+            for sample in group["samples"]:
+                if sample["state"] not in journal.ENDS:
+                    self.rollout.journal.record(sample["id"], journal.FAILED, reason="the prompt is not known")
+        groups = []
+        for group in saved["groups"]:
+            row = DataProto.from_single_dict(collate_fn([self.train_dataset[group["item"]]]))
+            row.non_tensor_batch["uid"] = np.array([str(group["number"])], dtype=object)
+            groups.append(Group.load(group, row))
+        self.rollout.rollouter.restore(groups, saved["dropped"], self.global_steps)
+        self.totals = Counter(saved["totals"])
 
     def _send_first_weights(self) -> None:
         """Send the first weights, and let the servers begin."""
@@ -112,7 +117,7 @@ class FullyAsyncTrainer(RayPPOTrainer):
         self._collect_validation(wait=True)  # its samples are of one version
         version = self._updates
         self.rollout.timeline.enter(TRAINER, "sync", version)
-        parts = self.actor_rollout_wg.export_weights(self.bound_settings.checkpoint_engine.device_buffer_size_M * MIB)
+        parts = self.actor_rollout_wg.export_weights(self.bound_settings.checkpoint_engine.device_buffer_size_M << 20)
         self.rollout.send_weights(version, parts[0], self.bound_settings.partial_rollout)
         self.rollout.timeline.enter(TRAINER, "idle", version)
         self.synced = self.rollout.synced = version
@@ -135,19 +140,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
     @step("gen")
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """The samples of the step, once enough groups have finished: [prompts * n, T]."""
-        timeline = self.rollout.timeline
-        timeline.enter(TRAINER, "idle", self._updates)
+        self.rollout.timeline.enter(TRAINER, "idle", self._updates)
         groups = self.rollout.rollouter.take(self.global_steps, self.config.trainer.watchdog.generate)
-        timeline.enter(TRAINER, "train", self._updates)
+        self.rollout.timeline.enter(TRAINER, "train", self._updates)
         if self.record is not None:
             saved = [group.saved() for group in groups]
             self.record.append([{"step": self.global_steps, "synced": self.synced, "groups": saved}])
         samples, metrics = self.rollout.batch_of(groups, self.global_steps)
         self.taken = [sample.id for group in groups for sample in group.samples if sample.state == journal.QUEUED]
-        versions = samples.non_tensor_batch["weights_version"]
-        metrics |= {"training/weights_version": int(versions.min()), "training/epoch": groups[-1].epoch}
-        metrics |= self._async_metrics(samples)
-        return samples, metrics
+        oldest = int(samples.non_tensor_batch["weights_version"].min())
+        metrics |= {"training/weights_version": oldest, "training/epoch": groups[-1].epoch}
+        return samples, metrics | self._async_metrics(samples)
 
     def _draw_prompts(self) -> tuple[None, Metrics]:
         """Nothing: the rollouter draws them."""
@@ -163,11 +166,11 @@ class FullyAsyncTrainer(RayPPOTrainer):
 
     def _log(self, batch: DataProto, metrics: Metrics) -> None:
         self._in_step = 0
-        records, trained = self.rollout.journal, set(batch.non_tensor_batch[SAMPLE_ID])
-        versions = dict(zip(batch.non_tensor_batch[SAMPLE_ID], batch.non_tensor_batch["weights_version"], strict=True))
+        records, columns = self.rollout.journal, batch.non_tensor_batch
+        trained_versions = dict(zip(columns[SAMPLE_ID], columns["weights_version"].tolist(), strict=True))
         for sample in self.taken:
-            if sample in trained:
-                records.record(sample, journal.TRAINED, int(versions[sample]), step=self.global_steps)
+            if sample in trained_versions:
+                records.record(sample, journal.TRAINED, trained_versions[sample], step=self.global_steps)
             else:
                 records.record(sample, journal.FAILED, reason="not trainable", step=self.global_steps)
         self.taken = []
@@ -178,18 +181,17 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """Counts of samples, partial generations, seconds of samples, and shares of idle time since the last step."""
         current = self.rollout.synced
         versions = samples.non_tensor_batch["weights_version"]
-        old = versions < current
-        uids = samples.non_tensor_batch["uid"]
-        self.totals["stale_trajectories"] += int(old.sum())
-        self.totals["stale_samples"] += len(set(uids[old]))
+        stale = versions < current
+        self.totals["stale_trajectories"] += int(stale.sum())
+        self.totals["stale_samples"] += len(set(samples.non_tensor_batch["uid"][stale]))
         counts, seconds = self.rollout.rollouter.take_counts()
-        generated = sum(self.rollout.journal.counts[s] for s in (journal.QUEUED, journal.TRAINED))
+        states = self.rollout.journal.counts
         metrics: Metrics = {
             "fully_async/count/stale_samples_processed": self.totals["stale_samples"],
             "fully_async/count/stale_trajectory_processed": self.totals["stale_trajectories"],
             "fully_async/count/current_param_version": current,
-            "fully_async/count/dropped_stale_samples": self.rollout.journal.counts[journal.STALE],
-            "fully_async/count/total_generated_samples": generated,
+            "fully_async/count/dropped_stale_samples": states[journal.STALE],
+            "fully_async/count/total_generated_samples": states[journal.QUEUED] + states[journal.TRAINED],
             "fully_async/count/versions_behind_max": self._updates - int(versions.min()),
             "fully_async/partial/total_partial_num": counts["partial"],
             "fully_async/partial/partial_ratio": counts["partial"] / max(1, counts["samples"]),
@@ -213,7 +215,8 @@ class FullyAsyncTrainer(RayPPOTrainer):
         """The metrics of the validation that runs, if it has ended; {} otherwise. With `wait` they are logged."""
         if self._validation is None or not (wait or self._validation[1].done()):
             return {}
-        (version, future), self._validation = self._validation, None
+        version, future = self._validation
+        self._validation = None
         metrics = future.result()
         update_best(self.best, metrics, version, max)
         metrics = {**metrics, "val-aux/weights_version": version}
@@ -276,11 +279,10 @@ class FullyAsyncTaskRunner(TaskRunner):
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[Any, Any]:
         from verl.roles.separate_actor import SeparateActorWorker
-        from verl.single_controller.ray import RayWorkerGroup
 
+        _, group_class = super().add_actor_rollout_worker(config)
         self.role_worker_mapping[Role.ActorRollout] = ray.remote(SeparateActorWorker)
-        self.mapping[Role.ActorRollout] = POOL
-        return SeparateActorWorker, RayWorkerGroup
+        return SeparateActorWorker, group_class
 
     def make_trainer(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> Any:
         settings = to_settings(config, AsyncPPOConfig)

@@ -184,28 +184,28 @@ def balance(
     get rows in the data's order.
     """
     data.batch["group_index"] = prompt_groups(data)
-    tokens = data.batch["attention_mask"].sum(-1).tolist()  # [B]
-    shared = [0] * len(tokens)
-    # A registered policy may read other columns, whose shapes differ: its rows count in full.
-    are_texts = len({data.batch[name].shape for name in ("input_ids", "attention_mask", "position_ids")}) == 1
-    if are_texts and whole_groups and by_length and ranks > 1:
-        shared = prefix_tree(data.batch, data.batch["responses"].shape[1]).shared.tolist()
-    weights = [[tokens[row] - shared[row] for row in rows] for rows in group_rows(data)]
-    uneven = any(len(rows) < n for rows in weights)
-    partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length and ranks > 1 else None
-    order = balanced_order(weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)
+    tokens = data.batch["attention_mask"].sum(-1)  # [B]
+    weights, partition = tokens, None
+    if by_length and ranks > 1:
+        partition = partial(get_seqlen_balanced_partitions, equal_size=True)
+        # A registered policy may read other columns, whose shapes differ: its rows count in full.
+        are_texts = len({data.batch[name].shape for name in ("input_ids", "attention_mask", "position_ids")}) == 1
+        if are_texts and whole_groups:
+            weights = tokens - prefix_tree(data.batch, data.batch["responses"].shape[1]).shared
+    group_weights = [weights[rows].tolist() for rows in group_rows(data)]
+    uneven = any(len(rows) < n for rows in group_weights)
+    order = balanced_order(group_weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)
     data.reorder(torch.from_numpy(order))
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
-    shares = [] if uneven else [share.tolist() for share in np.split(order, ranks)]
-    return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen") if shares else {}
+    if uneven:
+        return {}
+    shares = [share.tolist() for share in np.split(order, ranks)]
+    return log_seqlen_unbalance(tokens.tolist(), shares, prefix="global_seqlen")
 
 
 def balanced_order(
-    group_sizes: list[list[int]],
-    ranks: int,
-    mini_batch_prompts: int,
-    partition: Callable[[list[int], int], list[list[int]]] | None,
-    whole_groups: bool,
+    group_sizes: list[list[int]], ranks: int, mini_batch_prompts: int,
+    partition: Callable[[list[int], int], list[list[int]]] | None, whole_groups: bool,
 ) -> np.ndarray:
     """Order of rows [N] in which rank r's contiguous share of every mini-batch weighs about the same.
 
@@ -216,16 +216,14 @@ def balanced_order(
     """
     if whole_groups and mini_batch_prompts % ranks:
         mini_batch_prompts = len(group_sizes)  # mini-batches cannot be shared by groups: share the batch as one
-    starts = np.cumsum([0, *[len(rows) for rows in group_sizes]])
+    row_weights = [weight for sizes in group_sizes for weight in sizes]
+    row_groups = np.split(np.arange(len(row_weights)), np.cumsum([len(sizes) for sizes in group_sizes])[:-1])
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for first in range(0, len(group_sizes), mini_batch_prompts):
-        numbers = range(first, min(first + mini_batch_prompts, len(group_sizes)))
-        if whole_groups:
-            items = [list(range(starts[g], starts[g + 1])) for g in numbers]
-            weights = [sum(group_sizes[g]) for g in numbers]
-        else:
-            items = [[int(starts[g]) + i] for g in numbers for i in range(len(group_sizes[g]))]
-            weights = [w for g in numbers for w in group_sizes[g]]
+        items = [rows.tolist() for rows in row_groups[first : first + mini_batch_prompts]]
+        if not whole_groups:
+            items = [[row] for rows in items for row in rows]
+        weights = [sum(row_weights[row] for row in rows) for rows in items]
         if len(items) % ranks:
             what = "prompts" if whole_groups else "samples"
             raise ValueError(
@@ -233,8 +231,7 @@ def balanced_order(
                 f"{what}, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}, also for "
                 "data.train_batch_size."
             )
-        size = len(items) // ranks
-        parts = partition(weights, ranks) if partition else [range(r * size, (r + 1) * size) for r in range(ranks)]
+        parts = partition(weights, ranks) if partition else np.split(np.arange(len(items)), ranks)
         for rank, part in enumerate(parts):
             # Sorted, so that the order does not depend on how the balancer works and groups stay adjacent.
             shares[rank] += [row for item in sorted(part) for row in items[item]]
@@ -247,20 +244,20 @@ def resample_by_score(data: DataProto, settings: Mapping[str, Any]) -> None:
     The columns uid and group_index are not resampled, so that the ranks can still share the groups evenly; a group may
     then hold rows of several prompts.
     """
-    uid, index = data.non_tensor_batch["uid"], data.batch.get("group_index")
+    uid, index = data.non_tensor_batch["uid"], data.batch["group_index"]
     drawn = compute_pf_ppo_reweight_data(data, **settings)
     data.batch, data.non_tensor_batch = drawn.batch, {**drawn.non_tensor_batch, "uid": uid}
-    if index is not None:
-        data.batch["group_index"] = index
+    data.batch["group_index"] = index
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
 
 
 def correct_rollout(data: DataProto, correction: RolloutCorrectionConfig | None) -> dict[str, float]:
     """Weight or reject tokens by the ratio of old_log_probs to rollout_log_probs [B, R], in place; metrics."""
-    metrics = calculate_debug_metrics(data)
+    metrics, columns = calculate_debug_metrics(data), data.batch
     if correction is None:
-        columns = (data.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
-        metrics |= compute_rollout_corr_metrics_from_logprobs(*columns)
+        metrics |= compute_rollout_corr_metrics_from_logprobs(
+            columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+        )
     elif not correction.bypass_mode:  # in bypass mode the update does it, with the log-probs of each step
         metrics |= compute_rollout_correction_and_add_to_batch(data, correction)[1]
     return metrics
@@ -273,9 +270,8 @@ def apply_kl_penalty(
 
     Then the controller sees the batch's KL: mean over samples of the mean over their counted tokens.
     """
-    mask = data.batch["response_mask"]
+    mask, coefficient = data.batch["response_mask"], kl_ctrl.value
     gap = kl.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
-    coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * gap
     current = (gap.sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
     kl_ctrl.update(current_kl=current, n_steps=len(data))
@@ -296,11 +292,12 @@ def compute_advantage(
     That is a tensor column, a setting or `index` (the column `uid`); a parameter without a default can also name
     another column of the batch, or a value that the reward function returned besides the score: a list of B values.
     """
-    settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
-                "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     columns = values_of_rows(data)
-    settings |= {"index": data.non_tensor_batch["uid"], "non_tensor_batch": columns}
-    inputs = {**settings, **dict(data.batch.items())}
+    inputs = {
+        "gamma": gamma, "lam": lam, "num_repeat": num_repeat, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "config": config, "index": data.non_tensor_batch["uid"], "non_tensor_batch": columns,
+        **dict(data.batch.items()),
+    }
     advantages, returns = advantage.estimate_advantages(adv_estimator, inputs, columns)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
@@ -336,7 +333,8 @@ def add_loss_columns(data: DataProto, loss: str) -> None:
             )
         rows = [np.asarray(value) for value in values[name]]
         for value, row in zip(values[name], rows, strict=True):
-            if row.dtype.kind not in "biuf" or row.ndim != rows[0].ndim or row.ndim > 1 or row.size > length:
+            is_numeric = row.dtype.kind in "biuf"  # bool, integer, unsigned, float
+            if not is_numeric or row.ndim != rows[0].ndim or row.ndim > 1 or row.size > length:
                 raise ValueError(
                     f"policy loss '{loss}' reads the column '{name}', where a row has {value!r:.80}. Expected a number "
                     f"for each row, or for each row a list of at most {length} numbers, one for each response token."

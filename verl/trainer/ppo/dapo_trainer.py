@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import torch
 from loguru import logger
 
 from verl.data.rl_dataset import collate_fn
@@ -38,8 +37,9 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _gather_batch(self) -> tuple[DataProto, Metrics]:
         if not self.filter.enable:
             return super()._gather_batch()
-        wanted, kept, draws = self.config.data.train_batch_size, [], []
-        limit, prompts, filtered = self.filter.max_num_gen_batches, 0, 0
+        wanted, limit = self.config.data.train_batch_size, self.filter.max_num_gen_batches
+        kept, draws = [], []  # samples and metrics of each draw
+        prompts = filtered = 0  # prompts that were kept, samples that were not
         while prompts < wanted:
             if 0 < limit <= len(draws):
                 raise ValueError(
@@ -54,11 +54,11 @@ class RayDAPOTrainer(RayPPOTrainer):
             if self.filter.metric == FINAL_REWARD:
                 metrics |= self._reward_with_penalty(samples)
             draws.append(metrics)
-            chosen = self._differing(samples)
-            filtered += len(samples) - len(chosen)
-            if len(chosen):
-                kept.append(samples.select_idxs(chosen))
-                prompts += len(batching.group_rows(kept[-1]))
+            groups = self._differing_groups(samples)
+            filtered += len(samples) - sum(map(len, groups))
+            prompts += len(groups)
+            if groups:
+                kept.append(samples.select_idxs(np.concatenate(groups)))
             logger.debug(f"step {self.global_steps}: draw {len(draws)} brings {prompts} of {wanted} prompts")
         samples = DataProto.concat(kept)
         batch = self._first_prompts(samples, wanted)
@@ -68,8 +68,6 @@ class RayDAPOTrainer(RayPPOTrainer):
         metrics["training/dropped_samples/surplus"] = surplus
         metrics["training/dropped_samples"] += filtered + surplus
         metrics["training/scored_samples"] -= filtered + surplus
-        if metrics["training/scored_samples"] != len(batch):
-            raise RuntimeError(f"{metrics['training/scored_samples']} samples are counted, {len(batch)} are trained on")
         return batch, metrics
 
     def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
@@ -99,29 +97,33 @@ class RayDAPOTrainer(RayPPOTrainer):
             metrics |= self._compute_ref_log_prob(samples)
         return metrics | self._assign_token_rewards(samples)
 
-    def _differing(self, samples: DataProto) -> np.ndarray:
-        """Row numbers of the groups in which the metric differs between samples, in the batch's order."""
-        name, extras = self.filter.metric, reward_extras(samples)
-        tensors = {"seq_reward": "token_level_scores", FINAL_REWARD: "token_level_rewards"}
-        if name == "score" and name not in extras:
-            tensors["score"] = "token_level_scores"
-        if name not in tensors and name not in extras:
-            known = ["seq_reward", FINAL_REWARD, *extras]
-            raise ValueError(
-                f"algorithm.filter_groups.metric={name!r} is unknown: the reward returns {', '.join(known)}."
-            )
-        values = np.array(extras[name], float) if name not in tensors else samples.batch[tensors[name]].sum(-1).numpy()
-        groups = batching.group_rows(samples)
-        known = ~np.isnan(values)  # [B]; a row may lack the extra
-        chosen = [rows for rows in groups if len(rows) == 1 or len(np.unique(values[rows][known[rows]])) > 1]
+    def _differing_groups(self, samples: DataProto) -> list[np.ndarray]:
+        """Row numbers of each group in which the metric differs between samples, in the batch's order."""
+        values, groups = self._metric_of(samples), batching.group_rows(samples)
+        chosen = []
+        for rows in groups:
+            known = values[rows][~np.isnan(values[rows])]
+            if len(rows) == 1 or len(np.unique(known)) > 1:
+                chosen.append(rows)
         if not chosen:
             logger.warning(
                 f"step {self.global_steps}: none of {len(groups)} groups has samples that differ in "
                 f"{self.filter.metric!r}; drawing the next prompts"
             )
             self.health.explain_no_reward(samples, self.tokenizer, self.global_steps)
-            return np.empty(0, dtype=np.int64)
-        return np.concatenate(chosen)
+        return chosen
+
+    def _metric_of(self, samples: DataProto) -> np.ndarray:
+        """algorithm.filter_groups.metric of each sample, [B]; NaN where a row lacks it."""
+        name, extras = self.filter.metric, reward_extras(samples)
+        if name == FINAL_REWARD:
+            return samples.batch["token_level_rewards"].sum(-1).numpy()
+        if name == "seq_reward" or (name == "score" and name not in extras):
+            return samples.batch["token_level_scores"].sum(-1).numpy()
+        if name not in extras:
+            known = ", ".join(["seq_reward", FINAL_REWARD, *extras])
+            raise ValueError(f"algorithm.filter_groups.metric={name!r} is unknown: the reward returns {known}.")
+        return np.array(extras[name], float)
 
     def _first_prompts(self, samples: DataProto, wanted: int) -> DataProto:
         """The first `wanted` prompts, or as many of them as the ranks share; the others go into the next batch."""
@@ -133,26 +135,29 @@ class RayDAPOTrainer(RayPPOTrainer):
                 f"data.train_batch_size={wanted} with lost samples gives {self.ranks} ranks no even share: incomplete "
                 f"groups stay on one rank. Use data.train_batch_size={self.ranks} or more."
             )
-        rows, columns = [group[0] for group in groups[count:]], samples.non_tensor_batch
-        if rows and self.keeps_surplus and "sample_index" not in columns:
+        columns = samples.non_tensor_batch
+        first_rows = [group[0] for group in groups[count:]]
+        if first_rows and self.keeps_surplus and "sample_index" not in columns:
             logger.warning(
                 "algorithm.filter_groups.keep_surplus has no effect: the data set (data.custom_cls) has no column "
                 "'sample_index', the row number by which a prompt is loaded again"
             )
             self.keeps_surplus = False
         if self.keeps_surplus:
-            self.surplus = [{"item": int(columns["sample_index"][i]), "uid": str(columns["uid"][i])} for i in rows]
-        return samples.select_idxs(torch.from_numpy(np.sort(np.concatenate(groups[:count]))))
+            self.surplus = [
+                {"item": int(columns["sample_index"][row]), "uid": str(columns["uid"][row])} for row in first_rows
+            ]
+        return samples.select_idxs(np.sort(np.concatenate(groups[:count])))
 
     def variant_state(self) -> dict[str, Any]:
         return {"surplus": self.surplus}
 
     def load_variant_state(self, state: dict[str, Any], same_data: bool) -> None:
-        surplus = state["surplus"] if "surplus" in state else []  # none in a checkpoint of the plain trainer
-        if surplus and not same_data:
-            logger.warning(f"{len(surplus)} surplus prompts of the checkpoint are dropped: they are rows of other data")
-            surplus = []
-        self.surplus = surplus
+        self.surplus = state.get("surplus", [])  # none in a checkpoint of the plain trainer
+        if self.surplus and not same_data:
+            count = len(self.surplus)
+            logger.warning(f"{count} surplus prompts of the checkpoint are dropped: they are rows of other data")
+            self.surplus = []
 
 
 def _merged(draws: list[Metrics]) -> Metrics:

@@ -35,33 +35,37 @@ class RLData:
         val_dataset: Dataset | None = None, collate_fn: Any = None, train_sampler: Sampler | None = None,
     ) -> None:
         """What is not given is built from the configuration. Raises ValueError for too few training prompts."""
-        data, parts = config.data, (config.data, tokenizer, processor)
+        data = config.data
         if train_dataset is None:
-            train_dataset = create_rl_dataset(data.train_files, *parts, True, data.train_max_samples)
+            train_dataset = create_rl_dataset(
+                data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
+            )
         if val_dataset is None:
-            val_dataset = create_rl_dataset(data.val_files, *parts, False, data.val_max_samples)
+            val_dataset = create_rl_dataset(
+                data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+            )
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.train_sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
-        batch_size = data.gen_batch_size if data.gen_batch_size else data.train_batch_size
+        batch_size = data.gen_batch_size or data.train_batch_size
         if len(train_dataset) < batch_size and not config.trainer.val_only:
             key = "data.train_batch_size" if batch_size == data.train_batch_size else "data.gen_batch_size"
-            count = f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {key}={batch_size}"
-            raise ValueError(f"{count}. Lower the batch size or add prompts.")
+            raise ValueError(
+                f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {key}={batch_size}. "
+                "Lower the batch size or add prompts."
+            )
         options = {"num_workers": data.dataloader_num_workers, "collate_fn": collate_fn or rl_dataset.collate_fn}
         self.train_loader = PromptLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options
         )
-        val_batch = data.val_batch_size if data.val_batch_size else max(1, len(val_dataset))
+        val_batch_size = data.val_batch_size or max(1, len(val_dataset))
         self.val_loader = PromptLoader(
-            val_dataset, batch_size=val_batch, shuffle=data.validation_shuffle, drop_last=False, **options
+            val_dataset, batch_size=val_batch_size, shuffle=data.validation_shuffle, drop_last=False, **options
         )
         self.stream = PromptStream(self.train_loader)
-        # A position within an epoch counts batches of this size.
-        files, environment = data.train_files, data.environment
-        self.fingerprint = {"batch_size": batch_size}
-        if environment.name is not None:
-            files = [] if environment.name in ADAPTERS else files
-            self.fingerprint["environment"] = {name: environment[name] for name in DRAWN_BY}
+        self.fingerprint = {"batch_size": batch_size}  # a position within an epoch counts batches of this size
+        if data.environment.name is not None:
+            self.fingerprint["environment"] = {name: data.environment[name] for name in DRAWN_BY}
+        files = [] if data.environment.name in ADAPTERS else data.train_files
         self.fingerprint |= data_fingerprint(files, len(train_dataset))
         steps, batches = config.trainer.total_training_steps, len(self.train_loader)
         self.total_steps = steps_in_all(batches, config) if steps is None else steps
@@ -79,11 +83,7 @@ class RLData:
 
 
 def create_rl_dataset(
-    data_paths: Any,
-    data_config: Mapping[str, Any],
-    tokenizer: Any,
-    processor: Any,
-    is_train: bool = True,
+    data_paths: Any, data_config: Mapping[str, Any], tokenizer: Any, processor: Any, is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
     """The data set of data.environment, or of these files.
@@ -110,7 +110,7 @@ def create_rl_sampler(data_config: Mapping[str, Any], dataset: Dataset) -> Sampl
     Keys that `data_config` lacks have their defaults. AssertionError for a sampler that is no AbstractSampler.
     """
     settings = to_settings(data_config, DataConfig, checked=False)
-    custom, seed = settings.sampler, settings.seed
+    custom = settings.sampler
     if custom.class_path is not None:
         sampler_class = load_extern_object(custom.class_path, custom.class_name)
         sampler = sampler_class(data_source=dataset, data_config=to_omegaconf(data_config))
@@ -127,8 +127,8 @@ def create_rl_sampler(data_config: Mapping[str, Any], dataset: Dataset) -> Sampl
     if not settings.shuffle:
         return SequentialSampler(dataset)
     generator = torch.Generator()
-    if seed is None:
+    if settings.seed is None:
         generator.seed()
     else:
-        generator.manual_seed(seed)
+        generator.manual_seed(settings.seed)
     return RandomSampler(dataset, generator=generator)

@@ -1,6 +1,6 @@
 """Metrics `health/*` of a step, and warnings where one of them stays beyond its limits."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -55,20 +55,19 @@ class RunHealth:
 
     def __init__(self, config: PPOConfig) -> None:
         actor = config.actor_rollout_ref.actor
-        below, above = actor.clip_ratio_low, actor.clip_ratio_high
-        self.clip_range = (
-            1 - (actor.clip_ratio if below is None else below), 1 + (actor.clip_ratio if above is None else above)
-        )  # fmt: skip
+        below = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+        above = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+        self.clip_range = (1 - below, 1 + above)
         correction = config.algorithm.rollout_correction
         # There old_log_probs are the rollout's, whose ratio to themselves says nothing.
         self.bypasses = actor.use_rollout_log_probs or (correction is not None and correction.bypass_mode)
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
-        turns, self.data_source = config.actor_rollout_ref.rollout.multi_turn, config.data.reward_fn_key
-        self.has_tools = bool(turns.tool_config_path or turns.function_tool_path)
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        self.has_tools = bool(multi_turn.tool_config_path or multi_turn.function_tool_path)
+        self.data_source = config.data.reward_fn_key
         self.rewards, self.scores_by_rule = config.reward_model, config.custom_reward_function.path is None
         self.explained = False  # whether it was said what answers without a reward look like
-        bound = config.async_training if "async_training" in config else None
-        self.allowed_staleness = 0 if bound is None else versions_allowed(bound)
+        self.allowed_staleness = versions_allowed(config.async_training) if "async_training" in config else 0
         self.updated: int | None = None  # the last step that changed the weights
         self.entropies, self.passes = Trend(WINDOW // 2), Trend(WINDOW)  # passes: pass@k of the largest k
         self.lengths, self.scores = Trend(WINDOW), Trend(WINDOW)
@@ -109,20 +108,19 @@ class RunHealth:
             return
         self.explained = True
         texts = [row["output"] for row in sample_rows(batch, tokenizer, scores.tolist(), {}, step)]
-        said = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
-        if found := self._without_answer(batch, tokenizer):
-            said.append(f"the scorer found no answer to compare in {np.mean(found):.0%}")
+        facts = [f"{cut_answers(batch).float().mean().item():.0%} of the answers were cut at a limit of tokens"]
+        if lacking := self._without_answer(batch, tokenizer):
+            facts.append(f"the scorer found no answer to compare in {np.mean(lacking):.0%}")
         if (share := self._of_tools(batch).get("without_tool_call")) is not None:
-            said.append(f"{share:.0%} called no tool, although tools are given")
+            facts.append(f"{share:.0%} called no tool, although tools are given")
         text = texts[0] if len(texts[0]) <= 2 * SHOWN else f"{texts[0][:SHOWN]} ... {texts[0][-SHOWN:]}"
         logger.warning(
-            "step {}: all {} samples have the reward {:g}, from which nothing can be learned. {}. One answer: {}",
-            step, len(texts), scores[0].item(), "; ".join(said), repr(visible(text)),
-        )  # fmt: skip
+            f"step {step}: all {len(texts)} samples have the reward {scores[0].item():g}, from which nothing can be "
+            f"learned. {'; '.join(facts)}. One answer: {visible(text)!r}"
+        )
 
     def _without_answer(self, batch: DataProto, tokenizer: Any) -> list[bool]:
-        """Whether the scorer found no answer, of the samples of which it can say: by the reward's `pred`, or by its
-        rule, which reads `reward_model.judged_text`."""
+        """Whether the scorer found no answer, of each sample for which its `pred` or its rule can say."""
         if (predicted := reward_extras(batch).get("pred")) is not None:
             return [value in (None, "", "[INVALID]") for value in predicted]
         sources = batch.non_tensor_batch.get(self.data_source)
@@ -130,11 +128,12 @@ class RunHealth:
             return []
         responses, generated = batch.batch["responses"], batch.batch["response_mask"]
         valid = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-        found = [
-            lacks_answer(source, judged_text(self.rewards, tokenizer, ids[kept].tolist(), own[kept].tolist()))
-            for source, ids, own, kept in zip(sources, responses, generated, valid, strict=True)
-        ]
-        return [lacks for lacks in found if lacks is not None]
+        lacking = []
+        for source, ids, own, kept in zip(sources, responses, generated, valid, strict=True):
+            lacks = lacks_answer(source, judged_text(self.rewards, tokenizer, ids[kept].tolist(), own[kept].tolist()))
+            if lacks is not None:
+                lacking.append(lacks)
+        return lacking
 
     def replay(self, metrics_file: Path) -> None:
         """Continue after the steps in a run's metrics.jsonl: a resumed run measures what an uninterrupted one does."""
@@ -165,8 +164,8 @@ class RunHealth:
             values["staleness"] = max(0, self.updated - metrics["training/weights_version"] - self.allowed_staleness)
         if "actor/pg_loss" in metrics:
             self.updated = step
-        if passes := {int(name.partition("@")[2]): name for name in metrics if name.startswith("health/pass@")}:
-            if self.passes.add(metrics[passes[max(passes)]]):
+        if ks := [int(name.partition("@")[2]) for name in metrics if name.startswith("health/pass@")]:
+            if self.passes.add(metrics[f"health/pass@{max(ks)}"]):
                 values["pass_change"] = self.passes.change_beyond_noise()
         if (entropy := metrics.get("actor/entropy")) is not None:
             if self.entropies.add(entropy) and fmean(self.entropies.first) > 0:
@@ -238,10 +237,8 @@ def repeated_answers_reward(batch: DataProto) -> float:
         return 0.0
     responses = batch.batch["responses"]
     lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
-    uids = batch.non_tensor_batch["uid"].tolist()
     answers = [tuple(row[:length]) for row, length in zip(responses.tolist(), lengths, strict=True)]
-    prompts: dict[tuple[int, ...], set[Any]] = {}
-    for answer, uid in zip(answers, uids, strict=True):
-        prompts.setdefault(answer, set()).add(uid)
-    repeated = [len(answer) >= SHORTEST_ANSWER and len(prompts[answer]) > 1 for answer in answers]
+    pairs = set(zip(answers, batch.non_tensor_batch["uid"].tolist(), strict=True))
+    prompts_with = Counter(answer for answer, _ in pairs)
+    repeated = [len(answer) >= SHORTEST_ANSWER and prompts_with[answer] > 1 for answer in answers]
     return torch.tensor(repeated)[high].double().mean().item()

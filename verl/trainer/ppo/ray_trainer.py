@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from loguru import logger
@@ -66,12 +65,8 @@ class RayPPOTrainer:
     """
 
     def __init__(
-        self,
-        config,
-        tokenizer,
-        role_worker_mapping: dict[Role, WorkerType],
-        resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        self, config, tokenizer, role_worker_mapping: dict[Role, WorkerType],
+        resource_pool_manager: ResourcePoolManager, ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         processor=None, reward_fn=None, val_reward_fn=None,
         train_dataset: Dataset | None = None, val_dataset: Dataset | None = None,
         collate_fn=None, train_sampler: Sampler | None = None, device_name: str | None = None,
@@ -88,16 +83,14 @@ class RayPPOTrainer:
         self.use_reference_policy = utils.need_reference_policy(role_worker_mapping)
         self.use_rm = utils.need_reward_model(role_worker_mapping)
         self.use_critic = need_critic(config)
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
         self.rollout: RolloutPhase | None = None
         self.critic_wg: RayWorkerGroup | None = None
         self.rm_wg: RayWorkerGroup | None = None
-        self.n = rollout.n
-        self.critic_warmup = config.trainer.critic_warmup
+        self.n = config.actor_rollout_ref.rollout.n
         self.kl_ctrl = kl.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
-        self.keeps_groups_whole = bool(actor.share_prompt_forward)
+        self.keeps_groups_whole = bool(config.actor_rollout_ref.actor.share_prompt_forward)
         self.needs_old_log_probs = batching.needs_old_log_probs(config)
         self.late_scores = LateScores(self._score)
         self.rollout_check, self.health = RolloutCheck(config), RunHealth(config)
@@ -118,13 +111,14 @@ class RayPPOTrainer:
         pools = self.resource_pool_manager
         pools.use_gpu = self.device_name != "cpu" if pools.use_gpu is None else pools.use_gpu
         pools.create_resource_pool()
-        parts = classes(self.config, self.role_worker_mapping, self.device_name, self.total_training_steps)
+        roles = classes(self.config, self.role_worker_mapping, self.device_name, self.total_training_steps)
         self.groups = WorkerGroups(
-            pools, parts, self.ray_worker_group_cls, device_name=self.device_name,
+            pools, roles, self.ray_worker_group_cls, device_name=self.device_name,
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
             time_limits=self.config.trainer.watchdog, nsight_options=nsight_options(self.config),
         )  # fmt: skip
-        self.critic_wg, self.rm_wg = (self.groups.roles.get(role) for role in (Role.Critic, Role.RewardModel))
+        self.critic_wg = self.groups.roles.get(Role.Critic)
+        self.rm_wg = self.groups.roles.get(Role.RewardModel)
         self.actor_rollout_wg = self.groups.roles[actor_role(self.role_worker_mapping)]
         for group in (self.critic_wg, self.rm_wg, self.actor_rollout_wg):  # a rollout engine takes what memory is left
             if group is not None:
@@ -134,11 +128,12 @@ class RayPPOTrainer:
             served = load_served_reward(to_omegaconf(self.config), self.tokenizer, address)
             self.reward_fn = self.val_reward_fn = served
         self.ranks = self.actor_rollout_wg.world_size
-        trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}
+        parts = {"actor": self.actor_rollout_wg}
         if self.use_critic:
-            trained["critic"] = self.critic_wg
+            parts["critic"] = self.critic_wg
+        trainer = self.config.trainer
         self.checkpoints = Checkpoints(
-            trainer, trained, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
+            trainer, parts, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
             delete_after_load=trainer.del_local_ckpt_after_load,
         )  # fmt: skip
         self.rank_rows = RankRows(self.n, self.ranks, self.keeps_groups_whole)
@@ -187,7 +182,7 @@ class RayPPOTrainer:
                     metrics |= self._assign_advantages(batch)  # registry call, on the driver
                     if self.use_critic:
                         metrics |= self._update_critic(batch)
-                    if self.global_steps >= self.critic_warmup:
+                    if self.global_steps >= self.config.trainer.critic_warmup:
                         metrics |= self._update_actor(batch)
                     self._watch_nonfinite(metrics)
                 self._validate_if_due(metrics)
@@ -250,10 +245,8 @@ class RayPPOTrainer:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
         samples, metrics = self.rollout.generate(prompts, self.global_steps, reward_fn=self.reward_fn)
         self.weight_sync.recent = prompts  # whose log-probs the next sync compares
-        versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
-        if len(versions) != 1:
-            raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
-        return samples, metrics | {"training/weights_version": int(versions[0])}
+        version = int(samples.non_tensor_batch["weights_version"][0])  # one for all: weights change between steps
+        return samples, metrics | {"training/weights_version": version}
 
     def _send_first_weights(self) -> None:
         """Send the rollout its first weights and check them, before anything else is computed."""
@@ -355,8 +348,9 @@ class RayPPOTrainer:
     def _assign_advantages(self, batch: DataProto) -> Metrics:
         """advantages and returns [B, R]."""
         conf = self.config.algorithm
-        by_std = conf.norm_adv_by_std_in_grpo
-        compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
+        compute_advantage(
+            batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, conf.norm_adv_by_std_in_grpo, config=conf
+        )
         if conf.use_pf_ppo:
             batching.resample_by_score(batch, conf.pf_ppo)
         return {}

@@ -1,7 +1,4 @@
-"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation.
-
-With reward_model.launch_reward_fn_async a step's scores are computed later (LateScores).
-"""
+"""The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,11 +39,11 @@ class RolloutPhase:
     def __init__(
         self, config: PPOConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
     ) -> None:
-        serves = RolloutReplicaRegistry.serves(config.actor_rollout_ref.rollout)
-        self.agent_loops = manager_class(config)(to_omegaconf(config), actor_group) if serves else None
-        if config.actor_rollout_ref.rollout.skip_rollout:
-            RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout
+        serves = RolloutReplicaRegistry.serves(self.rollout_config)
+        self.agent_loops = manager_class(config)(to_omegaconf(config), actor_group) if serves else None
+        if self.rollout_config.skip_rollout:
+            RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.streams_rewards = config.reward_model.use_reward_loop and not self.rollout_config.skip_rollout
         self.has_texts = config.actor_rollout_ref.model.policy.name == "causal_lm"
         self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
@@ -98,22 +95,22 @@ class RolloutPhase:
         Where every loop scored its own conversation, none is put in.
         """
         n = gen_batch.meta_info["n"]
-        scored: list[tuple[int, DataProto]] = []  # by their agent loop
+        scored_by_loop: list[tuple[int, DataProto]] = []  # (number of the sample, its row)
 
         def grade(index: int, row: DataProto) -> None:
-            given = {name: column[index // n : index // n + 1] for name, column in columns.items()}
-            stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
+            prompt = {name: column[index // n : index // n + 1] for name, column in columns.items()}
+            stream.put(index, DataProto(row.batch, {**prompt, **row.non_tensor_batch}, {}))
 
-        def ended(index: int, row: DataProto) -> None:
+        def on_finished(index: int, row: DataProto) -> None:
             if "reward_score" in row.non_tensor_batch:
-                scored.append((index, row))
+                scored_by_loop.append((index, row))
             else:
                 grade(index, row)
 
         try:
-            output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)
+            output = self.agent_loops.generate_sequences(gen_batch, on_finished=on_finished)
             if "rm_scores" not in output.batch:  # some rows have no score: grade all
-                for index, row in scored:
+                for index, row in scored_by_loop:
                     grade(index, row)
         except BaseException:
             stream.close()
@@ -145,8 +142,8 @@ class RolloutPhase:
         The rollout may have changed a column (extra_info): its own columns replace those of the prompts.
         """
         columns = {name: np.repeat(column, n, axis=0) for name, column in prompts.non_tensor_batch.items()}
-        facts = {"global_steps": step, "temperature": self.rollout_config.temperature}
-        samples = DataProto(output.batch, columns | output.non_tensor_batch, facts)
+        meta = {"global_steps": step, "temperature": self.rollout_config.temperature}
+        samples = DataProto(output.batch, columns | output.non_tensor_batch, meta)
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
         if self.has_texts:
@@ -166,10 +163,7 @@ class RolloutPhase:
         return without_lost(samples)[0], metrics
 
     def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
-        """None unless the built-in agent loops report finished samples and the manager grades samples one by one.
-
-        None if programs report their rewards, too.
-        """
+        """None unless agent loops report finished samples without rewards and the manager grades each by itself."""
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
             return None
         if self.rollout_config.agent.reports_rewards or not self.agent_loops.reports_finished:
@@ -183,28 +177,30 @@ class RolloutPhase:
         rollout.multi_turn.add_turn_rewards, scores contain what tools and interactions gave.
         With a reward model, its rm_scores [B, R] are a column that the reward manager takes or mixes in.
         """
-        own = samples.batch.pop("rm_scores", None)  # of the agent loops
-        if self.rm_group is not None and own is None:
-            columns = ["raw_prompt"] if "raw_prompt" in samples.non_tensor_batch else []
-            sent = samples.select(
-                batch_keys=["input_ids", "attention_mask", "position_ids", "responses", "response_mask"],
-                non_tensor_batch_keys=columns,
-            )
-            padded, pad = pad_dataproto_to_divisor(sent, self.rm_group.world_size)
-            samples.union(unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad))
-        if own is None:
+        scores, extras = samples.batch.pop("rm_scores", None), {}  # of the agent loops
+        if scores is None:
+            if self.rm_group is not None:
+                samples.union(self._reward_model_scores(samples))
             result = reward_fn(samples, return_dict=True)
             scores, extras = result["reward_tensor"], result["reward_extra_info"]
-        else:
-            scores, extras = own, {}
         samples.non_tensor_batch.pop(GRADED, None)
         samples, scores, extras, failed = drop_failed(samples, scores, extras)
         if self.rollout_config.multi_turn.add_turn_rewards:
-            columns = [samples.non_tensor_batch.get(name) for name in ("turn_scores", "tool_rewards")]
-            given = [column for column in columns if column is not None]  # loops without turns have neither
-            sums = [sum(sum(column[i] or ()) for column in given) for i in range(len(samples))]
-            scores = scores + place_scores(samples, sums)
+            sums = np.zeros(len(samples))
+            for name in ("turn_scores", "tool_rewards"):  # loops without turns have neither
+                if name in samples.non_tensor_batch:
+                    sums += [sum(rewards or ()) for rewards in samples.non_tensor_batch[name]]
+            scores = scores + place_scores(samples, sums.tolist())
         return samples, scores, extras, failed
+
+    def _reward_model_scores(self, samples: DataProto) -> DataProto:
+        """rm_scores [B, R] of the reward model's ranks."""
+        inputs = samples.select(
+            batch_keys=["input_ids", "attention_mask", "position_ids", "responses", "response_mask"],
+            non_tensor_batch_keys=["raw_prompt"] if "raw_prompt" in samples.non_tensor_batch else [],
+        )
+        padded, pad = pad_dataproto_to_divisor(inputs, self.rm_group.world_size)
+        return unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad)
 
 
 def end_reasons(samples: DataProto, stop_ids: Collection[int]) -> np.ndarray:
@@ -234,7 +230,7 @@ Scored = tuple[DataProto, DropCounts, dict[str, Any]]
 
 
 class LateScores:
-    """Runs `score(samples, counts)` in a thread while the ranks compute log-probs and values."""
+    """Runs `score(samples, counts)` while the ranks compute log-probs (reward_model.launch_reward_fn_async)."""
 
     def __init__(self, score: Callable[[DataProto, DropCounts], Scored]) -> None:
         self.score, self.thread = score, ThreadPoolExecutor(1)
@@ -247,16 +243,17 @@ class LateScores:
         self.pending = self.thread.submit(self.score, own, counts)
 
     def take(self, batch: DataProto) -> tuple[DataProto, dict[str, Any]]:
-        """The rows of `batch` that got a score, in their order, with token_level_scores [B', R] and the reward's
-        extras, and the metrics of scoring. ValueError if no sample has a score.
+        """The rows of `batch` that got a score, in their order, and the metrics of scoring; ValueError without a row.
+
+        The rows have token_level_scores [B', R] and the reward's extras.
         """
         scored, counts, metrics = self.pending.result()
         self.pending = None
         counts.check_any_scored()
-        place = {row: i for i, row in enumerate(scored.batch[ROW].tolist())}
+        place_in_scored = {row: i for i, row in enumerate(scored.batch[ROW].tolist())}
         rows = batch.batch.pop(ROW).tolist()
-        kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place])
-        own = [place[row] for row in rows if row in place]
-        kept.batch["token_level_scores"] = scored.batch["token_level_scores"][own]
-        kept.non_tensor_batch[EXTRAS] = scored.non_tensor_batch[EXTRAS][own]
+        kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place_in_scored])
+        order = [place_in_scored[row] for row in rows if row in place_in_scored]
+        kept.batch["token_level_scores"] = scored.batch["token_level_scores"][order]
+        kept.non_tensor_batch[EXTRAS] = scored.non_tensor_batch[EXTRAS][order]
         return kept, metrics | counts.metrics()

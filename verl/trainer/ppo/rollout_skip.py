@@ -58,19 +58,21 @@ def wrap_generate_sequences(rolloutskip: RolloutSkip, rollout_wg: Any) -> Any:
     """
     generate, n, do_sample = rollout_wg.generate_sequences, rolloutskip.n, rolloutskip.do_sample
 
-    def answer(batch: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+    def stored_or_generated(batch: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         meta = {"validate": False, "n": n, "do_sample": do_sample, **batch.meta_info}
-        if meta["validate"] or (meta["n"], meta["do_sample"]) != (n, do_sample):
+        if meta["validate"] or meta["n"] != n or meta["do_sample"] != do_sample:
             return generate(batch, *args, **kwargs)
         stored = rolloutskip.try_load()
         if stored is None:
-            stored = generate(batch, *args, **kwargs)
-            rolloutskip.dump(stored)
-        elif isinstance(batch, DataProto) and len(stored) != len(batch) * n:
-            what = f"{rolloutskip.curr_path_dump} holds {len(stored)} samples; this run needs {len(batch) * n}"
-            raise ValueError(f"{what}. Delete it, or set actor_rollout_ref.rollout.skip_rollout=false.")
-        else:
-            logger.warning("rollout.skip_rollout: samples come from {}, not the model", rolloutskip.curr_path_dump)
+            samples = generate(batch, *args, **kwargs)
+            rolloutskip.dump(samples)
+            return samples
+        if isinstance(batch, DataProto) and len(stored) != len(batch) * n:
+            raise ValueError(
+                f"{rolloutskip.curr_path_dump} holds {len(stored)} samples; this run needs {len(batch) * n}. Delete "
+                "it, or set actor_rollout_ref.rollout.skip_rollout=false."
+            )
+        logger.warning("rollout.skip_rollout: samples come from {}, not the model", rolloutskip.curr_path_dump)
         return stored
 
-    return answer
+    return stored_or_generated

@@ -35,39 +35,40 @@ def to_rows(samples: DataProto) -> DataProto:
     tokens they begin with; without that column each row is a group. Without the column TURNS, the samples are returned,
     with their sampling masks as a tensor.
     """
+    masks, length = samples.non_tensor_batch.get(SAMPLING_MASK), samples.batch["responses"].shape[1]
     if TURNS not in samples.non_tensor_batch:
         rows = samples.select(non_tensor_batch_keys=[])
-        if SAMPLING_MASK in samples.non_tensor_batch:
-            column, length = samples.non_tensor_batch[SAMPLING_MASK], samples.batch["responses"].shape[1]
-            rows.batch[SAMPLING_MASK] = mask_tensor(column, length)
+        if masks is not None:
+            rows.batch[SAMPLING_MASK] = mask_tensor(masks, length)
         return rows
     turns = turns_of(samples)
     k = max(map(len, turns), default=1) or 1
-    source, length = samples.batch, samples.batch["responses"].shape[1]
-    columns = {name: column for name, column in source.items() if name not in ("prompts", "input_ids", "position_ids")}
-    per_token = {name: column for name, column in columns.items() if column.dim() == 2 and column.shape[1] == length}
-    width = max((len(prompt) for sample in turns for _, _, prompt in sample), default=1)
     total = len(samples) * k
+    width = max((len(prompt) for sample in turns for _, _, prompt in sample), default=1)  # of the longest prompt, P'
+    per_token, columns = {}, {"group_index": torch.arange(total)}
+    for name, column in samples.batch.items():
+        if column.dim() == 1:
+            columns[name] = column.repeat_interleave(k, 0)
+        elif column.dim() == 2 and column.shape[1] == length and name != "prompts":
+            per_token[name] = column
+            columns[name] = column.new_zeros(total, length)
     prompts = torch.zeros(total, width, dtype=torch.int64)
-    attention = torch.zeros(total, width + length, dtype=source["attention_mask"].dtype)
-    rows = {name: column.new_zeros(total, length) for name, column in per_token.items()}
+    attention = torch.zeros(total, width + length, dtype=samples.batch["attention_mask"].dtype)
     for i, sample in enumerate(turns):
         for row, (start, end, prompt) in enumerate(sample, i * k):
             prompts[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
             attention[row, width - len(prompt) : width + end - start] = 1
             for name, column in per_token.items():
-                rows[name][row, : end - start] = column[i, start:end]
-        attention[i * k + len(sample) : (i + 1) * k, width - 1 : width + 1] = 1
-    if SAMPLING_MASK in samples.non_tensor_batch:
-        rows[SAMPLING_MASK] = mask_tensor(_masks_of_turns(samples.non_tensor_batch[SAMPLING_MASK], turns, k), length)
-    rows["group_index"] = torch.arange(total)
-    rows |= {name: column.repeat_interleave(k, 0) for name, column in columns.items() if column.dim() == 1}
-    rows |= {
-        "prompts": prompts, "input_ids": torch.cat([prompts, rows["responses"]], 1), "attention_mask": attention,
+                columns[name][row, : end - start] = column[i, start:end]
+        attention[i * k + len(sample) : (i + 1) * k, width - 1 : width + 1] = 1  # rows without a turn
+    if masks is not None:
+        columns[SAMPLING_MASK] = mask_tensor(_masks_of_turns(masks, turns, k), length)
+    columns |= {
+        "prompts": prompts, "input_ids": torch.cat([prompts, columns["responses"]], 1), "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }  # fmt: skip
     meta = {**samples.meta_info, ROWS_PER_SAMPLE: k, "global_token_num": attention.sum(-1).tolist()}
-    return DataProto.from_dict(rows, meta_info=meta)
+    return DataProto.from_dict(columns, meta_info=meta)
 
 
 def _masks_of_turns(masks: np.ndarray, turns: list[list[Turn]], k: int) -> np.ndarray:
@@ -119,11 +120,11 @@ class RankRows:
 
     def forward(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
         """The method's columns [B, R] for the samples [B]; they need not divide by the ranks."""
-        filled, own = fill_groups(batch, self.n)
-        even = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
-        padded, pad = pad_dataproto_to_divisor(filled, even)
+        filled, is_own = fill_groups(batch, self.n)
+        divisor = self.ranks * (self.n if self.whole_groups else 1)  # one of DAPO's generations may not divide
+        padded, pad = pad_dataproto_to_divisor(filled, divisor)
         output = unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad)
-        return output if own.all() else output.select_idxs(own)
+        return output if is_own.all() else output.select_idxs(is_own)
 
     def update(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> dict[str, Any]:
         """The metrics of an update on the samples [B], whose groups the ranks share evenly."""

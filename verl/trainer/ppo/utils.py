@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic as need_critic  # code written for verl imports it from this module
 from verl.utils.registry import nearest
-
-if TYPE_CHECKING:
-    from verl.config.algorithm import RolloutCorrectionConfig
-    from verl.config.ppo import PPOConfig
 
 WorkerType = type[Any]  # a Ray remote class made from a Worker
 

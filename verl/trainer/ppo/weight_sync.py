@@ -1,5 +1,6 @@
 """The weights of the rollout: when they are sent, how often, and whether they give the trainer's log-probs."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ WEIGHT_SYNCS = "rollout/weight_syncs"
 PROBE_SAMPLES = 8  # at least
 PROBE_TOKENS = 16  # of a sample
 LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # largest difference in float32; mean difference in half precision
-PATIENCE = 3  # steps
+PATIENCE = 3  # steps in a row that disagree, until a warning
 NAME = "actor_rollout_ref.rollout.name"
 REASONS = (
     "Likely reasons: the engine did not take all weights (look for its warnings about layers that it did not load); "
@@ -60,10 +61,12 @@ class WeightSync:
         """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics."""
         with self.timed("update_weights"):
             sent = any(self.actor.rollout_mode())
-        prompts, probe = self._prompts_if_due() if sent else None, None
-        if prompts is not None:
-            with self.timed("check_rollout"):
-                probe = self.rollout.probe(prompts, self.rank_rows.n, PROBE_TOKENS)
+        probe = None
+        if sent:
+            self.count += 1
+            if self.check.is_due(self.count):
+                with self.timed("check_rollout"):
+                    probe = self.rollout.probe(self._probe_prompts(), self.rank_rows.n, PROBE_TOKENS)
         yield {WEIGHT_SYNCS: int(sent) + self.early}
         self.early = 0
         self.actor.trainer_mode()  # after an error the run ends: the rollout is left as it is
@@ -74,17 +77,14 @@ class WeightSync:
                 probe.batch["old_log_probs"] = output.batch["old_log_probs"]
                 self.check.compare(probe)
 
-    def _prompts_if_due(self) -> DataProto | None:
-        """Count a weight update; prompts [B, P] to compare log-probs on, equally many for each rank, or None.
+    def _probe_prompts(self) -> DataProto:
+        """Prompts [B, P] to compare log-probs on, equally many for each rank.
 
         They are those that the rollout answered last: a prefix cache that was not emptied still has their keys and
         values. Before the first step they are the first ones of the training data.
         """
-        self.count += 1
-        if not self.check.applies or (self.count - 1) % self.check.rollout.verify_weights_every:
-            return None
         ranks = self.rank_rows.ranks
-        count = ranks * -(-PROBE_SAMPLES // (ranks * self.rank_rows.n))
+        count = ranks * math.ceil(PROBE_SAMPLES / (ranks * self.rank_rows.n))
         if self.recent is not None:
             prompts = self.recent.select_idxs(np.arange(count) % len(self.recent))
         else:
@@ -95,28 +95,31 @@ class WeightSync:
 
 
 class RolloutCheck:
-    """Compares the two models before the first step and at every `rollout.verify_weights_every`-th weight update, and
-    watches the steps whose samples have log-probs.
+    """Compares the log-probs of rollout and trainer after weight updates, and watches those of the samples of steps.
 
     In float32 no log-prob may differ by more than LIMIT. Where one of the two computes in half precision, the mean of
     the differences may be LIMIT_OF_HALF.
     """
 
     def __init__(self, config: PPOConfig) -> None:
-        roles = config.actor_rollout_ref
-        self.rollout, types = roles.rollout, (roles.rollout.dtype, roles.actor.fsdp_config.dtype)
-        self.exact = all(dtype in ("fp32", "float32") for dtype in types)
+        self.rollout = config.actor_rollout_ref.rollout
+        dtypes = self.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype
+        self.exact = all(dtype in ("fp32", "float32") for dtype in dtypes)
         self.limit = LIMIT if self.exact else LIMIT_OF_HALF
-        self.types = f"rollout {types[0]}, trainer {types[1]}"
-        own = self.rollout.engine_kwargs.get(self.rollout.name) or {}  # the engine's options by its own names
-        self.quantized = self.rollout.quantization is not None or own.get("quantization") is not None
+        self.types = "rollout {}, trainer {}".format(*dtypes)
+        engine_options = self.rollout.engine_kwargs.get(self.rollout.name) or {}
+        self.quantized = self.rollout.quantization is not None or engine_options.get("quantization") is not None
         self.disagreed = 0  # steps in a row
 
     @property
     def applies(self) -> bool:
         """Whether an engine has weights of its own and returns log-probs that can be compared."""
-        checks = self.rollout.verify_weights_every > 0
-        return checks and self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
+        requested = self.rollout.verify_weights_every > 0
+        return requested and self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
+
+    def is_due(self, update: int) -> bool:
+        """Whether to compare after weight update `update`, counted from 1: the first, and then every `every`-th."""
+        return self.applies and (update - 1) % self.rollout.verify_weights_every == 0
 
     @property
     def _comparable(self) -> bool:
@@ -131,20 +134,22 @@ class RolloutCheck:
         """
         given = samples.batch.get("rollout_log_probs")
         if given is None or given.shape[1] > PROBE_TOKENS:
-            what = f'returns no log-probs for meta_info["probe_tokens"]={PROBE_TOKENS}: they are not compared'
-            return logger.info(f"{NAME}={self.rollout.name} {what}")
+            no_log_probs = f'returns no log-probs for meta_info["probe_tokens"]={PROBE_TOKENS}: they are not compared'
+            logger.info(f"{NAME}={self.rollout.name} {no_log_probs}")
+            return
         mean, largest, tokens = self._differences(samples)
-        shown = f"mean {mean:.2g}, largest {largest:.2g} ({tokens} tokens; {self.types})"
+        difference = f"mean {mean:.2g}, largest {largest:.2g} ({tokens} tokens; {self.types})"
         if (largest if self.exact else mean) <= self.limit:
-            return logger.info(f"log-probs of rollout and trainer agree: {shown}")
+            logger.info(f"log-probs of rollout and trainer agree: {difference}")
+            return
         limit = f"{'' if self.exact else 'a mean of '}at most {self.limit}"
-        what = (
+        text = (
             f"{NAME}={self.rollout.name}: the weights that it received last do not give the trainer's log-probs. They "
-            f"differ by {shown}; {limit} is expected. {REASONS}"
+            f"differ by {difference}; {limit} is expected. {REASONS}"
         )
         if not self.quantized:
-            raise RuntimeError(what)
-        logger.warning(what)
+            raise RuntimeError(text)
+        logger.warning(text)
 
     def watch(self, samples: DataProto) -> None:
         """Warn where the samples of PATIENCE steps in a row have other log-probs than the trainer's."""

@@ -43,35 +43,42 @@ class ResourcePoolManager:
         if self.local:
             self.resource_pool_dict = {name: ResourcePool(ranks) for name, ranks in self.resource_pool_spec.items()}
             return
-        kind = "GPU" if self.use_gpu else "CPU"
-        total = ray.available_resources().get(kind, 0)  # without a key if used up or never there
-        wanted = self.get_n_gpus()
-        if total < wanted:
-            hint = "set trainer.device=cpu to train on CPU ranks, or " if self.use_gpu else ""
-            keys = "trainer.nnodes x trainer.n_gpus_per_node"
-            if "reward_pool" in self.resource_pool_spec:
-                keys += " and reward_model.nnodes x reward_model.n_gpus_per_node request"
-            else:
-                keys += " requests"
-            raise ValueError(
-                f"{keys} {wanted} {kind} ranks, but Ray has {total:g} {kind}s free; {hint}lower them or give Ray more."
-            )
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        widest, its_nodes = max(self.resource_pool_spec.items(), key=lambda pool: len(pool[1]))
-        needed, key = len(its_nodes), "reward_model.nnodes" if widest == "reward_pool" else "trainer.nnodes"
-        if needed > nodes:
-            text = (
-                f"{key}={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "
-                f"(ray start) and set RAY_ADDRESS, or set {key}=1"
-            )
-            if self.use_gpu:
-                raise ValueError(f"{text}.")
-            logger.warning(f"{text}; the CPU ranks of all {needed} run on {nodes}.")
+        self._check_free_ranks()
+        self._check_nodes()
         for name, ranks_of_nodes in self.resource_pool_spec.items():
             # Colocated roles share one process, hence one worker per bundle.
             self.resource_pool_dict[name] = RayResourcePool(
                 process_on_nodes=ranks_of_nodes, use_gpu=self.use_gpu, max_colocate_count=1, name_prefix=name
             )
+
+    def _check_free_ranks(self) -> None:
+        kind = "GPU" if self.use_gpu else "CPU"
+        free, wanted = ray.available_resources().get(kind, 0), self.get_n_gpus()  # no key if used up or never there
+        if free < wanted:
+            keys = "trainer.nnodes x trainer.n_gpus_per_node"
+            if "reward_pool" in self.resource_pool_spec:
+                keys += " and reward_model.nnodes x reward_model.n_gpus_per_node request"
+            else:
+                keys += " requests"
+            hint = "set trainer.device=cpu to train on CPU ranks, or " if self.use_gpu else ""
+            raise ValueError(
+                f"{keys} {wanted} {kind} ranks, but Ray has {free:g} {kind}s free; {hint}lower them or give Ray more."
+            )
+
+    def _check_nodes(self) -> None:
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        widest = max(self.resource_pool_spec, key=lambda name: len(self.resource_pool_spec[name]))
+        needed = len(self.resource_pool_spec[widest])
+        if needed <= nodes:
+            return
+        key = "reward_model.nnodes" if widest == "reward_pool" else "trainer.nnodes"
+        text = (
+            f"{key}={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "
+            f"(ray start) and set RAY_ADDRESS, or set {key}=1"
+        )
+        if self.use_gpu:
+            raise ValueError(f"{text}.")
+        logger.warning(f"{text}; the CPU ranks of all {needed} run on {nodes}.")
 
     def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool that `role` is placed on."""
@@ -96,27 +103,29 @@ def classes(
     changes: dict[str, Any] = {"actor.optim.total_training_steps": steps}
     correction = rollout_correction(config)
     if correction is not None and correction.bypass_mode:
-        changes |= {"actor.policy_loss.loss_mode": "bypass_mode"}
-        changes |= {"actor.policy_loss.rollout_correction": correction}
+        changes["actor.policy_loss.loss_mode"] = "bypass_mode"
+        changes["actor.policy_loss.rollout_correction"] = correction
     if Role.Critic in mapping and "nccl_timeout" in config.critic:  # it shares the actor's processes and their group
-        changes |= {"nccl_timeout": max(config.actor_rollout_ref.nccl_timeout, config.critic.nccl_timeout)}
+        changes["nccl_timeout"] = max(config.actor_rollout_ref.nccl_timeout, config.critic.nccl_timeout)
     actor_section = with_values(config.actor_rollout_ref, changes)
-    critic_section = with_values(config.critic, {"optim.total_training_steps": steps})
+    options: dict[str, Any] = {"device_name": device_name}
+    if config.trainer.peak_tflops is not None:
+        options["peak_tflops"] = config.trainer.peak_tflops
     role = actor_role(mapping)
     actor_class = mapping[Role.ActorRollout]
-    peak = {} if config.trainer.peak_tflops is None else {"peak_tflops": config.trainer.peak_tflops}
-    options = {"device_name": device_name, **peak}
     parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), **options)}
-    for other, section in ((Role.Critic, critic_section), (Role.RewardModel, config.reward_model)):
-        if other in mapping:
-            settings = {"rollout_n": config.actor_rollout_ref.rollout.n} if other is Role.Critic else {}
-            if other is Role.RewardModel and serves_reward_model(config):
-                log_dir = f"{config.trainer.default_local_dir}/servers"
-                settings = {"discriminative": config.custom_reward_function.path is None, "log_dir": log_dir}
-                settings["start_timeout"] = actor_section.rollout.server.max_start_wait_time
-            parts[other] = RayClassWithInitArgs(
-                mapping[other], config=section, nccl_timeout=actor_section.nccl_timeout, **options, **settings
-            )
+    options["nccl_timeout"] = actor_section.nccl_timeout
+    if Role.Critic in mapping:
+        section = with_values(config.critic, {"optim.total_training_steps": steps})
+        n = actor_section.rollout.n
+        parts[Role.Critic] = RayClassWithInitArgs(mapping[Role.Critic], config=section, rollout_n=n, **options)
+    if Role.RewardModel in mapping:
+        if serves_reward_model(config):
+            options["discriminative"] = config.custom_reward_function.path is None
+            options["log_dir"] = f"{config.trainer.default_local_dir}/servers"
+            options["start_timeout"] = actor_section.rollout.server.max_start_wait_time
+        section = config.reward_model
+        parts[Role.RewardModel] = RayClassWithInitArgs(mapping[Role.RewardModel], config=section, **options)
     return parts
 
 
@@ -130,12 +139,15 @@ def nsight_options(config: PPOConfig, of_driver: bool = False) -> dict[str, str]
         return None
     tool = profiler.global_tool_config.nsys
     options = dict(tool.controller_nsight_options if of_driver else tool.worker_nsight_options)
-    parts = [config.actor_rollout_ref[part] for part in ("actor", "rollout", "ref")] + [config.critic]
     if not of_driver and options.get("capture-range-end") is None:
-        starts = [s for s in profiler.steps if not profiler.profile_continuous_steps or s - 1 not in profiler.steps]
-        discrete = any(part.profiler.tool_config.nsys.discrete for part in [*parts, config.reward_model])
-        # One range for each call, however many there are, or one for each profile.
-        options["capture-range-end"] = "repeat" if discrete else f"repeat-shutdown:{len(starts)}"
+        roles = config.actor_rollout_ref
+        sections = (roles.actor, roles.rollout, roles.ref, config.critic, config.reward_model)
+        if any(section.profiler.tool_config.nsys.discrete for section in sections):
+            options["capture-range-end"] = "repeat"  # a range for each call, however many there are
+        else:
+            joined = profiler.steps if profiler.profile_continuous_steps else ()
+            profiles = sum(step - 1 not in joined for step in profiler.steps)
+            options["capture-range-end"] = f"repeat-shutdown:{profiles}"
     # Ray writes reports below its session, which ends with the run, unless the path is absolute, and splits at blanks.
     folder = Path(profiler.save_path).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,13 +174,13 @@ class WorkerGroups:
                 continue
             named = {"name_prefix": "_".join(map(str, here)), **options}
             if len(here) == 1:
-                ((role, part),) = here.items()
+                [(role, part)] = here.items()
                 group = self.roles[role] = group_cls(resource_pool=pool, ray_cls_with_init=part, **named)
             else:
                 joined = create_colocated_worker_cls({str(role): part for role, part in here.items()})
                 group = group_cls(resource_pool=pool, ray_cls_with_init=joined, **named)
                 spawned = group.spawn(prefix_set={str(role) for role in here})
-                self.roles.update({role: spawned[str(role)] for role in here})
+                self.roles |= {role: spawned[str(role)] for role in here}
             self.processes.append(group)
 
     @contextmanager

@@ -72,10 +72,7 @@ class Checkpoints:
         self, trainer: RunConfig, parts: Mapping[str, Any], stream: PromptStream, fingerprint: dict[str, Any],
         max_to_keep: int | None, restores_rng: bool = True, delete_after_load: bool = False,
     ) -> None:
-        self.trainer = trainer
-        self.parts = parts
-        self.stream = stream
-        self.fingerprint = fingerprint
+        self.trainer, self.parts, self.stream, self.fingerprint = trainer, parts, stream, fingerprint
         self.max_to_keep = max_to_keep
         self.restores_rng = restores_rng
         self.delete_after_load = delete_after_load
@@ -147,7 +144,8 @@ class Checkpoints:
         if self.publishing is None and self._is_written():
             self.publishing = self.publisher.submit(self._publish, step, writer)  # hashes all files
         if self.publishing is not None and self.publishing.done():
-            publishing, self.publishing, self.pending = self.publishing, None, None
+            publishing = self.publishing
+            self.publishing = self.pending = None
             publishing.result()
             self.saved_step = step
 
@@ -157,8 +155,9 @@ class Checkpoints:
         root, remote = Path(self.trainer.default_local_dir), self.trainer.default_hdfs_dir
         if remote is None or not is_first_rank():
             return
+        names = (f"global_step_{step}", OTHERS, TRACKER)
         try:
-            copy_into([p for p in (root / f"global_step_{step}", root / OTHERS, root / TRACKER) if p.exists()], remote)
+            copy_into([root / name for name in names if (root / name).exists()], remote)
         except (OSError, subprocess.CalledProcessError) as error:
             what = f"trainer.default_hdfs_dir={remote}: global_step_{step} could not be copied there"
             raise RuntimeError(f"{what} ({one_line(error)}); it is complete in {root}.") from error
@@ -179,7 +178,8 @@ class Checkpoints:
             parts = [part for part in self.parts.values() if hasattr(part, "save_is_finished")]
             return all(np.all(part.save_is_finished()) for part in parts)
         except BaseException:
-            (_, writer), self.pending = self.pending, None
+            _, writer = self.pending
+            self.pending = None
             writer.__exit__(*sys.exc_info())
             raise
 
@@ -199,21 +199,21 @@ class Checkpoints:
         `path` is the checkpoint that it resumes, which the start of number `start` wrote.
         """
         root = Path(self.trainer.default_local_dir)
-        before, continued = steps_of_run(root), continued_steps(root, path)  # the former run, this one
-        continues = bool(continued) and continued[-1] in before
-        start = start if continued else 0  # numbers of starts count in their own folder only
+        steps_before, steps_continued = steps_of_run(root), continued_steps(root, path)
+        continues = bool(steps_continued) and steps_continued[-1] in steps_before
+        if not steps_continued:
+            start = 0  # numbers of starts count in their own folder only
         if "val_only" in self.trainer and self.trainer.val_only:  # it saves nothing
             return Origin(continues, start=start)
         others = begin_run(root, path)
         if others:
-            names = ", ".join(f"global_step_{step}" for step in others[:5])
-            names += f" and {len(others) - 5} more" if len(others) > 5 else ""
+            names = ", ".join(f"global_step_{step}" for step in others)
             logger.warning(
                 f"{root} has {names} of another run, or of later steps that this run left. This run does not resume "
                 "from them and does not rotate them out; it replaces one when it saves the same step. To continue one, "
                 "set trainer.resume_mode=resume_path and trainer.resume_from_path."
             )
-        leaves = self.trainer.resume_mode == "disable" or not set(before).isdisjoint(others)
+        leaves = self.trainer.resume_mode == "disable" or not set(steps_before).isdisjoint(others)
         return Origin(continues, leaves, start)
 
     def _load(self, path: Path) -> tuple[TrainerState, bool]:

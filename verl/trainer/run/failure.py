@@ -27,8 +27,9 @@ def failure_message(error: Exception, config: Any) -> str:
         text = f"a process of the run died: {cause}"
     else:
         text = f"{type(cause).__name__}: {cause}"
-    trace, rank = visible(redact_text(full_traceback(error))), int(os.environ.get("RANK", "0"))
-    name = f"traceback_rank{rank}.txt" if rank else "traceback.txt"
+    trace = visible(redact_text(full_traceback(error)))
+    rank = os.environ.get("RANK", "0")
+    name = "traceback.txt" if rank == "0" else f"traceback_rank{rank}.txt"
     file = Path(config.trainer.default_local_dir).expanduser() / name
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -36,20 +37,21 @@ def failure_message(error: Exception, config: Any) -> str:
         end = f"Full traceback: {file}"
     except OSError as e:
         end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
-    if (use := LOW_MEMORY.search(text)) is not None:
-        text = f"{text.partition(': ')[0]}: Ray ended a process because the memory of machine {use[1]} was used up "
-        text += f"({use[2]}). Close other programs there, or let the run need less{_remedies(config)}."
-    frame = user_frame(trace)
-    return "\n".join(["", f"Training failed: {visible(redact_text(text))}", *([f"  at {frame}"] if frame else []), end])
+    if (used_up := LOW_MEMORY.search(text)) is not None:
+        machine, memory = used_up.groups()
+        remedies = ""
+        if isinstance(config, PPOConfig) and config.trainer.device == "cpu":
+            from verl.planning.ppo_memory import memory_remedies  # slow
 
-
-def _remedies(config: Any) -> str:
-    """What lets CPU ranks need less memory, as ": lower KEY (now 4), ..."; empty on GPUs and for an untyped config."""
-    if not isinstance(config, PPOConfig) or config.trainer.device != "cpu":
-        return ""
-    from verl.planning.ppo_memory import memory_remedies  # slow
-
-    return f": {', '.join(memory_remedies(config).values())}"
+            remedies = f": {', '.join(memory_remedies(config).values())}"
+        text = (
+            f"{text.partition(': ')[0]}: Ray ended a process because the memory of machine {machine} was used up "
+            f"({memory}). Close other programs there, or let the run need less{remedies}."
+        )
+    lines = ["", f"Training failed: {visible(redact_text(text))}"]
+    if frame := user_frame(trace):
+        lines.append(f"  at {frame}")
+    return "\n".join([*lines, end])
 
 
 class NonFiniteRun(RuntimeError):

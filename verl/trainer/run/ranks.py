@@ -47,13 +47,13 @@ def from_first_rank(make: Callable[[], T]) -> T:
     """The result of `make` on rank 0, on every rank; if it raises, every rank raises."""
     if not dist.is_initialized():
         return make()
-    answer: list = [None, None]
+    answer: list = [None, None]  # result, text of an error
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            answer = [make(), None]
+            answer[0] = make()
         except Exception as e:  # sent to the other ranks first, then raised below
-            error, answer = e, [None, str(e)]
+            error, answer[1] = e, str(e)
     dist.broadcast_object_list(answer, src=0)
     if error is not None:
         raise error

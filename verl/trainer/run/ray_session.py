@@ -8,7 +8,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,11 @@ from verl.utils import supervisor
 from verl.utils.children import Program
 
 WORKER_ENV = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "NCCL_CUMEM_ENABLE": "0",
-    "VLLM_LOGGING_LEVEL": "WARN",
+    "TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "NCCL_CUMEM_ENABLE": "0", "VLLM_LOGGING_LEVEL": "WARN",
     "LOGURU_LEVEL": "INFO",
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
-HOW_TO_STOP = "to end this run after a step and save: kill {}"  # data loaders have the same command line
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 
 
@@ -69,22 +65,27 @@ def started_session(config: PPOConfig) -> Iterator[bool]:
             yield False
         finally:
             ray.shutdown()
-        return
-    run_dir = Path(config.trainer.default_local_dir).expanduser()
+    else:
+        if settings.get("num_cpus") is None:
+            settings["num_cpus"] = logical_cpus(config)
+        with new_session(Path(config.trainer.default_local_dir).expanduser(), settings):
+            yield True
+
+
+@contextmanager
+def new_session(run_dir: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """A local Ray cluster for the block; a file in `run_dir` lets a later start end what a killed run leaves of it."""
     stop_left_session(run_dir)
     remove_dead_sessions()
     # Ray opens its own folder to all users, so it gets one within a folder that stays closed to them. A short path: Ray
     # puts sockets below it, and those allow 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
     keep_token_private()
-    if settings.get("num_cpus") is None:
-        settings["num_cpus"] = logical_cpus(config)
     record = run_dir / SESSION_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
-        me["host"] = platform.node()
-        record.write_text(json.dumps(me) + "\n", encoding="utf-8")
+        driver = {"pid": os.getpid(), "started": psutil.Process().create_time(), "host": platform.node()}
+        record.write_text(json.dumps({**driver, "temp_dir": str(folder)}) + "\n", encoding="utf-8")
         # Our actors have their own environment: Ray's prestarted workers would never be used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         # Ray gives its workers niceness 15, with which they hardly run while other processes are busy.
@@ -94,7 +95,7 @@ def started_session(config: PPOConfig) -> Iterator[bool]:
         with session_guard(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder / "r")})
             try:
-                yield True
+                yield
             finally:
                 ray.shutdown()
     finally:
@@ -118,8 +119,7 @@ def keep_token_private() -> None:
 def session_guard(folder: Path) -> Iterator[None]:
     """Run a process that ends our Ray session if this one is killed within the block."""
     script = [sys.executable, "-I", supervisor.__file__, "--ray-session"]
-    arguments = [str(os.getpid()), str(folder)]
-    guard = Program(script, arguments, start_new_session=True)
+    guard = Program(script, [str(os.getpid()), str(folder)], start_new_session=True)
     try:
         yield
     finally:
@@ -147,8 +147,11 @@ def stop_left_session(run_dir: Path) -> None:
         sys.exit(f"trainer.default_local_dir={run_dir} is in use by the run of process {pid}; stop it first.")
     if folder.name.startswith(TEMP_PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
         # Workers have another title and end with their raylet, whose command line contains the folder.
-        lines = [(p, " ".join(p.info["cmdline"] or ())) for p in psutil.process_iter(["cmdline"])]
-        own = [p for p, line in lines if str(folder) in line and "/ray/" in line]
+        own = []
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or ())
+            if str(folder) in line and "/ray/" in line:
+                own.append(process)
         logger.warning(f"ending {len(own)} Ray processes of the killed run {pid} in {folder}")
         for process in own:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -181,40 +184,45 @@ def remove_dead_sessions() -> None:
 
 
 def run_here(runner: Any, config: Any) -> int:
-    """Run the task runner in this process, on its own Ray session; the exit code. Signals as in run_until_done."""
+    """Run the task runner in this process, on its own Ray session; the exit code, see `_exit_code`."""
     for name, value in WORKER_ENV.items():
         os.environ.setdefault(name, value)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not config.trainer.local:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
-        with StopSignals() as signals:
-            logger.info(HOW_TO_STOP, os.getpid())
-            finished = runner.run(config, lambda: signals.stop_requested)
-        return 0 if finished else signals.exit_code
-    except Exception as e:
-        sys.stderr.write(failure_message(e, config) + "\n")
-        return 1
+        return _exit_code(lambda signals: runner.run(config, lambda: signals.stop_requested), config)
     finally:  # the caller may start another session
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def run_until_done(runner: Any, config: Any) -> int:
-    """Run the task runner, an actor; the exit code.
+    """Run the task runner, an actor; the exit code, see `_exit_code`."""
+
+    def run(signals: StopSignals) -> bool:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        stop = StopFlag.options(scheduling_strategy=here).remote()  # no other node can end the run with it
+        running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
+        while not ray.wait([running], timeout=0.5)[0]:
+            if signals.stop_requested:
+                ray.get(stop.set.remote())
+        return ray.get(running)
+
+    return _exit_code(run, config)
+
+
+def _exit_code(run: Callable[[StopSignals], bool], config: Any) -> int:
+    """0 if `run` returns true (the last step was done), else that of the signal; 1, with a message, after an error.
 
     The first signal requests a stop after the current step, a second one ends the process.
     """
     try:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        stop = StopFlag.options(scheduling_strategy=here).remote()  # no other node can end the run with it
         with StopSignals() as signals:
-            logger.info(HOW_TO_STOP, os.getpid())
-            running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
-            while not ray.wait([running], timeout=0.5)[0]:
-                if signals.stop_requested:
-                    ray.get(stop.set.remote())
-            finished = ray.get(running)
+            # Not by the name of the program: data loaders have the same command line.
+            logger.info("to end this run after a step and save: kill {}", os.getpid())
+            finished = run(signals)
         return 0 if finished else signals.exit_code
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")

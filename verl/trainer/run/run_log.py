@@ -103,7 +103,7 @@ class RunLog:
         run goes back to an older checkpoint of its own (`origin.leaves`), renamed if it begins anew (step 0) or from a
         checkpoint of another run.
         """
-        origin = Origin() if origin is None else origin
+        origin = origin or Origin()
         self.last_step = resumed_step
         if not self.writes:
             return
@@ -119,35 +119,36 @@ class RunLog:
     def _log_seeds(self) -> None:
         """Log trainer.seed, and each seed that another setting gives."""
         settings, seed = dict(leaves(self.plain_config)), self.config.trainer.seed
-        own = {k: v for k, v in settings.items() if k.endswith("seed") and v not in (None, seed)}
-        if settings.get("data.environment.name") is None:  # its seeds are not read
-            own = {k: v for k, v in own.items() if not k.startswith("data.environment.")}
-        seeds = ", ".join(f"{k}={v}" for k, v in {"trainer.seed": seed, **own}.items())
-        logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
+        not_read = () if settings.get("data.environment.name") else ("data.environment.",)
+        seeds = [f"trainer.seed={seed}"]
+        for key, value in settings.items():
+            if key.endswith("seed") and value not in (None, seed) and not key.startswith(not_read):
+                seeds.append(f"{key}={value}")
+        logger.info("seeds: {} (roles without their own use trainer.seed)", ", ".join(seeds))
 
     def _set_earlier_rows_aside(self, step: int, origin: Origin) -> None:
         """Keep rows of other runs, and those that a step back leaves, under other names; remove rows after `step`."""
         trainer, continues = self.plain_config["trainer"], step > 0 and origin.continues
-        kept, files, logs = [], [*self.files], [self.metrics_log, self.samples_log]
+        files, logs = [*self.files], [self.metrics_log, self.samples_log]
         if "file" in backend_names(trainer.get("logger", ())):
             names = trainer["project_name"], trainer["experiment_name"]
-            files += [written_by("file", *names)[0], generations_file(*names)]
-            logs.append(JsonlLog(files[-1]))
+            generations = generations_file(*names)
+            files += [written_by("file", *names)[0], generations]
+            logs.append(JsonlLog(generations))
         if not continues or origin.leaves:
-            kept += [(path, set_aside(path, copy=continues)) for path in files]
-            folders = [trainer[key] for key in ("rollout_data_dir", "validation_data_dir") if trainer.get(key)]
-            last = step if continues else -1
-            kept += [(folder, set_dumps_aside(Path(folder).expanduser(), last)) for folder in folders]
-        for path, aside in kept:
-            if aside is not None:
-                logger.info("{} of an earlier run is kept as {}", path, aside.name)
+            new_names = {path: set_aside(path, copy=continues) for path in files}
+            for key in ("rollout_data_dir", "validation_data_dir"):
+                if folder := trainer.get(key):
+                    new_names[folder] = set_dumps_aside(Path(folder).expanduser(), step if continues else -1)
+            for path, new_name in new_names.items():
+                if new_name is not None:
+                    logger.info("{} of an earlier run is kept as {}", path, new_name.name)
         if not trainer.get("val_only"):  # which trains no step again
             for log in logs:
                 log.cut_after(step)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
-        """Print where the results of a run are, after large shares of what it left out; `checkpoint` is the step of its
-        newest checkpoint."""
+        """Print large shares of what the run left out, then where its results are; `checkpoint`: its newest step."""
         if not self.writes:
             return
         done, total = self.last_step, self.total_steps

@@ -28,20 +28,23 @@ def sample_rows(
     columns = samples.non_tensor_batch
     prompts = [answer_text(tokenizer, ids) for ids in samples.batch["prompts"].tolist()]
     if "response_text" in columns:
-        outputs = [t if isinstance(t, str) else " ".join(s["text"] for s in t) for t in columns["response_text"]]
+        outputs = [
+            text if isinstance(text, str) else " ".join(segment["text"] for segment in text)
+            for text in columns["response_text"]
+        ]
     else:
         mask = samples.batch["attention_mask"][:, -samples.batch["responses"].size(1) :].bool()
         responses = zip(samples.batch["responses"], mask, strict=True)
         outputs = [answer_text(tokenizer, ids[kept].tolist()) for ids, kept in responses]
-    if "reward_model" in columns:
-        truths = [row.get("ground_truth") for row in columns["reward_model"]]
-    else:
-        truths = [None] * len(samples)
+    judged = columns["reward_model"] if "reward_model" in columns else [{}] * len(samples)
     rows = []
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        row = {"input": prompt, "output": output, "gts": truths[i], "score": scores[i], "step": step}
-        own = {key: values[i] for key, values in extras.items() if key != "score"}
-        rows.append(row | {f"{key}_extra" if key in row else key: value for key, value in own.items()})
+        truth = judged[i].get("ground_truth")
+        row = {"input": prompt, "output": output, "gts": truth, "score": scores[i], "step": step}
+        for key, values in extras.items():
+            if key != "score":
+                row[f"{key}_extra" if key in row else key] = values[i]
+        rows.append(row)
     return rows
 
 
@@ -53,21 +56,18 @@ def report_rows(
     Conversations of several turns (column __num_turns__) have segments of generated text and text that was given.
     """
     columns = samples.non_tensor_batch
-    texts = columns["response_text"] if "response_text" in columns else [""] * len(rows)
+    texts = list(columns["response_text"]) if "response_text" in columns else [""] * len(rows)
     if "__num_turns__" in columns:
-        turns = columns["__num_turns__"]
-        texts = [_turns(samples, i, tokenizer) if turns[i] > 2 else text for i, text in enumerate(texts)]
-    return [
-        {
-            "prompt": row["input"],
-            "response": row["output"],
-            "segments": None if isinstance(text, str) else text,
-            "score": row["score"],
-            "ground_truth": row["gts"],
-            "extras": {key: columns[EXTRAS][i].get(key) for key in extra_keys},
-        }
-        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]
+        for i in np.flatnonzero(columns["__num_turns__"] > 2):
+            texts[i] = _turns(samples, i, tokenizer)
+    reported = []
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        extras = {key: columns[EXTRAS][i].get(key) for key in extra_keys}
+        reported.append({
+            "prompt": row["input"], "response": row["output"], "segments": None if isinstance(text, str) else text,
+            "score": row["score"], "ground_truth": row["gts"], "extras": extras,
+        })
+    return reported
 
 
 def _turns(samples: DataProto, row: int, tokenizer: Any) -> list[dict[str, str]]:

@@ -28,12 +28,9 @@ RESTORED: dict[str, str | None] = {
 class Origin(NamedTuple):
     """What a start continues."""
 
-    #: whether the files of the run's folder are those of the run up to the checkpoint
-    continues: bool = True
-    #: whether the start leaves what is in the folder: it begins anew, or at an earlier step than the newest checkpoint
-    leaves: bool = False
-    #: number of the start that wrote the checkpoint; 0 for one in another folder, None where the checkpoint has none
-    start: int | None = None
+    continues: bool = True  # the files of the run's folder are those of the run up to the checkpoint
+    leaves: bool = False  # it begins anew, or at an earlier step than the newest checkpoint of the folder
+    start: int | None = None  # number of the start that wrote the checkpoint; 0: in another folder, None: not known
 
 
 class Starts:
@@ -51,18 +48,21 @@ class Starts:
         """
         earlier = [row for row in self.read() if "config" in row]
         self.number = len(earlier) + 1
-        text, file = redacted_yaml(config), f"run_configs/{self.number}.yaml"
+        file = f"run_configs/{self.number}.yaml"
         (self.run_dir / "run_configs").mkdir(exist_ok=True)
-        for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
-            target.write_text(text, encoding="utf-8")
+        for name in ("run_config.yaml", file):
+            (self.run_dir / name).write_text(redacted_yaml(config), encoding="utf-8")
         command = shlex.join(redact_command([Path(sys.executable).name, *sys.orig_argv[1:]]))
-        before = [row for row in earlier if (row["step"] < step if writer is None else row["start"] == writer)]
+        last = None  # the start that is continued
+        for row in earlier:
+            if row["start"] == writer or (writer is None and row["step"] < step):
+                last = row
         lines, in_force = [], {}
-        if step and before and (self.run_dir / before[-1]["config"]).is_file():
-            old, new = (OmegaConf.load(self.run_dir / name) for name in (before[-1]["config"], file))
-            words = shlex.split(f"{before[-1]['command']} {command}")
+        if step and last is not None and (self.run_dir / last["config"]).is_file():
+            old, new = OmegaConf.load(self.run_dir / last["config"]), OmegaConf.load(self.run_dir / file)
+            words = shlex.split(f"{last['command']} {command}")
             given = [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
-            lines, in_force = changed_settings(old, new, before[-1].get("in_force", {}), given)
+            lines, in_force = changed_settings(old, new, last.get("in_force", {}), given)
         self._append(
             start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
         )
@@ -86,26 +86,22 @@ class Starts:
 def changed_settings(
     old: Mapping[str, Any], new: Mapping[str, Any], in_force: Mapping[str, Any], given: Collection[str] = ()
 ) -> tuple[list[str], dict[str, Any]]:
-    """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead; and the
-    values in use that are not those of `new`. `in_force`: those that are not those of `old`. Settings with the same
-    change as one of those `given` in the commands, which mostly are derived from it, are in its line.
+    """A line `key: old -> new (effect)` for each setting that differs, and the old values that remain in use, by key.
+
+    `in_force` are such values at the time of `old`. Settings with the same change as one of those `given` in the
+    commands, which mostly are derived from it, are in its line.
     """
-    before, after = ({k: v for k, v in leaves(tree) if v != {}} for tree in (old, new))  # {}: an empty section
-    before |= in_force
+    before = {key: value for key, value in leaves(old) if value != {}} | in_force  # {}: an empty section
+    after = {key: value for key, value in leaves(new) if value != {}}
     changes, kept = {}, {}
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
             continue
-        source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
-        contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
-        if source == OPTIMIZER and "optimizer" not in after.get(contents, ["optimizer"]):
-            source = None
-        if source:
+        effect = _restored_by_checkpoint(key, after)
+        if effect is not None:
             kept[key] = before.get(key)
-        effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
-        effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
         values = ("null" if value is None else str(value) for value in (before.get(key), after.get(key)))
-        changes[key] = f"{' -> '.join(values)} ({effect})"
+        changes[key] = f"{' -> '.join(values)} ({effect or 'applied'})"
     leading = {changes[key] for key in given if key in changes}
     followers = {text: [key for key in changes if changes[key] == text and key not in given] for text in leading}
     lines = []
@@ -114,3 +110,14 @@ def changed_settings(
             also = followers.pop(text, [])
             lines.append(f"{key}: {text}" + (f", also {', '.join(also)}" if also else ""))
     return lines, kept
+
+
+def _restored_by_checkpoint(key: str, after: Mapping[str, Any]) -> str | None:
+    """Why a changed setting has no effect in a resumed run: "not applied: ..."; None where it has one."""
+    source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
+    if source == OPTIMIZER:
+        contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
+        if "optimizer" not in after.get(contents, ["optimizer"]):
+            return None
+        source += f"; {contents}=[model] starts a new one"
+    return source and f"not applied: the checkpoint restores its {source}"

@@ -15,9 +15,7 @@ class StepFailed(RuntimeError):
 
     def __init__(self, step_name: str, global_step: int, cause_text: str) -> None:
         super().__init__(step_name, global_step, cause_text)  # args rebuild it after a trip through Ray
-        self.step_name = step_name
-        self.global_step = global_step
-        self.cause_text = cause_text
+        self.step_name, self.global_step, self.cause_text = step_name, global_step, cause_text
 
     def __str__(self) -> str:
         return f"step '{self.step_name}' of global step {self.global_step} failed: {self.cause_text}"

@@ -1,7 +1,6 @@
 """Metrics of a validation with several samples per prompt: mean, best, worst and majority of k samples.
 
-A run calls `process_validation_metrics`. `bootstrap_metric` and `calc_maj_val` compute one statistic each, under verl's
-names.
+Runs call `process_validation_metrics`; `bootstrap_metric` and `calc_maj_val` are single statistics under verl's names.
 """
 
 import functools
@@ -58,7 +57,8 @@ def _prompt_metrics(values: np.ndarray, votes: list[str] | None, seed: int) -> d
         return metrics
     metrics[f"std@{n}"] = values.std()
     vote_numbers = None if votes is None else np.array([votes.index(vote) for vote in votes])  # equal for equal votes
-    for k in [*(2**e for e in range(1, n.bit_length()) if 2**e < n), n]:
+    powers = [2**e for e in range(1, n.bit_length()) if 2**e < n]
+    for k in [*powers, n]:
         draws = _draws(n, k, N_BOOTSTRAP, seed)  # [S, k], S = N_BOOTSTRAP
         drawn = values[draws]
         statistics = {"best": drawn.max(1), "worst": drawn.min(1)}

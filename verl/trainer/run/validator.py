@@ -31,12 +31,12 @@ class Validator:
     def run(self, step: int) -> dict[str, float]:
         """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* requests them.
 
-        Raises ValueError if nothing could be scored, or if a reward key is missing in an earlier batch.
+        Raises ValueError if nothing could be scored.
         """
         sources: list[str] = []
         uids: list[str] = []
         rows: list[dict[str, Any]] = []
-        values: dict[str, list[Any]] = defaultdict(list)
+        values: list[dict[str, Any]] = []  # reward and extras of each sample; batches may have other extras
         rollout_metrics: dict[str, list[float]] = defaultdict(list)
         prompts_seen, dataset = 0, getattr(self.loader, "dataset", ())
         logger.log("DEBUG" if step else "INFO", f"validating {len(dataset)} prompts")  # later, each step has its line
@@ -52,24 +52,23 @@ class Validator:
                 continue
             samples.meta_info["validate"] = True
             samples, token_scores, extras, _ = self.rollout.score(samples, self.reward_fn)
-            extras = {"reward_extra" if key == "reward" else key: column for key, column in extras.items()}
             scores = token_scores.sum(-1).tolist()
-            values["reward"] += scores
-            for key, column in extras.items():
-                values[key] += [None] * (len(uids) - len(values[key])) + list(column)  # None: not in earlier batches
+            columns = {"reward": scores}
+            columns |= {"reward_extra" if key == "reward" else key: column for key, column in extras.items()}
+            values += [{key: column[i] for key, column in columns.items()} for i in range(len(samples))]
             sources += [str(source) for source in samples.non_tensor_batch[self.config.data.reward_fn_key]]
             uids += samples.non_tensor_batch["uid"].tolist()
-            rows += sample_rows(samples, self.tokenizer, scores, {"reward": scores, **extras}, step)
+            rows += sample_rows(samples, self.tokenizer, scores, columns, step)
         requested = prompts_seen * self.config.actor_rollout_ref.rollout.val_kwargs.n
         if not uids:
             raise ValueError(
                 f"validation scored none of {requested} samples: data.val_files has no prompts (data.val_max_samples="
                 f"{self.config.data.val_max_samples}), or every generation failed."
             )
-        for column in values.values():
-            column += [None] * (len(uids) - len(column))
-        metrics = name_validation_metrics(process_validation_metrics(sources, uids, dict(values)))
-        metrics.update(reduce_metrics(dict(rollout_metrics)))
+        names = dict.fromkeys(name for of_sample in values for name in of_sample)
+        variables = {name: [of_sample.get(name) for of_sample in values] for name in names}
+        metrics = name_validation_metrics(process_validation_metrics(sources, uids, variables))
+        metrics |= reduce_metrics(dict(rollout_metrics))
         metrics["val-aux/requested_samples"] = requested
         metrics["val-aux/dropped_samples"] = requested - len(uids)
         if overlong := getattr(dataset, "dropped_overlong", 0):

@@ -1,5 +1,6 @@
 """From data files to each rank's share of a batch."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,19 +40,23 @@ class RankShares:
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int, ranks: int, seed: int | None = None) -> None:
-        self.rows, self.batch_size, self.rank, self.ranks, self.seed = rows, batch_size, rank, ranks, seed
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.rank, self.ranks = rank, ranks
         self.epoch = 0
 
     def __len__(self) -> int:
-        return self.rows // self.batch_size if self.seed is not None else -(-self.rows // self.batch_size)
+        if self.seed is None:
+            return math.ceil(self.rows / self.batch_size)
+        return self.rows // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(-(-self.rows // self.ranks) * self.ranks))
-        if self.seed is not None:
+        if self.seed is None:
+            order = list(range(math.ceil(self.rows / self.ranks) * self.ranks))
+        else:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.rows, generator=generator).tolist()
-        batches = (order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self)))
-        return iter([batch[self.rank :: self.ranks] for batch in batches])
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            yield order[start : start + self.batch_size][self.rank :: self.ranks]
 
 
 class PaddedRows(Dataset):
@@ -68,9 +73,7 @@ class PaddedRows(Dataset):
 def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> PromptLoader:
     """A loader of these shares. It draws from a generator of its own, so that reading never moves the model's."""
     generator = torch.Generator().manual_seed(0)
-    return PromptLoader(
-        dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator
-    )
+    return PromptLoader(dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator)
 
 
 def cut(batch: Any, data: SFTDataConfig) -> list[Any]:
@@ -85,7 +88,7 @@ def cut(batch: Any, data: SFTDataConfig) -> list[Any]:
 
 
 def _without_common_padding(batch: Any) -> Any:
-    width = max(2, int(batch["attention_mask"].sum(-1).max()))  # rows are right-padded
     length = batch["attention_mask"].shape[1]
-    return batch.apply(lambda t: t[:, :width] if t.dim() == 2 and t.shape[1] == length else t)
+    longest = max(2, int(batch["attention_mask"].sum(-1).max()))  # rows are right-padded
+    return batch.apply(lambda column: column[:, :longest] if column.shape[1:] == (length,) else column)
 

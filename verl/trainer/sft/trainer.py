@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
@@ -20,6 +20,7 @@ from verl.config.compose import to_settings, with_values
 from verl.config.sft import SFTConfig
 from verl.config.sft_engine import engine_parts, samples_per_forward, steps_of_epochs
 from verl.data.fingerprint import data_fingerprint
+from verl.planning.checks import Findings
 from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
@@ -38,9 +39,6 @@ from verl.utils.fs import copy_to_local
 from verl.utils.problems import Problem
 from verl.utils.tokenizer import hf_tokenizer, use_chat_template
 
-if TYPE_CHECKING:
-    from verl.planning.checks import Findings
-
 
 class FSDPSFTTrainer:
     """Next-token loss on learned tokens (loss_mask 1), divided by their number in the global batch.
@@ -54,38 +52,50 @@ class FSDPSFTTrainer:
     `ulysses_device_mesh` is taken for verl's callers: ulysses_sequence_parallel_size makes the groups.
     """
 
-    #: dataclass of the whole config tree, which checks keys and values
-    config_type: type[SFTConfig] = SFTConfig
-    #: how a batch becomes log-probs
-    policy_type: type[Policy] = CausalLMPolicy
-    #: which rows are in a batch
-    shares_type: type[RankShares] = RankShares
+    config_type: type[SFTConfig] = SFTConfig  # dataclass of the whole config tree, which checks keys and values
+    policy_type: type[Policy] = CausalLMPolicy  # how a batch becomes log-probs
+    shares_type: type[RankShares] = RankShares  # which rows are in a batch
 
     def __init__(
-        self,
-        config: SFTConfig,
-        device_mesh: DeviceMesh | None,
-        ulysses_device_mesh: DeviceMesh | None,
-        tokenizer: Any,
-        train_dataset: Dataset,
-        val_dataset: Dataset | None = None,
+        self, config: SFTConfig, device_mesh: DeviceMesh | None, ulysses_device_mesh: DeviceMesh | None,
+        tokenizer: Any, train_dataset: Dataset, val_dataset: Dataset | None = None,
     ) -> None:
         config = to_settings(config, self.config_type)
-        folder = Path(config.trainer.default_local_dir).expanduser().absolute()  # also where a resume looks
-        config = with_values(config, {"trainer.default_local_dir": str(folder)})
         self.tokenizer = tokenizer
-        run, size = config.trainer, config.data.train_batch_size
-        if len(train_dataset) < size:
+        batch_size = config.data.train_batch_size
+        if len(train_dataset) < batch_size:
             raise ValueError(
-                f"data.train_files gives {len(train_dataset)} samples, fewer than one batch of {size} "
+                f"data.train_files gives {len(train_dataset)} samples, fewer than one batch of {batch_size} "
                 "(data.train_batch_size); lower the batch size or add samples."
             )
-        epoch = len(train_dataset) // size
-        config = with_values(config, {f"trainer.{key}": n for key, n in steps_of_epochs(run, epoch).items()})
+        steps_per_epoch = len(train_dataset) // batch_size
+        folder = Path(config.trainer.default_local_dir).expanduser().absolute()  # also where a resume looks
+        frequencies = steps_of_epochs(config.trainer, steps_per_epoch)
+        changes = {f"trainer.{key}": steps for key, steps in frequencies.items()}
+        config = with_values(config, {"trainer.default_local_dir": str(folder), **changes})
         run = config.trainer
-        self.total_training_steps = run.total_training_steps or epoch * run.total_epochs
+        self.total_training_steps = run.total_training_steps or steps_per_epoch * run.total_epochs
+        self._build_model(config, device_mesh)
+        samples = samples_per_forward(config.data, self.engine.get_data_parallel_size())
+        self.config = config = with_values(config, {"data.micro_batch_size_per_gpu": samples})
+        self._build_loaders(train_dataset, val_dataset)
+        self.global_steps = 0
+        self.counters = {"nonfinite_in_row": 0, "skipped": 0}
+        self.best: dict[str, Any] = {}
+        fingerprint = data_fingerprint(config.data.train_files, len(train_dataset))
+        fingerprint |= {"train_batch_size": batch_size, "seed": run.seed}
+        self.checkpoints = Checkpoints(
+            run, {"": self.engine}, self.train_stream, fingerprint, run.max_ckpt_to_keep, restores_rng=False
+        )
+        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0)
+        logger.info(
+            f"{len(train_dataset)} training samples, {len(self.train_stream.loader)} batches an epoch, "
+            f"{self.total_training_steps} steps"
+        )
+
+    def _build_model(self, config: SFTConfig, mesh: DeviceMesh | None) -> None:
         model, *parts = self.engine_parts(config)
-        self.engine = FSDPEngine.of_section("model", model, *parts, device=run.device, mesh=device_mesh)
+        self.engine = FSDPEngine.of_section("model", model, *parts, device=config.trainer.device, mesh=mesh)
         self.policy = self.policy_type()
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         with self.engine.eval_mode():  # there it is known whether ranks share sequences
@@ -95,32 +105,21 @@ class FSDPSFTTrainer:
             raise ValueError(
                 "data.packing=true: this model cannot compute batches without padding (see above). Set it to false."
             )
-        rows = samples_per_forward(config.data, self.engine.get_data_parallel_size())
-        self.config = config = with_values(config, {"data.micro_batch_size_per_gpu": rows})
-        ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
+
+    def _build_loaders(self, train_dataset: Dataset, val_dataset: Dataset | None) -> None:
+        """This rank's share of both data sets; raises ValueError if the ranks cannot share a batch evenly."""
+        data, rank, ranks = self.config.data, self.engine.rank, self.engine.world_size
+        size, workers = data.train_batch_size, data.dataloader_num_workers
         if size % ranks:
             raise ValueError(
                 f"data.train_batch_size={size} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}."
             )
-        self.shares = self.shares_type(len(train_dataset), size, self.engine.rank, ranks, run.seed)
+        self.shares = self.shares_type(len(train_dataset), size, rank, ranks, self.config.trainer.seed)
         self.train_stream = PromptStream(make_loader(train_dataset, self.shares, workers))
         self.val_loader = None
         if val_dataset is not None:
-            val_shares = RankShares(len(val_dataset), size, self.engine.rank, ranks)
+            val_shares = RankShares(len(val_dataset), size, rank, ranks)
             self.val_loader = make_loader(PaddedRows(val_dataset), val_shares, workers)
-        self.global_steps = 0
-        self.counters = {"nonfinite_in_row": 0, "skipped": 0}
-        self.best: dict[str, Any] = {}
-        files = [config.data.train_files] if isinstance(config.data.train_files, str) else list(config.data.train_files)
-        fingerprint = data_fingerprint(files, len(train_dataset)) | {"train_batch_size": size, "seed": run.seed}
-        self.checkpoints = Checkpoints(
-            run, {"": self.engine}, self.train_stream, fingerprint, run.max_ckpt_to_keep, restores_rng=False
-        )
-        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0)
-        logger.info(
-            "{} training samples, {} batches an epoch, {} steps", len(train_dataset), len(self.train_stream.loader),
-            self.total_training_steps,
-        )  # fmt: skip
 
     @classmethod
     def problems(cls, config: SFTConfig, findings: Findings) -> Iterable[Problem]:
@@ -183,24 +182,16 @@ class FSDPSFTTrainer:
             hidden = None if self.engine.rank == 0 else True  # None: shown on a terminal only
             steps = tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=hidden)
             for self.global_steps in steps:
-                started = time.perf_counter()
-                batch = self._draw()
-                metrics = self.training_step(batch)
-                seconds = time.perf_counter() - started
-                rate = metrics["train/global_tokens"] / seconds / self.engine.world_size
-                metrics |= {"train/time(s)": seconds, "perf/throughput": rate}
-                metrics |= self._utilisation(batch, seconds)
-                metrics["training/epoch"] = self.train_stream.epoch
-                metrics |= all_reduce_max(peak_memory(self.engine.device.type), self.engine.device)
+                metrics = self._timed_step()
                 if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                     metrics |= self._validate()
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
                 stop, ended = any_rank(signals.stop_requested, self.engine.device), self.ends_early()
-                last = ended or self.global_steps >= self.total_training_steps
-                skipped = int(metrics["train/skipped_steps"])
+                last = ended or self.global_steps >= total
+                skipped = metrics["train/skipped_steps"] > 0
                 self.counters["skipped"] += skipped
                 count_skipped(
-                    self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
+                    self.counters, skipped, self.config.trainer.nonfinite_steps_max,
                     "loss or gradient was NaN or infinite, or no token was learned, in",
                     "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
                     self.global_steps if last else None,
@@ -209,11 +200,23 @@ class FSDPSFTTrainer:
                 if stop or self.checkpoints.is_due(self.global_steps, last):
                     self.save_checkpoint(self.global_steps)
                 if ended:
-                    break
-                if stop and self.global_steps < self.total_training_steps:
+                    return 0
+                if stop and not last:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
                     return signals.exit_code
         return 0
+
+    def _timed_step(self) -> dict[str, float]:
+        """Train on the next batch; the step's metrics with its time, throughput and memory."""
+        started = time.perf_counter()
+        batch = self._draw()
+        metrics = self.training_step(batch)
+        seconds = time.perf_counter() - started
+        metrics["train/time(s)"] = seconds
+        metrics["perf/throughput"] = metrics["train/global_tokens"] / seconds / self.engine.world_size
+        metrics["training/epoch"] = self.train_stream.epoch
+        metrics |= self._utilisation(batch, seconds)
+        return metrics | all_reduce_max(peak_memory(self.engine.device.type), self.engine.device)
 
     def _utilisation(self, batch: TensorDict, seconds: float) -> dict[str, float]:
         """perf/mfu/train of a step: FLOPs of one pass over all ranks' rows over what the devices could do in that time.
@@ -307,9 +310,9 @@ class FSDPSFTTrainer:
         """One optimizer step on this rank's share [B, L] of a batch; global metrics, the same on every rank."""
         inputs = self.step_inputs(batch)
         rate = float(self.engine.lr_scheduler.get_last_lr()[0])
-        learned = batch["loss_mask"][:, 1:].sum(-1)
-        counts = {"learned": learned.sum(), "all": batch["attention_mask"].sum(), "rows": len(learned)}
-        counts["empty"] = (learned == 0).sum()
+        learned = batch["loss_mask"][:, 1:].sum(-1)  # tokens of each row, [B]
+        counts = {"learned": learned.sum(), "empty": (learned == 0).sum(), "rows": len(learned)}
+        counts["all"] = batch["attention_mask"].sum()
         counts = all_reduce_values({name: float(count) for name, count in counts.items()}, self.engine.device)
         sums: dict[str, float] = defaultdict(float)
         skipped, norm = True, math.nan
@@ -320,9 +323,9 @@ class FSDPSFTTrainer:
                 self.engine.optimizer_zero_grad()
                 micros = self.cut(self._joined(batch))
                 for number, micro in enumerate(micros, 1):
+                    micro = to_device(micro, self.engine.device)
                     tokens, is_last = int(counts["learned"]), number == len(micros)
-                    batch = to_device(micro, self.engine.device)
-                    for name, value in self.backward(batch, tokens, is_last, inputs).items():
+                    for name, value in self.backward(micro, tokens, is_last, inputs).items():
                         sums[name] += value.double() if isinstance(value, torch.Tensor) else value
                 step = self.engine.optimizer_step()
                 sums = {name: float(value) for name, value in sums.items()}
@@ -360,11 +363,11 @@ class FSDPSFTTrainer:
 def next_token_batch(micro: TensorDict) -> TensorDict:
     """Rows [b, T] as prompts of one token with T - 1 response tokens, of which the learned ones are `counted`."""
 
-    def columns(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        return kept | {"responses": given["input_ids"][:, 1:], "counted": given["loss_mask"][:, 1:]}
+    def next_token_columns(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        return kept | {"responses": columns["input_ids"][:, 1:], "counted": columns["loss_mask"][:, 1:]}
 
-    batch = TensorDict(columns(micro), batch_size=len(micro))
+    batch = TensorDict(next_token_columns(micro), batch_size=len(micro))
     if ON_HOST in micro.keys():
-        batch.set_non_tensor(ON_HOST, OnHost(columns(on_host(micro))))
+        batch.set_non_tensor(ON_HOST, OnHost(next_token_columns(on_host(micro))))
     return batch
