@@ -10,7 +10,7 @@ from tests.helpers.logs import logged
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.journal import ToolJournal
 from verl.agents.tools.runner import ToolRunner, truncate
-from verl.agents.tools.schemas import ToolResponse
+from verl.agents.tools.schemas import ToolResponse, ToolResult
 from verl.reward.pool import FatalGradingError
 
 KWARGS = {"counter": {
@@ -373,7 +373,7 @@ def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):
     _, _, journal = started(tmp_path)
     key = journal.key(4, 1, [5], 0)
     journal.key(5, 1, [6], 0)
-    journal.add(key, ToolResponse(text="a"), None, {}, None)
+    journal.add(key, ToolResult(response=ToolResponse(text="a")))
     _, _, again = started(tmp_path)
     key = again.key(4, 1, [5], 0)
     again.key(5, 1, [6], 0)
@@ -383,5 +383,5 @@ def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):
 def test_images_are_not_kept(tmp_path):
     _, _, journal = started(tmp_path)
     key = journal.key(1, 0, [1], 0)
-    journal.add(key, ToolResponse(text="a", image=[object()]), None, {}, None)
+    journal.add(key, ToolResult(response=ToolResponse(text="a", image=[object()])))
     assert not (tmp_path / "tool_journal").exists()
