@@ -122,8 +122,7 @@ class _ConversationProcess:
 
     async def wait_ready(self) -> None:
         """Return once the environment has started; FatalGradingError if it cannot."""
-        if not self._ready.done():
-            await asyncio.wait({self._ready}, timeout=START_S)
+        await asyncio.wait({self._ready}, timeout=START_S)
         problem = self._ready.result() if self._ready.done() else f"did not start within {START_S:g} s"
         if problem is not None:
             self.fail(problem)
@@ -147,7 +146,7 @@ class _ConversationProcess:
         if not self._ready.done():
             self._ready.set_result(reason)
         for conversation in self.conversations.values():
-            conversation.events.put_nowait(("failed", reason))
+            conversation.events.put_nowait(("failed", f"{conversation.name}: {reason}"))
         self.child.end()
 
     def _receive(self) -> None:
@@ -170,7 +169,8 @@ class EnvironmentConversation:
     """One conversation in a process of an environment, which asks for the model's turns and gives the scores."""
 
     def __init__(self, process: _ConversationProcess, number: int, item: dict[str, Any]) -> None:
-        self.process, self.number, self.item = process, number, item
+        self.process, self.number = process, number
+        self.name = f"environment {process.name} ({describe(item)})"
         self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     def reply(self, message: dict[str, Any]) -> None:
@@ -187,16 +187,15 @@ class EnvironmentConversation:
         Raises EnvironmentFailed if the environment failed, or took longer than data.environment.timeout: then its
         process is killed, and the other conversations of the process fail too.
         """
-        name, timeout = f"environment {self.process.name} ({describe(self.item)})", self.process.timeout
         try:
-            kind, content = await asyncio.wait_for(self.events.get(), timeout)
+            kind, content = await asyncio.wait_for(self.events.get(), self.process.timeout)
         except TimeoutError:
-            reason = f"took longer than data.environment.timeout={timeout:g} s: raise it"
-            logger.warning("{} {}; its process is killed", name, reason)
-            self.process.fail(f"the conversation about {describe(self.item)} in the same process {reason}")
-            raise EnvironmentFailed(f"{name} {reason}") from None
+            reason = f"{self.name} took longer than data.environment.timeout={self.process.timeout:g} s: raise it"
+            logger.warning("{}; its process is killed", reason)
+            self.process.fail(f"its process is killed, since in it {reason}")
+            raise EnvironmentFailed(reason) from None
         if kind == "failed":
-            raise EnvironmentFailed(content if content.startswith("environment ") else f"{name}: {content}")
+            raise EnvironmentFailed(content)
         return kind, content
 
     def close(self) -> None:
