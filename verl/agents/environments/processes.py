@@ -20,11 +20,6 @@ START_S = 300.0  # limit for the import of a library and the start of its enviro
 ROWS_S = 3600.0  # limit for the rows of both splits
 
 
-def _plain(settings: EnvironmentConfig) -> dict[str, Any]:
-    """data.environment as processes get it: values that JSON has."""
-    return {name: settings[name] for name in settings if name != "_target_"}
-
-
 def _start(target: Callable, *arguments: Any) -> SpawnedChild:
     """A process for an environment; what it starts ends with it."""
     # A fork server preloads once, when it starts; this one also starts the grading processes.
@@ -36,7 +31,7 @@ class EnvironmentCalls:
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.name = settings.name
-        self._child = _start(serve, functools.partial(call_host, json.dumps(_plain(settings))))
+        self._child = _start(serve, functools.partial(call_host, json.dumps(dict(settings))))
 
     def __enter__(self) -> "EnvironmentCalls":
         return self
@@ -61,7 +56,7 @@ def environment_rows(settings: EnvironmentConfig, files: Mapping[str, list[str]]
 
     Raises EnvironmentFailed.
     """
-    return _rows(json.dumps(_plain(settings)), json.dumps(dict(files)))
+    return _rows(json.dumps(dict(settings)), json.dumps(dict(files)))
 
 
 @functools.lru_cache(2)
@@ -113,7 +108,7 @@ class _ConversationProcess:
     """A process that runs `serve_conversations`, which describes the messages of both sides."""
 
     def __init__(self, settings: EnvironmentConfig, loop: asyncio.AbstractEventLoop) -> None:
-        self.name, self.child = settings.name, _start(serve_conversations, _plain(settings))
+        self.name, self.child = settings.name, _start(serve_conversations, dict(settings))
         self.loop, self.timeout, self.alive = loop, settings.timeout, True
         self.conversations: dict[int, EnvironmentConversation] = {}
         self._numbers = itertools.count()

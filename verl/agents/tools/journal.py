@@ -35,7 +35,6 @@ class CallJournal:
         self.folder = self.run / TOOL_JOURNAL
         self.writer, self.begun = uuid4().hex[:12], time.time()
         self.results: dict[int, dict[str, dict[str, Any]]] = {}  # of steps that have begun, by their calls' digests
-        self.replayed = 0
 
     def key_of(self, step: int, *parts: Any) -> CallKey:
         """The key of the call that `parts`, which JSON has, describe; reads a new step's recorded calls."""
@@ -63,9 +62,7 @@ class CallJournal:
     def find(self, key: CallKey) -> dict[str, Any] | None:
         """The entry of a call that was made before."""
         step, digest = key
-        entry = self.results.get(step, {}).get(digest)
-        self.replayed += entry is not None
-        return entry
+        return self.results.get(step, {}).get(digest)
 
     def write(self, key: CallKey, entry: dict[str, Any]) -> None:
         """Write the result of a call, which then survives the death of the process."""
