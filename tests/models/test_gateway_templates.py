@@ -16,9 +16,9 @@ import pytest
 
 from tests.agents.gateway.parts import LOOKUP, session_of
 from tests.models.templates import FOLDER, SETTINGS, STOPS, Played, bytes_of
-from verl.agents.agent_loop.base import AgentLoopOutput
+from verl.agents.agent_loop.base import AgentLoopMetrics
 from verl.agents.agent_loop.rows import batch_of
-from verl.agents.gateway.program_agent_loop import columns_of
+from verl.agents.gateway.program_agent_loop import output_of_rows
 from verl.agents.gateway.server import Gateway
 from verl.trainer.ppo.turn_rows import to_rows
 
@@ -139,7 +139,7 @@ def check(session):
     expected = {}
     for prompt, wrote, log_probs, _ in engine.asked:
         expected |= {value: prompt + wrote[: i + 1] for i, value in enumerate(log_probs)}
-    output = AgentLoopOutput(num_turns=2, **columns_of(rows))
+    output = output_of_rows(rows, 2, AgentLoopMetrics(), {})
     assert len(output.response_ids) <= engine.rollout_config.response_length
     samples = batch_of([output], engine.rollout_config, 0)
     update, trained, ids_of = to_rows(samples), {}, []

@@ -87,6 +87,21 @@ class Node:
     kept: list[list[int]] | None = None
 
 
+@dataclass
+class Match:
+    """The longest beginning of some ids that is in a tree: the nodes from the root, and the number of ids.
+
+    The ids may end within the last node, whose last `excess` tokens they do not have.
+    """
+
+    path: list[Node]
+    tokens: int
+
+    @property
+    def excess(self) -> int:
+        return sum(len(node.ids) for node in self.path) - self.tokens
+
+
 class ConversationTree:
     """A record of all requests of a program to a model: what each was given, and what was generated.
 
@@ -116,42 +131,42 @@ class ConversationTree:
         if self.has_log_probs not in (None, log_probs is not None):
             raise ValueError("either all generated turns have log-probs, or none")
         self.has_log_probs = log_probs is not None
-        path, matched = self._match(prompt_ids)
-        node = path[-1]
-        excess = sum(len(n.ids) for n in path) - matched
-        if excess:
-            _split(node, len(node.ids) - excess)
-        if matched < len(prompt_ids):
-            node.children.append(Node(list(prompt_ids[matched:])))
-            node = node.children[-1]
+        known = self._match(prompt_ids)
+        node = known.path[-1]
+        if known.excess:
+            _split(node, len(node.ids) - known.excess)
+        if known.tokens < len(prompt_ids):
+            given = Node(list(prompt_ids[known.tokens :]))
+            node.children.append(given)
+            node = given
         node.children.append(Node(list(ids), True, log_probs and list(log_probs), version, kept=kept and list(kept)))
         self.has_kept |= kept is not None
         self.turns += 1
 
-    def _match(self, ids: Sequence[int]) -> tuple[list[Node], int]:
-        """(path from the root, its tokens that `ids` starts with) of the longest match, whose last node may be cut."""
-        whole = part = ([self.root], 0)  # the longest match that ends with a node, and that ends within one
-        open_paths = [whole]
-        while open_paths:
-            path, matched = open_paths.pop()
-            if matched > whole[1]:
-                whole = path, matched
-            for child in reversed(path[-1].children):
-                if matched == len(ids) or child.ids[0] != ids[matched]:
-                    continue
-                same = _common(child.ids, ids[matched : matched + len(child.ids)])
+    def _match(self, ids: Sequence[int]) -> Match:
+        """The longest match; of two that match as far, the one that ends with a node, which needs no split."""
+        longest_whole = longest_cut = Match([self.root], 0)
+        waiting = [longest_whole]  # matches that end with a node, whose children are to be compared
+        while waiting:
+            match = waiting.pop()
+            if match.tokens > longest_whole.tokens:
+                longest_whole = match
+            for child in reversed(match.path[-1].children):
+                same = common_length(child.ids, ids[match.tokens : match.tokens + len(child.ids)])
+                longer = Match([*match.path, child], match.tokens + same)
                 if same == len(child.ids):
-                    open_paths.append(([*path, child], matched + same))
-                elif matched + same > part[1]:
-                    part = [*path, child], matched + same
-        return part if part[1] > whole[1] else whole  # of two that match as far, the one that needs no split
+                    waiting.append(longer)
+                elif longer.tokens > longest_cut.tokens:
+                    longest_cut = longer
+        return longest_cut if longest_cut.tokens > longest_whole.tokens else longest_whole
 
     def appended(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that a turn after this prompt adds to `response_length` besides its own: what was given after a leaf,
         which becomes a part of that row's response. After anything else a new row begins, with them in its prompt."""
-        path, matched = self._match(prompt_ids)
-        ends_leaf = not path[-1].children and path[-1].generated and matched == sum(len(node.ids) for node in path)
-        return len(prompt_ids) - matched if ends_leaf else 0
+        known = self._match(prompt_ids)
+        leaf = known.path[-1]
+        continues_row = leaf.generated and not leaf.children and not known.excess
+        return len(prompt_ids) - known.tokens if continues_row else 0
 
     @property
     def response_length(self) -> int:
@@ -166,9 +181,9 @@ class ConversationTree:
         """
         rows = []
         for prompt, response in self._leaves():
-            log_probs, kept = ([] if has else None for has in (self.has_log_probs, self.has_kept))
-            ids = [token for node in prompt for token in node.ids]
-            row = Conversation(ids, response_logprobs=log_probs, kept_tokens=kept)
+            row = Conversation([token for node in prompt for token in node.ids])
+            row.response_logprobs = [] if self.has_log_probs else None
+            row.kept_tokens = [] if self.has_kept else None
             for node in response:
                 if node.generated:
                     row.add_generated(node.ids, node.log_probs, node.version, node.kept)
@@ -182,22 +197,24 @@ class ConversationTree:
         waiting: list[tuple[list[Node], Node]] = [([], child) for child in reversed(self.root.children)]
         while waiting:
             before, node = waiting.pop()  # nodes whose tokens an earlier row trains, and the first of this row's own
-            own, branches = [node], []
+            own = [node]
             while node.children:
-                branches += [([*before, *own], child) for child in reversed(node.children[1:])]
+                # Depth first: the deepest branch is popped next, and of its siblings the one that was added first.
+                waiting += [([*before, *own], child) for child in reversed(node.children[1:])]
                 node = node.children[0]
                 own.append(node)
-            # Depth first: the deepest branch is next, and of its siblings the one that was added first.
-            waiting += branches
             given = next((i for i, n in enumerate(own) if n.generated), len(own))
             yield [*before, *own[:given]], own[given:]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    if one == other:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    if one == other:  # faster than the loop
         return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return min(len(one), len(other))
 
 
 def _split(node: Node, at: int) -> None:

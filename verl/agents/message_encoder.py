@@ -5,6 +5,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
+from verl.agents.conversation import common_length
 from verl.data.chat_template import ChatTemplateError, render_chat
 
 # Messages of the short conversations that are rendered.
@@ -68,23 +69,26 @@ class MessageEncoder:
         is left out if it was generated, or if `after` is None. Raises NotAppendable if the template does not support
         appending: it raises an error, changes earlier turns, or ends a turn without a token of `stop_ids`.
         """
-        role = messages[0]["role"]
+        role, problems = messages[0]["role"], []
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID % i, **message} for i, message in enumerate(messages)]
-            numbers = sorted({len(messages), 1}, reverse=True)  # some templates support one call per turn
-            calls = [[_call_of(message, form) for message in messages[:n]] for n in numbers for form in ARGUMENT_FORMS]
-            bases = [[USER, {**TURN_WITH_CALLS, "tool_calls": of_turn}] for of_turn in calls]
+            bases = []
+            for calls_of_turn in sorted({len(messages), 1}, reverse=True):  # some templates support one call per turn
+                for form in ARGUMENT_FORMS:
+                    calls = [_call_of(message, form) for message in messages[:calls_of_turn]]
+                    bases.append([USER, {**TURN_WITH_CALLS, "tool_calls": calls}])
         else:
             bases = [[USER, ANSWER], [USER]]  # some templates change a turn when a user message follows
-        problem = ""
         for system in self._systems:
             for base in bases:
-                ids, reason = self._appended_ids([*system, *base], messages, tools, after)
-                if ids is not None:
+                try:
+                    ids = self._appended_ids([*system, *base], messages, tools, after)
+                except (ChatTemplateError, NotAppendable) as error:
+                    problems.append(error)
+                else:
                     self._systems = [system]
                     return ids
-                problem = problem or reason
-        raise NotAppendable(f"messages of role {role!r} cannot be added by the chat template: {problem}")
+        raise NotAppendable(f"messages of role {role!r} cannot be added by the chat template: {problems[0]}")
 
     def deviation(
         self, ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
@@ -109,9 +113,8 @@ class MessageEncoder:
                 expected = [*expected, ids[-1]]  # the template renders no stop token after the last turn
         if ids == expected:
             return None
-        pairs = enumerate(zip(ids, expected, strict=False))
-        start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
-        text, expected_text = (self.tokenizer.decode(side[start:]) for side in (ids, expected))
+        start = common_length(ids, expected)
+        text, expected_text = self.tokenizer.decode(ids[start:]), self.tokenizer.decode(expected[start:])
         if mode == "ignore_strippable" and text.strip() == expected_text.strip():
             return None
         return (f"the ids differ from those of the finished messages, encoded at once, from position {start}: "
@@ -127,17 +130,17 @@ class MessageEncoder:
         """
         for role in roles:
             left_out = f"messages of role {role!r}"
-            # Some templates render only one tool response of a turn; no template contains these numbers.
-            for earlier in (["4217"], []) if role == "tool" else ([],):
-                with_text, without = (self._probe(role, [*earlier, last], tools, at_once) for last in ("58", ""))
-                if with_text == without:
-                    raise ValueError(f"the chat template leaves {left_out} out. {OTHER_TEMPLATE % left_out}")
-            if at_once and role == "tool":
+            with_text = self._probe(role, ["58"], tools, at_once)  # numbers that no template contains
+            is_left_out = with_text == self._probe(role, [""], tools, at_once)
+            if role == "tool":  # some templates render only one tool response of a turn
+                two = self._probe(role, ["4217", "58"], tools, at_once)
+                is_left_out |= two == self._probe(role, ["4217", ""], tools, at_once)
+            if at_once and role == "tool" and not is_left_out:
                 with suppress(ChatTemplateError):  # many templates refuse a tool response without a call
-                    without_call = self._probe(role, ["58"], tools, at_once, called=False)
-                    if without_call == self._probe(role, ["58"], tools, at_once):
-                        left_out = "calls of tools"
-                        raise ValueError(f"the chat template leaves {left_out} out. {OTHER_TEMPLATE % left_out}")
+                    left_out = "calls of tools"
+                    is_left_out = with_text == self._probe(role, ["58"], tools, at_once, called=False)
+            if is_left_out:
+                raise ValueError(f"the chat template leaves {left_out} out. {OTHER_TEMPLATE % left_out}")
 
     def _probe(self, role: str, texts: list[str], tools: Any, at_once: bool, called: bool = True) -> list[int]:
         """The ids of messages with these texts, appended or, with `at_once`, rendered in a short conversation."""
@@ -159,29 +162,30 @@ class MessageEncoder:
 
     def _appended_ids(
         self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, after: int | None
-    ) -> tuple[list[int] | None, str]:
-        """(what the messages add after the end of the base's last turn, ""), or (None, why it cannot be determined)."""
-        try:
-            shorter = self._render(base, tools)
-            longer = self._render([*base, *messages], tools, add_generation_prompt=True)
-        except ChatTemplateError as error:
-            return None, str(error)
+    ) -> list[int]:
+        """What the messages add after the end of the base's last turn.
+
+        Raises ChatTemplateError, or NotAppendable if it cannot be determined.
+        """
+        shorter = self._render(base, tools)
+        longer = self._render([*base, *messages], tools, add_generation_prompt=True)
         if self._last_stop(shorter) is None:
             # The template omits the end of the last turn, or a turn's stop token is the start of the next message.
             end = next((i for i in range(len(shorter), len(longer)) if longer[i] in self.stop_ids), None)
             if end is None or self.tokenizer.decode(longer[len(shorter) : end]).strip():
-                return None, f"it ends the turn before with none of the stop tokens (ids {sorted(self.stop_ids)})"
+                stops = sorted(self.stop_ids)
+                raise NotAppendable(f"it ends the turn before with none of the stop tokens (ids {stops})")
             if longer[: len(shorter)] != shorter:
-                return None, DIFFERENT
+                raise NotAppendable(DIFFERENT)
             was_generated = after is None or after == longer[end]
-            return longer[end + 1 if was_generated else end :], ""
+            return longer[end + 1 :] if was_generated else longer[end:]
         ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
         # A template may add an end-of-text token to the stop token of the last turn.
         two_stops = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
         for end in ends[-2:] if two_stops else ends[-1:]:
             if longer[: end + 1] == shorter[: end + 1]:
-                return longer[end + 1 :], ""
-        return None, DIFFERENT
+                return longer[end + 1 :]
+        raise NotAppendable(DIFFERENT)
 
     def _last_stop(self, ids: list[int]) -> int | None:
         """The position of the last turn's stop token; None if the last turn has no stop token."""
@@ -205,8 +209,10 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message with arguments of tool calls as JSON text instead of objects."""
     if not message.get("tool_calls"):
         return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(f["arguments"]) if isinstance(f["arguments"], dict) else f["arguments"] for f in functions]
-    pairs = zip(message["tool_calls"], texts, strict=True)
-    calls = [{**call, "function": {**call["function"], "arguments": text}} for call, text in pairs]
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], dict):
+            function["arguments"] = json.dumps(function["arguments"])
+        calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}

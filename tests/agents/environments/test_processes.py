@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import time
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from tests.agents.environments.conftest import SKYRL_GYM
 from tests.helpers.rl_run import compose_run
-from verl.agents.environments import processes
+from verl.agents.environments import hosting, processes
 from verl.agents.environments.base import check_ranges
 from verl.agents.environments.dataset import EnvironmentDataset
 from verl.agents.environments.hosting import EnvironmentFailed
@@ -91,6 +92,15 @@ async def test_a_process_is_used_and_ended_though_the_conversation_that_started_
             await asyncio.wait_for(converse(pool, item, ["yes"]), 0.001)
         assert (await converse(pool, item, ["yes"]))[0]["score"] == 1.0
     assert len(started) == 1 and started[0].gone
+
+
+async def test_an_environment_is_started_and_ended_once(monkeypatch):
+    environment, connection = AsyncMock(), Mock(recv=Mock(side_effect=EOFError))
+    environment.__aenter__.return_value = environment
+    monkeypatch.setattr(hosting, "load_environment", Mock(return_value=environment))
+    await hosting._Conversations(connection, {}).serve()
+    assert environment.__aenter__.await_count == environment.__aexit__.await_count == 1
+    connection.send.assert_called_once_with(("ready", None, None))
 
 
 def test_a_data_set_names_what_the_environment_lacks(files, tmp_path, tiny_llama):

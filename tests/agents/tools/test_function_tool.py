@@ -168,7 +168,7 @@ def test_parameters_of_any_json_schema_get_types():
         "c": {},
         "d": True,
     }}  # fmt: skip
-    parameters = schemas.OpenAIFunctionParametersSchema.from_json_schema(schema)
+    parameters = schemas.OpenAIFunctionToolSchema.of("f", "d", schema).function.parameters
     types = {name: prop.type for name, prop in parameters.properties.items()}
     anything = ["string", "number", "boolean", "object", "array", "null"]
     assert types == {"a": "integer", "b": ["number", "null"], "c": anything, "d": anything}

@@ -10,7 +10,7 @@ from tests.helpers.logs import logged
 from verl.agents.tools.base_tool import BaseTool
 from verl.agents.tools.journal import ToolJournal
 from verl.agents.tools.runner import ToolRunner, truncate
-from verl.agents.tools.schemas import ToolResponse
+from verl.agents.tools.schemas import ToolResponse, ToolResult
 from verl.reward.pool import FatalGradingError
 
 KWARGS = {"counter": {
@@ -319,7 +319,7 @@ def test_a_run_that_starts_again_gets_the_results_without_calls(tmp_path):
     assert expected[0][0] == ("a 1", 0.5, {"n": 1}, None) and expected[0][1][3] == "exception"
     again = started(tmp_path)
     assert converse(again, "a", "raise", "b") == expected
-    assert (again[0].calls, again[2].replayed) == ([], 3)
+    assert again[0].calls == []
     # a call beyond those that were made, other tokens, another seed, another step
     assert converse(again, "a", "raise", "b", "c")[0][3][0] == "c 1"
     for other in ({"ids": (5, 7)}, {"seed": 2}, {"step": 4}):
@@ -333,7 +333,7 @@ def test_calls_of_another_worker_of_the_same_run_are_no_earlier_calls(tmp_path):
     other[2].begun = one[2].begun - 60  # so that no clock tick decides
     converse(one, "a")
     converse(other, "a")
-    assert (other[0].calls, other[2].replayed, other[2].results) == (["a"], 0, {3: {}})
+    assert (other[0].calls, other[2].results) == (["a"], {3: {}})
 
 
 def test_a_tool_that_was_changed_is_called_again(tmp_path):
@@ -373,7 +373,7 @@ def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):
     _, _, journal = started(tmp_path)
     key = journal.key(4, 1, [5], 0)
     journal.key(5, 1, [6], 0)
-    journal.add(key, ToolResponse(text="a"), None, {}, None)
+    journal.add(key, ToolResult(response=ToolResponse(text="a")))
     _, _, again = started(tmp_path)
     key = again.key(4, 1, [5], 0)
     again.key(5, 1, [6], 0)
@@ -383,5 +383,5 @@ def test_calls_of_several_steps_at_a_time_are_found_under_their_own(tmp_path):
 def test_images_are_not_kept(tmp_path):
     _, _, journal = started(tmp_path)
     key = journal.key(1, 0, [1], 0)
-    journal.add(key, ToolResponse(text="a", image=[object()]), None, {}, None)
+    journal.add(key, ToolResult(response=ToolResponse(text="a", image=[object()])))
     assert not (tmp_path / "tool_journal").exists()

@@ -1,8 +1,9 @@
 """The interface of an agent loop."""
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, Field
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, ConversationTooLong, most_tokens
 from verl.agents.conversation import Conversation
 from verl.agents.message_encoder import MessageEncoder
+from verl.rollout.replica import TokenOutput
 from verl.utils.tokenizer import stop_ids
 
 
@@ -127,6 +129,26 @@ class AgentLoopBase(ABC):
         if len(ids) > limit:
             raise ConversationTooLong(f"its {len(ids)} tokens exceed actor_rollout_ref.rollout.prompt_length={limit}")
         return ids
+
+    async def generate_turn(
+        self, request_id: str, conversation: Conversation, sampling_params: dict[str, Any],
+        prompt_ids: list[int] | None = None, stops: Collection[int] = (),
+    ) -> tuple[TokenOutput, float]:  # fmt: skip
+        """Generate the next turn and add its tokens; returns the answer, and the seconds that it took.
+
+        It is generated from `prompt_ids`, by default all tokens so far, as long as rollout.response_length allows.
+        `stops` end it, too.
+        """
+        room = self.rollout_config.response_length - len(conversation.response_ids)
+        sampling = dict(sampling_params)
+        sampling["max_tokens"] = min(room, sampling.get("max_tokens", room))
+        sampling["stop_token_ids"] = sorted({*sampling.get("stop_token_ids", ()), *stops})
+        prompt_ids = conversation.ids if prompt_ids is None else prompt_ids
+        started = time.perf_counter()
+        output = await self.server_manager.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling)
+        seconds = time.perf_counter() - started
+        conversation.add_generated(output.token_ids, output.log_probs, output.weights_version, output.kept_tokens)
+        return output, seconds
 
     def has_room(self, conversation: Conversation, ids: list[int]) -> bool:
         """Whether ids of a tool or user fit into the response and the context, with at least one more token."""

@@ -17,7 +17,6 @@ from verl.agents.rollout_trace import rollout_trace_op
 from verl.config.compose import to_settings
 from verl.config.environment import EnvironmentConfig
 from verl.data.chat_template import answer_text
-from verl.rollout.replica import TokenOutput
 
 _COMPARED = ("role", "content", "tool_calls")  # of earlier messages, which an environment must not change
 
@@ -52,9 +51,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         state = EnvironmentState(kwargs.get("request_id") or uuid4().hex, sampling_params)
-        item, scores = kwargs["extra_info"]["environment"], {}
+        scores: dict[str, Any] = {}
         try:
-            async with self.pool.conversation(item) as environment:
+            async with self.pool.conversation(kwargs["extra_info"]["environment"]) as environment:
                 while not scores:
                     started = time.perf_counter()
                     kind, content = await environment.next()
@@ -85,15 +84,21 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if not self._add_messages(state, messages, tools):
             state.end_reason = "length"
             return environment.end("the tokens of a conversation are used up")
-        output = await self._generate(state, tool_stops)
+        output, seconds = await self.generate_turn(
+            state.request_id, state.conversation, state.sampling_params, stops=tool_stops
+        )
+        state.generation_s += seconds
+        state.turns += 1
+        if output.stop_reason == "aborted":
+            raise EnvironmentFailed("the generation was aborted")
         is_full = len(state.conversation.response_ids) >= self.rollout_config.response_length
         state.end_reason = "length" if output.is_cut(is_full) else "stop"
         message = {"role": "assistant", "content": answer_text(self.tokenizer, output.token_ids)}
         if tools and state.end_reason == "stop":
             content, calls = await parser.extract_tool_calls(output.token_ids)
             for i, call in enumerate(calls):
-                call.id = call.id or CALL_ID % (100 * state.turns + i)
-            readable = [call.as_message() for call in calls if call.as_message() is not None]
+                call.id = call.id or CALL_ID % (100 * state.turns + i)  # one number a call; turns have fewer than 100
+            readable = list(filter(None, [call.as_message() for call in calls]))
             if readable:
                 message |= {"content": content, "tool_calls": readable}
         state.messages = [*messages, message]
@@ -109,31 +114,12 @@ class EnvironmentAgentLoop(AgentLoopBase):
         known = len(state.messages)
         if any(map(_differ, state.messages, messages)) or len(messages) <= known:
             name = self.pool.settings.name
-            raise EnvironmentFailed(
-                f"environment {name} changed earlier messages of the conversation, whose tokens are fixed"
-            )
+            raise EnvironmentFailed(f"environment {name} changed earlier messages, whose tokens are fixed")
         given = self.encoder.encode_appended(messages[known:], tools, after=state.conversation.ids[-1])
         if not self.has_room(state.conversation, given):
             return False
         state.conversation.add_given(given)
         return True
-
-    async def _generate(self, state: EnvironmentState, tool_stops: list[int]) -> TokenOutput:
-        """Generate a turn and add its tokens."""
-        room = self.rollout_config.response_length - len(state.conversation.response_ids)
-        stops = {*state.sampling_params.get("stop_token_ids", ()), *tool_stops}
-        sampling = {**state.sampling_params, "max_tokens": room, "stop_token_ids": sorted(stops)}
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            state.request_id, prompt_ids=state.conversation.ids, sampling_params=sampling
-        )
-        state.generation_s += time.perf_counter() - started
-        ids = output.token_ids[:room]
-        state.conversation.add_generated(ids, output.log_probs, output.weights_version, output.kept_tokens)
-        state.turns += 1
-        if output.stop_reason == "aborted":
-            raise EnvironmentFailed("the generation was aborted")
-        return output
 
 
 def _differ(known: dict[str, Any], given: dict[str, Any]) -> bool:

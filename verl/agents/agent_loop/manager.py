@@ -74,7 +74,8 @@ class AgentLoopManager:
         self._start_worker = start_worker
         self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
         ready = [worker.__ray_ready__.remote() for worker in self.agent_loop_workers]  # their errors are raised here
-        get_within(config.trainer.watchdog, ready, self._labels(), "__ray_ready__", self.agent_loop_workers)
+        labels = [f"agent loop worker {i}" for i in range(len(ready))]
+        get_within(config.trainer.watchdog, ready, labels, "__ray_ready__", self.agent_loop_workers)
 
     @property
     def reports_finished(self) -> bool:
@@ -96,22 +97,22 @@ class AgentLoopManager:
         wanted = None
         if rollout.over_sample_rate and not prompts.meta_info.get("validate") and not request.sampling.greedy:
             wanted = math.ceil(len(batch) * (1 - rollout.over_sample_rate))
-        early_stop = _EarlyStop(wanted, on_finished)
+        finished = _FinishedRows(wanted, on_finished)
         batch.meta_info["report_finished"] = wanted is not None or on_finished is not None
         self._reset_router()
         restarts = 0
         if self._runner is not None:
-            parts = [self._runner.run(self._generate_here(batch, early_stop))]
+            parts = [self._runner.run(self._generate_here(batch, finished))]
         else:
-            calls = _WorkerCalls(self, batch, early_stop)
+            calls = _WorkerCalls(self, batch, finished)
             parts, restarts = calls.run(), calls.deaths
-        rest = [i for i in range(len(batch)) if i not in early_stop.rows]  # in the parts, whose rows are in order
-        order = np.argsort([*early_stop.rows, *rest])
         prompt_tokens, cached_tokens = np.sum([part.meta_info["prefix"] for part in parts], axis=0)
-        parts = [part for part in [*early_stop.rows.values(), *parts] if len(part)]
-        spans = [row for part in parts for row in part.meta_info["metrics"]]
-        output = use_loop_scores(concat_rows(parts)[order])
-        metrics = conversation_metrics([spans[i] for i in order], output.non_tensor_batch.get("end_reason", ()))
+        # First the reported rows, as they came, then the others: those of the parts, in the order of the batch.
+        numbers = [*finished.rows, *(i for i in range(len(batch)) if i not in finished.rows)]
+        parts = [part for part in [*finished.rows.values(), *parts] if len(part)]
+        output = use_loop_scores(concat_rows(parts)[np.argsort(numbers)])
+        seconds = [row for part in parts for row in part.meta_info["metrics"]]
+        metrics = conversation_metrics(seconds, output.non_tensor_batch.get("end_reason", ()))
         metrics["agent_loop/prefix_hit_rate"] = float(cached_tokens / max(prompt_tokens, 1))
         metrics["agent_loop/restarted_workers"] = float(restarts)
         output.meta_info = {"metrics": metrics}
@@ -125,19 +126,15 @@ class AgentLoopManager:
             call = [self.router.reset.remote(lost)]
             get_within(self.config.trainer.watchdog, call, ["the router of requests"], "reset", [self.router])
 
-    def _labels(self) -> list[str]:
-        return [f"agent loop worker {i}" for i in range(len(self.agent_loop_workers))]
-
-    async def _generate_here(self, batch: DataProto, early_stop: "_EarlyStop") -> DataProto:
-        """The part of the only worker: rows that it did not report to `early_stop`."""
+    async def _generate_here(self, batch: DataProto, finished: "_FinishedRows") -> DataProto:
+        """The part of the only worker: rows that it did not report to `finished`."""
         worker = self.agent_loop_workers[0]
         call = asyncio.create_task(worker.generate_sequences(batch))
-        over = not batch.meta_info["report_finished"]
-        while not over:
-            for item in await worker.next_finished():
-                if item is None:
-                    over = True
-                elif early_stop.add(*item):
+        items = [] if batch.meta_info["report_finished"] else [None]
+        while None not in items:
+            items = await worker.next_finished()
+            for number, row in filter(None, items):
+                if finished.add(number, row):
                     await worker.cancel_rest()
         return await call
 
@@ -183,18 +180,19 @@ class AgentLoopManager:
 class _WorkerCalls:
     """The generation of a batch by all workers, each of which gets a share of the rows.
 
-    Rows that a worker reports when they have ended go to `early_stop`. The rows of a worker that dies are generated
+    Rows that a worker reports when they have ended go to `finished`. The rows of a worker that dies are generated
     again by a new one.
     """
 
-    def __init__(self, manager: AgentLoopManager, batch: DataProto, early_stop: "_EarlyStop") -> None:
-        self.manager, self.batch, self.early_stop = manager, batch, early_stop
+    def __init__(self, manager: AgentLoopManager, batch: DataProto, finished: "_FinishedRows") -> None:
+        self.manager, self.batch, self.finished = manager, batch, finished
         self.workers = manager.agent_loop_workers
         shares = np.array_split(np.arange(len(batch)), len(self.workers))
         self.shares = [rows for rows in shares if len(rows)]  # numbers of each worker's rows
-        self.calls: dict[Any, int] = {}  # calls of generate_sequences that have not ended, and their workers' numbers
-        self.reports: dict[Any, int] = {}  # those of next_finished
-        self.parts: dict[int, DataProto] = {}  # of the workers that have ended
+        # Calls of generate_sequences and of next_finished that have not ended, and the numbers of their workers.
+        self.calls: dict[ray.ObjectRef, int] = {}
+        self.reports: dict[ray.ObjectRef, int] = {}
+        self.parts: dict[int, DataProto] = {}  # results of generate_sequences, by worker
         self.deaths = 0
         self.is_over = False  # enough conversations have ended
 
@@ -243,7 +241,7 @@ class _WorkerCalls:
         logger.warning(f"agent loop worker {i} died; a new one starts its {count} conversations again")
         self.parts.pop(i, None)
         self.reports = {report: worker for report, worker in self.reports.items() if worker != i}
-        self.early_stop.forget(self.shares[i])
+        self.finished.forget(self.shares[i])
         self.workers[i] = self.manager._start_worker(i)
         self.manager._reset_router(lost=False)
         self._start(i)
@@ -251,7 +249,7 @@ class _WorkerCalls:
     def _take_finished(self, i: int, items: list[tuple[int, DataProto] | None]) -> None:
         """Take what `next_finished` of worker i returned."""
         for number, row in filter(None, items):
-            if self.early_stop.add(int(self.shares[i][number]), row) and not self.is_over:
+            if self.finished.add(int(self.shares[i][number]), row) and not self.is_over:
                 self.is_over = True
                 cancelled = [worker.cancel_rest.remote() for worker in self.workers[: len(self.shares)]]
                 ray.wait(cancelled, num_returns=len(cancelled), timeout=CLOSE_TIMEOUT_S)  # the calls say who hangs
@@ -260,15 +258,15 @@ class _WorkerCalls:
 
     def _timeout_error(self, limit: float) -> Exception:
         late = {**self.reports, **self.calls}
-        labels = self.manager._labels()
-        names, actors = [labels[i] for i in late.values()], [self.workers[i] for i in late.values()]
+        names = [f"agent loop worker {i}" for i in late.values()]
+        actors = [self.workers[i] for i in late.values()]
         group = self.manager.worker_group
         ranks = group.actors_by_label() if isinstance(group, RayWorkerGroup) else {}
         return timeout_error(list(late), names, "generate_sequences", limit, actors, ranks)
 
 
-class _EarlyStop:
-    """Collects and reports finished rows, and says when `wanted` of them have come (None: wait for all)."""
+class _FinishedRows:
+    """Collects and reports rows that have finished, and says when `wanted` of them have come (None: wait for all)."""
 
     def __init__(self, wanted: int | None, on_finished: Callable[[int, DataProto], None] | None) -> None:
         self.wanted, self.on_finished = wanted, on_finished

@@ -36,11 +36,12 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
     lost = np.array([is_lost(output) for output in outputs], dtype=bool)
     rows = [output or empty_output() for output in outputs]
     p, r = rollout.prompt_length, rollout.response_length
+    response_ids = [row.response_ids[:r] for row in rows]
     reversed_prompts = right_padded([row.prompt_ids[::-1] for row in rows], p, pad_id, torch.int64)
     prompt_mask = right_padded([[1] * len(row.prompt_ids) for row in rows], p, 0, torch.int64).flip(1)
-    responses = right_padded([row.response_ids[:r] for row in rows], r, pad_id, torch.int64)
-    attended = right_padded([[1] * len(row.response_ids[:r]) for row in rows], r, 0, torch.int64)
-    attention_mask = torch.cat([prompt_mask, attended], 1)
+    responses = right_padded(response_ids, r, pad_id, torch.int64)
+    response_attended = right_padded([[1] * len(ids) for ids in response_ids], r, 0, torch.int64)
+    attention_mask = torch.cat([prompt_mask, response_attended], 1)
     tensors = {
         "prompts": reversed_prompts.flip(1),
         "responses": responses,
@@ -50,15 +51,15 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
     }
     if rollout.calculate_log_probs:
-        values = [(row.response_logprobs or [0.0] * len(row.response_ids))[:r] for row in rows]
-        tensors["rollout_log_probs"] = right_padded(values, r, 0.0, torch.float32)
+        log_probs = [(row.response_logprobs or [])[:r] for row in rows]
+        tensors["rollout_log_probs"] = right_padded(log_probs, r, 0.0, torch.float32)
     turns = np.array([row.num_turns for row in rows], dtype=np.int32)
     columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
+    for row in rows:
+        if len(row.response_ids) > r:
+            row.extra_fields["end_reason"] = "length"
     for name in sorted({name for row in rows for name in row.extra_fields}):
         columns[name] = column_of([row.extra_fields.get(name) for row in rows])
-    if any(cut := [len(row.response_ids) > r for row in rows]):
-        reasons = columns.get("end_reason", [None] * len(rows))
-        columns["end_reason"] = column_of(["length" if c else own for c, own in zip(cut, reasons, strict=True)])
     if any(row.kept_tokens is not None for row in rows):
         columns[SAMPLING_MASK] = mask_column((row.kept_tokens or [])[:r] for row in rows)
     scores = [row.reward_score for row in rows]
@@ -70,8 +71,9 @@ def batch_of(outputs: list[AgentLoopOutput | None], rollout: RolloutConfig, pad_
 
 def column_of(values: list[Any]) -> np.ndarray:
     """A column [B] of numbers, or of objects where not every value is one."""
-    are_numbers = all(isinstance(value, int | float) for value in values)
-    return np.array(values) if are_numbers else object_array(values)
+    if all(isinstance(value, int | float) for value in values):
+        return np.array(values)
+    return object_array(values)
 
 
 def concat_rows(parts: list[DataProto]) -> DataProto:
@@ -93,7 +95,8 @@ def use_loop_scores(output: DataProto) -> DataProto:
     lost = output.non_tensor_batch[LOST].astype(bool)
     if not lost.all() and all(score is not None for score in given[~lost]):
         scores = [0.0 if score is None else float(score) for score in given]
-        if wrong := [row for row, score in enumerate(scores) if not math.isfinite(score)]:
-            raise ValueError(f"AgentLoopOutput.reward_score={scores[wrong[0]]} (row {wrong[0]}) must be finite.")
+        for row, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise ValueError(f"AgentLoopOutput.reward_score={score} (row {row}) must be finite.")
         output.batch["rm_scores"] = place_scores(output, scores)
     return output

@@ -62,19 +62,22 @@ class AsyncLLMServerManager:
     ) -> TokenOutput:  # fmt: skip
         """The next turn of the conversation `request_id`, after all its tokens so far.
 
-        `sampling_params`: temperature, top_p, top_k, repetition_penalty, ignore_eos, stop_token_ids, max_tokens (by
-        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs and kept_tokens (bool:
-        with the ids that top_k and top_p left), and seed, from which the seed of each turn is derived with the number
-        of earlier turns, or `turn`. A server that fails is left out and the turn starts again on another, up to
-        rollout.server.max_attempts times. Raises ValueError for unknown parameters, ConversationTooLong for a prompt of
-        rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end. Arguments of
-        loops written for verl, such as `priority` and `mm_processor_kwargs`, have no effect: requests are served in the
-        order of their arrival, and consist of token ids.
+        `sampling_params`: those of SAMPLING (max_tokens is by default what rollout.prompt_length + response_length, or
+        max_model_len, leave); logprobs and kept_tokens (bool: with the ids that top_k and top_p left); and seed, from
+        which the seed of each turn is derived with the number of earlier turns, or `turn`.
+
+        A server that fails is left out and the turn starts again on another, up to rollout.server.max_attempts times.
+        Raises ValueError for unknown parameters, ConversationTooLong for a prompt of rollout.max_model_len or
+        prompt_length + response_length tokens, ServerUnreachable after the last attempt.
+
+        Arguments of loops written for verl, such as `priority` and `mm_processor_kwargs`, have no effect: requests are
+        served in the order of their arrival, and consist of token ids.
         """
         if image_data or video_data or audio_data:
             raise ValueError("leave image_data, video_data and audio_data out: rollout servers take token ids only")
-        names = {"max_new_tokens": "max_tokens"}
-        sampling = {names.get(name, name): value for name, value in sampling_params.items()}
+        sampling = dict(sampling_params)
+        if "max_new_tokens" in sampling:
+            sampling["max_tokens"] = sampling.pop("max_new_tokens")
         log_probs, seed = bool(sampling.pop("logprobs", False)), sampling.pop("seed", None)
         if unknown := sorted(set(sampling) - {*SAMPLING, "kept_tokens"}):
             known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])
@@ -86,7 +89,7 @@ class AsyncLLMServerManager:
             raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")
         sampling["max_tokens"] = max(1, min(sampling.get("max_tokens", room), room))
         earlier = self.turns.pop(request_id, 0)
-        self.turns[request_id] = earlier + 1
+        self.turns[request_id] = earlier + 1  # as the last entry
         if len(self.turns) > self.max_cache_size:
             self.turns.popitem(last=False)
         if seed is not None:
@@ -100,25 +103,26 @@ class AsyncLLMServerManager:
         settings = self.rollout_config.server
         for attempt in itertools.count(1):
             server = await self._routed("acquire", request_id)
-            lost = False
+            is_left_out = False
             try:
                 output = await self._ask(server, prompt_ids, sampling, log_probs)
                 self.prompt_tokens += len(prompt_ids)
                 self.cached_tokens += output.cached_tokens
                 return output
             except ServerUnreachable:
-                lost = len(self.clients) > 1
+                is_left_out = len(self.clients) > 1
                 if attempt == settings.max_attempts:
                     raise
-                await asyncio.sleep(0 if lost else settings.retry_delay)
+                await asyncio.sleep(0 if is_left_out else settings.retry_delay)
             finally:
-                await self._routed("release", server, lost)
+                await self._routed("release", server, is_left_out)
 
     async def _ask(self, server: int, prompt_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
         """One request to the server of that number."""
         return await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
 
     async def _routed(self, method: str, *args: Any) -> Any:
+        """The result of a method of the router, which may be a Ray actor; 0 if there is only one server."""
         if len(self.clients) == 1:
             return 0
         function = getattr(self.router, method)

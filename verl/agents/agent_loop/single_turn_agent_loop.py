@@ -1,7 +1,6 @@
 """The agent loop of one prompt and one answer."""
 
 import functools
-import time
 from typing import Any
 
 from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, output_of
@@ -25,16 +24,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if ids is None:  # a dataset class of the user's
             tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
             ids = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
-        prompt_ids = self.check_prompt(list(ids))
-        limit = self.rollout_config.response_length
-        started = time.perf_counter()
-        output = await self.server_manager.generate(
-            kwargs.get("request_id") or str(id(self)),
-            prompt_ids=prompt_ids,
-            sampling_params={"max_tokens": limit, **sampling_params},
-        )
-        conversation = Conversation(prompt_ids)
-        ids = output.token_ids[:limit]
-        conversation.add_generated(ids, output.log_probs, output.weights_version, output.kept_tokens)
-        metrics = AgentLoopMetrics(generate_sequences=time.perf_counter() - started)
+        conversation = Conversation(self.check_prompt(list(ids)))
+        request_id = kwargs.get("request_id") or str(id(self))
+        output, seconds = await self.generate_turn(request_id, conversation, sampling_params)
+        metrics = AgentLoopMetrics(generate_sequences=seconds)
         return output_of(conversation, 2, metrics, {"end_reason": END_REASONS.get(output.stop_reason, "stop")})

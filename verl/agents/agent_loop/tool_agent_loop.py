@@ -77,7 +77,6 @@ class AgentData:
         self.seed: int | None = None
         self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
-        self.starts_reasoning = False  # whether the prompt of the last turn ends with the opening tag of reasoning
         self.turn_prompts: list[list[int]] = []  # what the turns were generated from (multi_turn.row_per_turn)
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
@@ -163,19 +162,15 @@ class ToolAgentLoop(AgentLoopBase):
                     state = following
                 rewards = await data.tools.calc_rewards()
             finally:
-                if data.interaction_id is not None:
-                    try:
-                        await self.runner.run_with_timeout(data.interaction.finalize_interaction(data.interaction_id))
-                    except Exception as error:
-                        self._failed("release_failed", data.interaction, error)
+                await self._finalize_interaction(data)
         fields = {
             **data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
             "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
             "failed_tool_calls": data.failed_tool_calls,
         }  # fmt: skip
         if self.settings.row_per_turn:
-            prompts = zip(data.conversation.versions, data.turn_prompts, strict=True)
-            fields["turn_prompts"] = [(start, end, ids) for (_, start, end), ids in prompts]
+            turns = zip(data.conversation.versions, data.turn_prompts, strict=True)
+            fields["turn_prompts"] = [(start, end, prompt) for (_, start, end), prompt in turns]
         elif data.user_turns and data.end_reason in ("stop", "turns"):  # else the last turn may be cut, or no message
             self._check_tokenization(data)
         num_turns = 1 + data.user_turns + data.assistant_turns  # the prompt is one
@@ -225,50 +220,49 @@ class ToolAgentLoop(AgentLoopBase):
             return data.end("tool_failed")
         return AgentState.GENERATING
 
+    async def _finalize_interaction(self, data: AgentData) -> None:
+        if data.interaction_id is None:
+            return
+        try:
+            await self.runner.run_with_timeout(data.interaction.finalize_interaction(data.interaction_id))
+        except Exception as error:
+            self._failed("release_failed", data.interaction, error)
+
     async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        conversation, settings = data.conversation, self.settings
-        room = self.rollout_config.response_length - len(conversation.response_ids)
-        stops = {*sampling_params.get("stop_token_ids", ()), *self.parser.stop_token_ids}
-        ids, started = conversation.ids, time.perf_counter()
+        settings, prompt_ids = self.settings, data.conversation.ids
         if data.assistant_turns and (settings.use_inference_chat_template or settings.row_per_turn):
             try:
-                ids = self.encoder.prompt(data.messages, self.tool_schemas)
+                prompt_ids = self.encoder.prompt(data.messages, self.tool_schemas)
             except ChatTemplateError as error:
                 logger.warning(f"conversation {data.request_id} ends: {error}")
                 return data.end("template")
-            if len(ids) >= most_tokens(self.rollout_config):
+            if len(prompt_ids) >= most_tokens(self.rollout_config):
                 return data.end("length")
-        data.starts_reasoning = self.parser.begins_reasoning(ids)
-        output = await self.server_manager.generate(
-            data.request_id, prompt_ids=ids,
-            sampling_params={
-                **sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room)),
-                "stop_token_ids": sorted(stops),
-            },
-        )  # fmt: skip
-        data.metrics["generate_sequences"] += time.perf_counter() - started
-        conversation.add_generated(output.token_ids, output.log_probs, output.weights_version, output.kept_tokens)
-        data.turn_prompts.append(ids)
+        output, seconds = await self.generate_turn(
+            data.request_id, data.conversation, sampling_params, prompt_ids, self.parser.stop_token_ids
+        )
+        data.metrics["generate_sequences"] += seconds
+        data.turn_prompts.append(prompt_ids)
         data.assistant_turns += 1
         if output.stop_reason == "aborted":
             return data.end("cancelled")
-        is_full = len(conversation.response_ids) >= self.rollout_config.response_length
+        is_full = len(data.response_ids) >= self.rollout_config.response_length
         if output.is_cut(is_full):
             return data.end("length")
-        _, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, data.starts_reasoning)
-        data.messages.append(self._message(output.token_ids, data))
-        if data.tool_calls or data.interaction:
-            if is_full:
-                return data.end("length")
-            if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
-                return data.end("turns")
-            if settings.max_user_turns and data.user_turns >= settings.max_user_turns:
-                return data.end("turns")
-        if data.tool_calls:
-            return AgentState.PROCESSING_TOOLS
-        return AgentState.INTERACTING if data.interaction else data.end("stop")
+        starts_reasoning = self.parser.begins_reasoning(prompt_ids)
+        _, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids, starts_reasoning)
+        data.messages.append(self._message(output.token_ids, data, starts_reasoning))
+        if not data.tool_calls and not data.interaction:
+            return data.end("stop")
+        if is_full:
+            return data.end("length")
+        if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
+            return data.end("turns")
+        if settings.max_user_turns and data.user_turns >= settings.max_user_turns:
+            return data.end("turns")
+        return AgentState.PROCESSING_TOOLS if data.tool_calls else AgentState.INTERACTING
 
-    def _message(self, ids: list[int], data: AgentData) -> dict[str, Any]:
+    def _message(self, ids: list[int], data: AgentData, starts_reasoning: bool) -> dict[str, Any]:
         """The last turn as a message, whose calls get the ids that they lack; see also ToolParser.message."""
         for i, call in enumerate(data.tool_calls):
             call.id = call.id or CALL_ID % (data.tool_call_count + i)
@@ -276,7 +270,7 @@ class ToolAgentLoop(AgentLoopBase):
             return {"role": "assistant", "content": answer_text(self.tokenizer, ids)}
         while ids and ids[-1] in self.encoder.stop_ids:
             ids = ids[:-1]
-        return self.parser.message(ids, data.starts_reasoning, data.tool_calls)
+        return self.parser.message(ids, starts_reasoning, data.tool_calls)
 
     async def _handle_processing_tools_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         limit, started = self.settings.max_parallel_calls, time.perf_counter()
@@ -301,9 +295,10 @@ class ToolAgentLoop(AgentLoopBase):
         if tool_call.error is not None:
             result = self.runner.record_failure("malformed_arguments", tool_call.name, tool_call.error)
         else:
-            ids, number, key = agent_data.conversation.ids, agent_data.tool_call_count, None
-            if self.session.journal is not None:
-                key = self.session.journal.key(agent_data.step, agent_data.seed, ids, number)
+            key, journal = None, self.session.journal
+            if journal is not None:
+                number = agent_data.tool_call_count
+                key = journal.key(agent_data.step, agent_data.seed, agent_data.prompt_ids, number)
             result = await agent_data.tools.call(tool_call.name, tool_call.arguments, key)
             if result.response.image or result.response.video:
                 text = f"{tool_call.name!r} answered with images or videos; conversations are text only."

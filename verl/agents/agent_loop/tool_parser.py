@@ -36,8 +36,8 @@ class FunctionCall(BaseModel):
 @functools.cache
 def _tagged(think_tags: tuple[str, str], call_tags: tuple[str, str]) -> re.Pattern[str]:
     """Matches reasoning, a call (which may contain reasoning tags), or a closing reasoning tag without opening tag."""
-    reasoning, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in (think_tags, call_tags))
-    return re.compile(rf"{reasoning}|{call}|{re.escape(think_tags[1])}", re.DOTALL)
+    think, end_think, call, end_call = map(re.escape, think_tags + call_tags)
+    return re.compile(rf"{think}.*?(?:{end_think}|\Z)|{call}.*?(?:{end_call}|\Z)|{end_think}", re.DOTALL)
 
 
 class ToolParser(ABC):
@@ -82,15 +82,16 @@ class ToolParser(ABC):
         opened, closed = self.THINK_TAGS
         tagged = _tagged(self.THINK_TAGS, self.TAGS)
         if starts_reasoning:
-            start = text.index(closed) + len(closed) if closed in text else len(text)
+            end = text.index(closed) + len(closed) if closed in text else len(text)
         else:  # a closing tag without an opening one ends reasoning that the prompt started
-            start = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
-        parts = [(text[:start], True)]
-        for tag in tagged.finditer(text, start):
+            end = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
+        parts = [(text[:end], True)]
+        for tag in tagged.finditer(text, end):
             if tag[0].startswith(opened):
-                parts += [(text[start : tag.start()], False), (tag[0], True)]
-                start = tag.end()
-        return [part for part in (*parts, (text[start:], False)) if part[0]]
+                parts += [(text[end : tag.start()], False), (tag[0], True)]
+                end = tag.end()
+        parts.append((text[end:], False))
+        return [(part, is_reasoning) for part, is_reasoning in parts if part]
 
     def begins_reasoning(self, prompt_ids: list[int]) -> bool:
         """Whether a prompt ends with the opening tag of reasoning."""
@@ -103,7 +104,7 @@ class ToolParser(ABC):
 
         All text is content if one of the calls is malformed.
         """
-        made = [call.as_message() for call in calls]
+        made = [call.as_message() for call in calls]  # entries of `tool_calls`
         if None in made:
             return {"role": "assistant", "content": self.tokenizer.decode(ids)}
         content, reasoning = "", ""
@@ -307,6 +308,7 @@ class _TokenToolParser(HermesToolParser):
     BEGIN: str
     END: str
     CALL: re.Pattern[str]
+    EXPECTED: str
 
     def _calls(self, body: str) -> list[FunctionCall]:
         calls = []
@@ -403,11 +405,10 @@ class Llama4PythonicToolParser(ToolParser):
             return text, []
         try:
             (statement,) = ast.parse(plain).body
-            calls = statement.value.elts
-            if not isinstance(statement.value, ast.List):
-                raise AttributeError
-            return "", [self._call(call, plain) for call in calls]
-        except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+            if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.List):
+                raise ValueError("another expression")
+            return "", [self._call(call, plain) for call in statement.value.elts]
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = f"the calls are not a Python list [name(key=value), ...]: {error}"
             return "", [FunctionCall(name="", arguments=plain, error=problem)]
 

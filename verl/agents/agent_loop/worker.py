@@ -87,13 +87,12 @@ class AgentLoopWorker:
         and only the lost ones are returned here. With meta_info["cancelled"] no conversation runs, and all rows are
         lost.
         """
-        meta, size = batch.meta_info, len(batch)
-        columns = batch.non_tensor_batch
+        meta, columns, size = batch.meta_info, batch.non_tensor_batch, len(batch)
         index = columns.get("sample_index", np.arange(size))
         infos = await get_trajectory_info(meta.get("global_steps", -1), index.tolist(), meta.get("validate", False))
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
-        before = self.server_manager.prompt_tokens, self.server_manager.cached_tokens
-        reports = bool(meta.get("report_finished"))
+        manager, reports = self.server_manager, bool(meta.get("report_finished"))
+        manager.prompt_tokens = manager.cached_tokens = 0
         self._cancels_rest = False
 
         async def run_row(i: int) -> AgentLoopOutput | None:
@@ -119,8 +118,7 @@ class AgentLoopWorker:
             if reports:
                 self._finished.put_nowait(None)
         result = self._batch_of([output for output in outputs if not reports or is_lost(output)])
-        manager = self.server_manager
-        result.meta_info["prefix"] = [manager.prompt_tokens - before[0], manager.cached_tokens - before[1]]
+        result.meta_info["prefix"] = [manager.prompt_tokens, manager.cached_tokens]
         return result
 
     def _batch_of(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
@@ -158,14 +156,15 @@ class AgentLoopWorker:
             with rollout_trace_attr(name="agent_loop", **trajectory):
                 output = await loop.run(sampling_params, **arguments)
             if not isinstance(output, AgentLoopOutput):
-                what = f"{type(loop).__name__}.run returned {type(output).__name__}"
-                raise TypeError(f"{what}; expected an AgentLoopOutput")
+                raise TypeError(
+                    f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput"
+                )
             loop.check_prompt(output.prompt_ids)
         except (ServerUnreachable, ConversationTooLong) as error:
             logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
             return None
-        is_biased = needs_kept and any(output.response_mask) and output.kept_tokens is None
-        if is_biased and not self._warned_of_bias:
+        lacks_kept = needs_kept and output.kept_tokens is None and any(output.response_mask)
+        if lacks_kept and not self._warned_of_bias:
             self._warned_of_bias = True
             logger.warning(
                 f"agent loop {name} returns no AgentLoopOutput.kept_tokens (those of each turn's TokenOutput): "

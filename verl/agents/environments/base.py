@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -115,7 +116,7 @@ def import_path(path: str | None) -> ModuleType | None:
 def check_ranges(settings: EnvironmentConfig, **ranges: tuple[int, int]) -> None:
     """Raise ValueError if two ranges of seeds {key: (first, number)} overlap: items of both would be equal."""
     named = sorted(ranges.items(), key=lambda pair: pair[1])
-    for (name, (first, number)), (other, (start, _)) in zip(named, named[1:], strict=False):
+    for (name, (first, number)), (other, (start, _)) in itertools.pairwise(named):
         if first + number > start:
             raise ValueError(
                 f"data.environment.{name} with {number} items takes the seeds {first} to {first + number - 1}, and "

@@ -1,6 +1,7 @@
 """What the processes of environments run: rows, scores of finished answers, conversations."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 from verl.agents.environments.base import SPLITS, Ask, Environment, Message, NoMoreTurns, digest, load_environment
 from verl.reward.pool import Failure
+from verl.utils.threads import in_thread
 from verl.utils.user_code import full_traceback, user_frame
 
 
@@ -25,12 +27,12 @@ def describe(item: dict[str, Any]) -> str:
 
 
 async def converse(environment: Environment, item: dict[str, Any], ask: Ask) -> dict[str, Any]:
-    """The scores of one conversation; EnvironmentFailed if there is none."""
+    """The scores of one conversation; EnvironmentFailed, with the environment and the item, if there is none."""
     name = f"environment {environment.settings.name} ({describe(item)})"
     try:
         result = await environment.converse(item, ask)
-    except EnvironmentFailed:
-        raise
+    except EnvironmentFailed as error:
+        raise EnvironmentFailed(f"{name}: {error}") from error
     except Exception as error:
         raise EnvironmentFailed(f"{name} {Failure.of(error).text}") from error
     score = result.get("score")
@@ -44,20 +46,21 @@ def answer_with(item: dict[str, Any], text: str, turns: int, strict: bool = True
 
     If `strict`, the first prompt must be that of the row, without tools, else EnvironmentFailed.
     """
-    left = [turns]
+    answers = 0
 
     async def ask(messages: list[Message], tools: list[dict[str, Any]] | None) -> Message:
-        if not left[0]:
+        nonlocal answers
+        if answers == turns:
             raise NoMoreTurns(f"the conversation has had data.environment.max_turns={turns} answers")
         if strict and tools:
             raise EnvironmentFailed("the environment has tools: set data.environment.max_turns to 2 or more")
-        if strict and left[0] == turns and digest(messages) != item["prompt"]:
+        if strict and answers == 0 and digest(messages) != item["prompt"]:
             raise EnvironmentFailed(
                 "the environment asks something else than the row of the data set, as it does where a reset with the "
                 "same seed is random: set data.environment.max_turns to 2 or more, or take another task if the "
                 "environment has a single turn (reasoning_gym)"
             )
-        left[0] -= 1
+        answers += 1
         return {"role": "assistant", "content": text, "finish_reason": "stop"}
 
     return ask
@@ -108,11 +111,12 @@ def call_host(settings: str, method: str, *arguments: Any) -> Any:
     """The result of a method of the ScoringHost for these settings, as JSON; EnvironmentFailed if it raises."""
     try:
         return getattr(_host(settings), method)(*arguments)
+    except EnvironmentFailed:
+        raise
     except Exception as error:
-        frame = "" if isinstance(error, EnvironmentFailed) else user_frame(full_traceback(error))
-        text = f"{error}{f' (at {frame})' if frame else ''}"
-        named = text.startswith("environment ")
-        raise EnvironmentFailed(text if named else f"environment {json.loads(settings)['name']}: {text}") from None
+        frame = user_frame(full_traceback(error))
+        place = f" (at {frame})" if frame else ""
+        raise EnvironmentFailed(f"environment {json.loads(settings)['name']}: {error}{place}") from None
 
 
 def serve_conversations(connection: Connection, settings: dict[str, Any]) -> None:
@@ -126,36 +130,32 @@ def serve_conversations(connection: Connection, settings: dict[str, Any]) -> Non
 
 
 class _Conversations:
+    """The conversations of this process by their numbers: their tasks, and the replies for which they wait."""
+
     def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
         self.connection, self.settings = connection, settings
         self.tasks: dict[int, asyncio.Task] = {}
         self.replies: dict[int, asyncio.Future] = {}
 
     async def serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            environment = load_environment(self.settings)
-            await environment.__aenter__()
-        except Exception as error:
-            self.connection.send(("failed", None, f"{type(error).__name__}: {error}"))
-            return
-        async with environment:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                self.environment = await stack.enter_async_context(load_environment(self.settings))
+            except Exception as error:
+                self.connection.send(("failed", None, f"{type(error).__name__}: {error}"))
+                return
             self.connection.send(("ready", None, None))
-            ended = loop.create_future()
+            await in_thread(self._receive, asyncio.get_running_loop())
 
-            def receive() -> None:
-                try:
-                    while True:
-                        loop.call_soon_threadsafe(self._handle, environment, *self.connection.recv())
-                except (EOFError, OSError):
-                    loop.call_soon_threadsafe(ended.set_result, None)
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have messages handled by the event loop until the connection is closed."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(self._handle, *self.connection.recv())
 
-            threading.Thread(target=receive, daemon=True, name="receive").start()
-            await ended
-
-    def _handle(self, environment: Environment, kind: str, number: int, content: Any) -> None:
+    def _handle(self, kind: str, number: int, content: Any) -> None:
         if kind == "start":
-            self.tasks[number] = asyncio.create_task(self._run(environment, number, content))
+            self.tasks[number] = asyncio.create_task(self._run(number, content))
         elif kind == "cancel":
             if task := self.tasks.pop(number, None):
                 task.cancel()
@@ -165,7 +165,7 @@ class _Conversations:
             else:
                 waiting.set_result(content)
 
-    async def _run(self, environment: Environment, number: int, item: dict[str, Any]) -> None:
+    async def _run(self, number: int, item: dict[str, Any]) -> None:
         async def ask(messages: list[Message], tools: list[dict[str, Any]] | None) -> Message:
             if number in self.replies:
                 raise EnvironmentFailed("two turns of a conversation were asked for at the same time; await each `ask`")
@@ -174,7 +174,7 @@ class _Conversations:
             return await self.replies[number]
 
         try:
-            answer = ("done", number, await converse(environment, item, ask))
+            answer = ("done", number, await converse(self.environment, item, ask))
         except EnvironmentFailed as error:
             answer = ("failed", number, str(error))
         finally:

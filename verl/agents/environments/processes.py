@@ -20,11 +20,6 @@ START_S = 300.0  # limit for the import of a library and the start of its enviro
 ROWS_S = 3600.0  # limit for the rows of both splits
 
 
-def _plain(settings: EnvironmentConfig) -> dict[str, Any]:
-    """data.environment as processes get it: values that JSON has."""
-    return {name: settings[name] for name in settings if name != "_target_"}
-
-
 def _start(target: Callable, *arguments: Any) -> SpawnedChild:
     """A process for an environment; what it starts ends with it."""
     # A fork server preloads once, when it starts; this one also starts the grading processes.
@@ -36,7 +31,7 @@ class EnvironmentCalls:
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.name = settings.name
-        self._child = _start(serve, functools.partial(call_host, json.dumps(_plain(settings))))
+        self._child = _start(serve, functools.partial(call_host, json.dumps(dict(settings))))
 
     def __enter__(self) -> "EnvironmentCalls":
         return self
@@ -61,7 +56,7 @@ def environment_rows(settings: EnvironmentConfig, files: Mapping[str, list[str]]
 
     Raises EnvironmentFailed.
     """
-    return _rows(json.dumps(_plain(settings)), json.dumps(dict(files)))
+    return _rows(json.dumps(dict(settings)), json.dumps(dict(files)))
 
 
 @functools.lru_cache(2)
@@ -113,7 +108,7 @@ class _ConversationProcess:
     """A process that runs `serve_conversations`, which describes the messages of both sides."""
 
     def __init__(self, settings: EnvironmentConfig, loop: asyncio.AbstractEventLoop) -> None:
-        self.name, self.child = settings.name, _start(serve_conversations, _plain(settings))
+        self.name, self.child = settings.name, _start(serve_conversations, dict(settings))
         self.loop, self.timeout, self.alive = loop, settings.timeout, True
         self.conversations: dict[int, EnvironmentConversation] = {}
         self._numbers = itertools.count()
@@ -122,8 +117,7 @@ class _ConversationProcess:
 
     async def wait_ready(self) -> None:
         """Return once the environment has started; FatalGradingError if it cannot."""
-        if not self._ready.done():
-            await asyncio.wait({self._ready}, timeout=START_S)
+        await asyncio.wait({self._ready}, timeout=START_S)
         problem = self._ready.result() if self._ready.done() else f"did not start within {START_S:g} s"
         if problem is not None:
             self.fail(problem)
@@ -147,7 +141,7 @@ class _ConversationProcess:
         if not self._ready.done():
             self._ready.set_result(reason)
         for conversation in self.conversations.values():
-            conversation.events.put_nowait(("failed", reason))
+            conversation.events.put_nowait(("failed", f"{conversation.name}: {reason}"))
         self.child.end()
 
     def _receive(self) -> None:
@@ -170,7 +164,8 @@ class EnvironmentConversation:
     """One conversation in a process of an environment, which asks for the model's turns and gives the scores."""
 
     def __init__(self, process: _ConversationProcess, number: int, item: dict[str, Any]) -> None:
-        self.process, self.number, self.item = process, number, item
+        self.process, self.number = process, number
+        self.name = f"environment {process.name} ({describe(item)})"
         self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     def reply(self, message: dict[str, Any]) -> None:
@@ -187,16 +182,15 @@ class EnvironmentConversation:
         Raises EnvironmentFailed if the environment failed, or took longer than data.environment.timeout: then its
         process is killed, and the other conversations of the process fail too.
         """
-        name, timeout = f"environment {self.process.name} ({describe(self.item)})", self.process.timeout
         try:
-            kind, content = await asyncio.wait_for(self.events.get(), timeout)
+            kind, content = await asyncio.wait_for(self.events.get(), self.process.timeout)
         except TimeoutError:
-            reason = f"took longer than data.environment.timeout={timeout:g} s: raise it"
-            logger.warning("{} {}; its process is killed", name, reason)
-            self.process.fail(f"the conversation about {describe(self.item)} in the same process {reason}")
-            raise EnvironmentFailed(f"{name} {reason}") from None
+            reason = f"{self.name} took longer than data.environment.timeout={self.process.timeout:g} s: raise it"
+            logger.warning("{}; its process is killed", reason)
+            self.process.fail(f"its process is killed, since in it {reason}")
+            raise EnvironmentFailed(reason) from None
         if kind == "failed":
-            raise EnvironmentFailed(content if content.startswith("environment ") else f"{name}: {content}")
+            raise EnvironmentFailed(content)
         return kind, content
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 from verl.agents.gateway.messages import RequestError, template_messages, template_tools
 from verl.agents.gateway.session import Answer, Choice, Session
+from verl.agents.tools.schemas import with_text_arguments
 from verl.utils.problems import one_line
 
 MOST_CHOICES = 64  # of a request; each is a generation of its own
@@ -73,12 +73,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 def calls_of(choice: Choice) -> list[dict[str, Any]]:
     """The calls of a reply, their arguments as JSON text."""
-    made = []
-    for call in choice.message.get("tool_calls", ()):
-        function = call["function"]
-        text = json.dumps(function["arguments"], ensure_ascii=False)
-        made.append({**call, "function": {"name": function["name"], "arguments": text}})
-    return made
+    return [with_text_arguments(call) for call in choice.message.get("tool_calls", ())]
 
 
 def log_probs_of(choice: Choice, tokenizer: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from typing import Any
 
 from verl.agents.tools.schemas import decode_arguments
@@ -18,6 +19,11 @@ class RequestError(ValueError):
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of JSON can be a reward."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def template_messages(messages: Any) -> list[dict[str, Any]]:
@@ -88,16 +94,23 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
     return made
 
 
-def tools_key(tools: Any) -> bytes:
-    """The digest of a conversation without messages."""
-    return hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).digest()
+def conversation_keys(tools: Any, messages: list[dict[str, Any]]) -> list[bytes]:
+    """The digests of a conversation (see `template_messages`) before its first message, and after each of them."""
+    keys = [digest_of(json.dumps(tools, sort_keys=True).encode())]
+    for message in messages:
+        keys.append(key_after(keys[-1], message))
+    return keys
 
 
 def key_after(key: bytes, message: dict[str, Any]) -> bytes:
-    """The digest of a conversation with one more message (see `template_messages`); reasoning and names do not count.
+    """The digest of a conversation with one more message; reasoning and names do not count.
 
     Clients repeat the messages that they got, but many leave such fields out.
     """
     counted = [message.get(name) or None for name in ("role", "content", "tool_calls", "tool_call_id")]
-    text = json.dumps(counted, sort_keys=True)  # of ASCII characters
-    return hashlib.blake2b(key + text.encode(), digest_size=16).digest()
+    return digest_of(key + json.dumps(counted, sort_keys=True).encode())
+
+
+def digest_of(data: bytes) -> bytes:
+    """16 bytes that stand for the data."""
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -30,8 +30,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended; `stopped` is None, or why it was ended: time, memory, processes, output, owner,
-    or supervisor if the process that supervises it was killed."""
+    """How a program ended; stdout and stderr are the last KEPT_BYTES of each.
+
+    `stopped` is None, or why it was ended: time, memory, processes, output, owner (by `Program.end`), or supervisor if
+    the process that supervises it was killed.
+    """
 
     exit_code: int
     stopped: str | None
@@ -61,15 +64,18 @@ class Program:
         self._child: children.Program | None = None
         self._reason: str | None = None  # why this object ended it
 
-    def end(self, reason: str = "owner") -> None:
+    def end(self) -> None:
         """End the program and all of its processes."""
-        self._reason = self._reason or reason
+        self._reason = self._reason or "owner"
         if self._child is not None:  # else `run` sees the reason, once it has started it
             self._child.stop()
 
     def run(self, stdin: bytes) -> Ending:
         """Run it to its end; blocks for at most `limits.seconds` and a few more."""
-        started, kept, written = time.monotonic(), {1: b"", 2: b""}, 0
+        if self._reason is not None:  # ended before it started
+            return Ending(-9, self._reason, "", "", 0.0)
+        started, written = time.monotonic(), 0
+        kept = {1: b"", 2: b""}  # by file descriptor
 
         def take(number: int, part: bytes) -> bool:
             nonlocal written
@@ -79,8 +85,6 @@ class Program:
                 self._reason = self._reason or "output"
             return written <= OUTPUT_BYTES
 
-        if self._reason is not None:  # ended before it started
-            return Ending(-9, self._reason, "", "", 0.0)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._child = child = children.supervised(
             self.command, self.environment, asdict(self.limits), stdin=stdin, **pipes
@@ -95,5 +99,5 @@ class Program:
             report = {"exit": -9, "stopped": self._reason or "supervisor"}
         elif report["stopped"] == "owner":
             report["stopped"] = self._reason
-        texts = [text.decode(errors="replace") for text in kept.values()]
-        return Ending(report["exit"], report["stopped"], *texts, time.monotonic() - started)
+        stdout, stderr = (kept[number].decode(errors="replace") for number in (1, 2))
+        return Ending(report["exit"], report["stopped"], stdout, stderr, time.monotonic() - started)

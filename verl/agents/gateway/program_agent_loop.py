@@ -15,26 +15,19 @@ from uuid import uuid4
 import numpy as np
 from loguru import logger
 
-from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.agents.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, output_of
 from verl.agents.agent_loop.registry import register
 from verl.agents.agent_loop.rows import empty_output, is_lost
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.conversation import Conversation
-from verl.agents.gateway.program import Ending, Limits, Program, search_path
+from verl.agents.gateway.messages import is_finite_number
+from verl.agents.gateway.program import OUTPUT_BYTES, Ending, Limits, Program, search_path
 from verl.agents.gateway.server import Gateway
 from verl.agents.gateway.session import Session, SessionSettings
 from verl.agents.rollout_trace import rollout_trace_op
 from verl.agents.tools.journal import CallJournal
 from verl.config.rollout import AgentLoopConfig
 from verl.utils.threads import in_thread
-
-STOPPED = {
-    "time": "ran longer than rollout.agent.command_timeout={0.command_timeout:g} s",
-    "memory": "used more than rollout.agent.command_memory_mb={0.command_memory_mb}",
-    "processes": "started more than rollout.agent.command_processes={0.command_processes} processes",
-    "output": "wrote more than 64 MiB to its standard output and error",
-    "supervisor": "killed the process that supervises it",
-}
 
 
 class Programs:
@@ -78,8 +71,8 @@ class ProgramAgentLoop(AgentLoopBase):
         journal = self.programs.journal
         if journal is None:
             return await self._run_program(sampling_params, row, name)
-        trajectory = kwargs.get("trajectory", {})
-        key = journal.key_of(trajectory.get("step", -1), trajectory.get("validate", False), sampling_params, row)
+        trajectory = {"step": -1, "validate": False, **kwargs.get("trajectory", {})}
+        key = journal.key_of(trajectory["step"], trajectory["validate"], sampling_params, row)
         entry = journal.find(key)
         if entry is not None:
             return AgentLoopOutput(**entry["output"])
@@ -108,21 +101,28 @@ class ProgramAgentLoop(AgentLoopBase):
         if failure is not None:
             said = " ".join(ending.stderr[-600:].split())
             wrote = f"; it wrote: {said}" if said else ""
-            logger.warning(f"conversation {name}: the program {failure.removeprefix('the program ')}{wrote}")
+            logger.warning(f"conversation {name}: the program {failure}{wrote}")
             return empty_output("program_failed")
         return self._output(session, ending)
 
     def _failure_of(self, ending: Ending, session: Session) -> str | None:
-        """Why the conversation cannot be used, or None."""
+        """What the program did, if the conversation cannot be used, or None."""
+        agent = self.agent
         if ending.stopped is not None:
-            return STOPPED.get(ending.stopped, ending.stopped).format(self.agent)
+            return {
+                "time": f"ran longer than rollout.agent.command_timeout={agent.command_timeout:g} s",
+                "memory": f"used more than rollout.agent.command_memory_mb={agent.command_memory_mb}",
+                "processes": f"started more than rollout.agent.command_processes={agent.command_processes} processes",
+                "output": f"wrote more than {OUTPUT_BYTES >> 20} MiB to its standard output and error",
+                "supervisor": "killed the process that supervises it",
+            }[ending.stopped]
         if session.is_full:  # many programs end with an error then
             return None if session.tree.turns else "sent no prompt that fits into rollout.prompt_length"
         if ending.exit_code != 0:
             return f"ended with exit code {ending.exit_code}"
         if not session.tree.turns:
             return "ended without a request to the model"
-        if self.agent.command_reward == "program" and _reward_of(ending, session) is None:
+        if agent.command_reward == "program" and _reward_of(ending, session) is None:
             how = 'send it to POST /reward, print {"reward": number} last, or set rollout.agent.command_reward=function'
             return f"ended without a reward: {how}"
         return None
@@ -131,36 +131,36 @@ class ProgramAgentLoop(AgentLoopBase):
         reward = None
         if self.agent.command_reward == "program":
             reward = _reward_of(ending, session) or 0.0  # none from a program that had no room left
-        columns = columns_of(session.tree.rows())
-        self.check_prompt(columns["prompt_ids"])  # before the journal calls it good
-        columns["extra_fields"]["end_reason"] = "length" if session.is_full or session.is_cut else "stop"
         outside = max(0.0, ending.seconds - session.seconds)
         metrics = AgentLoopMetrics(generate_sequences=session.seconds, tool_calls=outside)
-        return AgentLoopOutput(reward_score=reward, num_turns=2 * session.tree.turns, metrics=metrics, **columns)
+        end_reason = "length" if session.is_full or session.is_cut else "stop"
+        output = output_of_rows(session.tree.rows(), 2 * session.tree.turns, metrics, {"end_reason": end_reason})
+        output.reward_score = reward
+        self.check_prompt(output.prompt_ids)  # before the journal calls it good
+        return output
 
 
-def columns_of(rows: list[Conversation]) -> dict[str, Any]:
-    """Arguments of AgentLoopOutput: the responses of all rows one after the other.
+def output_of_rows(
+    rows: list[Conversation], num_turns: int, metrics: AgentLoopMetrics, fields: dict[str, Any]
+) -> AgentLoopOutput:
+    """The output of a program's conversation, with the responses of all rows one after the other.
 
     With several rows, the column turn_prompts has (start, end, prompt ids) of each (see verl.trainer.ppo.turn_rows).
     """
-    prompts, ids = [], []
-    mask: list[int] = []
-    log_probs: list[float] = []
-    kept: list[list[int]] = []
+    whole, turn_prompts = Conversation(rows[0].prompt_ids), []
     for row in rows:
-        prompts.append((len(ids), len(ids) + len(row.response_ids), row.prompt_ids))
-        ids += row.response_ids
-        mask += row.response_mask
-        log_probs += row.response_logprobs or ()
-        kept += row.kept_tokens or ()
-    fields: dict[str, Any] = {"weights_versions": [version for row in rows for version, _, _ in row.versions]}
+        start = len(whole.response_ids)
+        whole.response_ids += row.response_ids
+        whole.response_mask += row.response_mask
+        whole.versions += row.versions
+        turn_prompts.append((start, len(whole.response_ids), row.prompt_ids))
+    if rows[0].response_logprobs is not None:
+        whole.response_logprobs = [value for row in rows for value in row.response_logprobs]
+    if rows[0].kept_tokens is not None:
+        whole.kept_tokens = [ids for row in rows for ids in row.kept_tokens]
     if len(rows) > 1:
-        fields["turn_prompts"] = prompts
-    return {
-        "prompt_ids": rows[0].prompt_ids, "response_ids": ids, "response_mask": mask,
-        "response_logprobs": log_probs or None, "kept_tokens": kept or None, "extra_fields": fields,
-    }  # fmt: skip
+        fields = {**fields, "turn_prompts": turn_prompts}
+    return output_of(whole, num_turns, metrics, fields)
 
 
 def _reward_of(ending: Ending, session: Session) -> float | None:
@@ -172,8 +172,7 @@ def _reward_of(ending: Ending, session: Session) -> float | None:
         said = json.loads(lines[-1])["reward"] if lines else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    is_number = isinstance(said, int | float) and not isinstance(said, bool) and abs(said) < float("inf")
-    return float(said) if is_number else None
+    return float(said) if is_finite_number(said) else None
 
 
 def environment_of(url: str, token: str) -> dict[str, str]:
@@ -185,22 +184,16 @@ def environment_of(url: str, token: str) -> dict[str, str]:
 
 def row_of(columns: dict[str, Any]) -> dict[str, Any]:
     """What a program gets of a row: its messages as `prompt`, and its other columns as far as JSON has them."""
-    row = {"prompt": _plain(columns.get("raw_prompt"))}
-    for name, value in columns.items():
+    row = {}
+    for name, value in {"prompt": columns.get("raw_prompt"), **columns}.items():
         if name not in ("raw_prompt", "raw_prompt_ids", "request_id", "trajectory", "agent_name"):
-            plain = _plain(value)
-            try:
-                json.dumps(plain)
-            except (TypeError, ValueError):
-                continue
-            row[name] = plain
+            with contextlib.suppress(TypeError, ValueError):
+                row[name] = json.loads(json.dumps(value, default=_of_numpy))
     return row
 
 
-def _plain(value: Any) -> Any:
-    """The value with lists and numbers of Python in place of NumPy's."""
+def _of_numpy(value: Any) -> Any:
+    """Lists and numbers of Python in place of NumPy's; TypeError for what JSON does not have."""
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return value.tolist()
+    raise TypeError(f"JSON has no {type(value).__name__}")

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from verl.agents.gateway.chat_api import calls_of, check_format, positive
 from verl.agents.gateway.messages import RequestError, template_messages, template_tools
-from verl.agents.gateway.session import Choice, Session
+from verl.agents.gateway.session import Answer, Choice, Session
 from verl.utils.problems import one_line
 
 
@@ -79,28 +79,36 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     history = [*session.responses.get(previous, ()), *_chat_messages(body.get("input"))]
     # Not remembered: instructions hold for one request only.
     system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    # This API has a function's fields beside its type; the chat API has them below "function".
+    tools, limit = _tools_of(body), positive(body, "max_output_tokens")
+    answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)
+    response = _response(body, answer)
+    (choice,) = answer.choices
+    # Without reasoning, which does not count when conversations are compared.
+    reply = {"role": "assistant", "content": choice.message["content"], "tool_calls": calls_of(choice)}
+    session.responses[response["id"]] = [*history, reply]
+    return response
+
+
+def _tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The functions of a request; this API has their fields beside the type, the chat API below "function"."""
     listed = body.get("tools") or []
     if not isinstance(listed, list):
         raise RequestError(f"tools={one_line(listed)} must be a list of functions")
-    given = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in listed]
-    tools = None if body.get("tool_choice") == "none" else template_tools(given)
-    limit = positive(body, "max_output_tokens")
-    answer = await session.generate(template_messages([*system, *history]), tools, max_tokens=limit)
+    tools = [{**tool, "function": tool} if isinstance(tool, dict) else tool for tool in listed]
+    return None if body.get("tool_choice") == "none" else template_tools(tools)
+
+
+def _response(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """The response object for an answer of one choice."""
     (choice,) = answer.choices
-    number, calls = uuid4().hex, calls_of(choice)
-    status = "incomplete" if choice.finish_reason == "length" else "completed"
-    response_id = f"resp_{number}"
-    # Without reasoning, which does not count when conversations are compared.
-    session.responses[response_id] = [
-        *history, {"role": "assistant", "content": choice.message["content"], "tool_calls": calls}
-    ]
-    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    number, status, incomplete = uuid4().hex, "completed", None
+    if choice.finish_reason == "length":
+        status, incomplete = "incomplete", {"reason": "max_output_tokens"}
     return {
-        "id": response_id, "object": "response", "created_at": time.time(), "model": str(body.get("model") or "policy"),
-        "status": status, "incomplete_details": incomplete, "error": None,
-        "output": _output_items(choice, calls, number, status),
-        "instructions": body.get("instructions"), "previous_response_id": previous, "metadata": {},
+        "id": f"resp_{number}", "object": "response", "created_at": time.time(),
+        "model": str(body.get("model") or "policy"), "status": status, "incomplete_details": incomplete, "error": None,
+        "output": _output_items(choice, number, status), "instructions": body.get("instructions"),
+        "previous_response_id": body.get("previous_response_id"), "metadata": {},
         "parallel_tool_calls": True, "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
         "usage": {
             "input_tokens": answer.prompt_tokens, "output_tokens": len(choice.ids),
@@ -111,9 +119,10 @@ async def respond(session: Session, body: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _output_items(choice: Choice, calls: list[dict[str, Any]], number: str, status: str) -> list[dict[str, Any]]:
+def _output_items(choice: Choice, number: str, status: str) -> list[dict[str, Any]]:
     """The items of a reply: its reasoning, its text, its calls."""
     items: list[dict[str, Any]] = []
+    calls = calls_of(choice)
     if reasoning := choice.message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": content, "status": status})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from verl.agents.gateway import chat_api, responses_api
-from verl.agents.gateway.messages import RequestError
+from verl.agents.gateway.messages import RequestError, is_finite_number
 from verl.agents.gateway.session import Session
 from verl.utils.http_json import ServerUnreachable
 
@@ -89,21 +87,24 @@ class Gateway:
         answer, shared = await chat_api.complete(session, body)
         arguments = (answer, shared, body, session.settings.encoder.tokenizer)
         if body.get("stream"):
-            texts = (json.dumps(chunk) for chunk in chat_api.chunks(*arguments))
-            return await _stream(request, (f"data: {text}\n\n" for text in itertools.chain(texts, ["[DONE]"])))
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chat_api.chunks(*arguments)]
+            return await _stream(request, [*events, "data: [DONE]\n\n"])
         return web.json_response(chat_api.completion(*arguments))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session, body = request[SESSION], await _body(request)
         response = await responses_api.respond(session, body)
         if body.get("stream"):
-            numbered = ({**e, "sequence_number": i} for i, e in enumerate(responses_api.events(response)))
-            return await _stream(request, (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in numbered))
+            events = []
+            for number, event in enumerate(responses_api.events(response)):
+                data = json.dumps({**event, "sequence_number": number})
+                events.append(f"event: {event['type']}\ndata: {data}\n\n")
+            return await _stream(request, events)
         return web.json_response(response)
 
     async def _reward(self, request: web.Request) -> web.Response:
         reward = (await _body(request)).get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not is_finite_number(reward):
             raise RequestError(f"reward={reward!r} must be a finite number")
         request[SESSION].reward = float(reward)
         return web.json_response({"reward": float(reward)})

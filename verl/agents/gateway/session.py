@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 from verl.agents.agent_loop.server_manager import AsyncLLMServerManager, most_tokens, seed_of
 from verl.agents.agent_loop.tool_parser import ToolParser
 from verl.agents.conversation import ConversationTree
-from verl.agents.gateway.messages import RequestError, key_after, tools_key
+from verl.agents.gateway.messages import RequestError, conversation_keys, digest_of, key_after
 from verl.agents.message_encoder import CALL_ID, MessageEncoder, NotAppendable
 from verl.config.rollout import RolloutConfig
 from verl.data.chat_template import ChatTemplateError
@@ -81,7 +80,7 @@ class Session:
     max_requests: int
     tree: ConversationTree = field(default_factory=ConversationTree)
     reward: float | None = None
-    failure: str | None = None  # why the conversation cannot be used
+    failure: str | None = None  # what the program did, if the conversation cannot be used
     on_failure: Callable[[], None] = lambda: None  # called when `failure` is set
     is_full: bool = False  # a request did not fit into response_length any more
     is_cut: bool = False  # the last reply, or one of those to the last prompt, was cut at a limit
@@ -108,12 +107,10 @@ class Session:
         """
         self.requests += 1
         if self.requests > self.max_requests:
-            self.failure = f"the program made more than {self.max_requests} requests (rollout.agent.command_requests)"
+            self.failure = f"made more than {self.max_requests} requests (rollout.agent.command_requests)"
             self.on_failure()
-            raise RequestError(self.failure, 429, "too_many_requests")
-        keys = [tools_key(tools)]
-        for message in messages:
-            keys.append(key_after(keys[-1], message))
+            raise RequestError(f"the program {self.failure}", 429, "too_many_requests")
+        keys = conversation_keys(tools, messages)
         prompt = self._encode(messages, tools, keys)
         limit, reserved = await self._reserve(prompt, n, max_tokens)
         try:
@@ -136,11 +133,11 @@ class Session:
         """The prompt: the ids of the longest known beginning, and those of the other messages; else of all messages."""
         settings, encoder = self.settings.rollout.multi_turn, self.settings.encoder
         at_once = settings.row_per_turn or settings.use_inference_chat_template
-        known = [k for k in range(1, len(messages)) if keys[k] in self._ids_after]
+        known = max((number for number in range(1, len(messages)) if keys[number] in self._ids_after), default=0)
         if known and not at_once:
-            ids, added = self._ids_after[keys[known[-1]]], messages[known[-1] :]
-            calls = bool(messages[known[-1] - 1].get("tool_calls"))
-            if ids[-1] in encoder.stop_ids and {m["role"] for m in added} == {"tool" if calls else "user"}:
+            ids, added = self._ids_after[keys[known]], messages[known:]
+            expected_role = "tool" if messages[known - 1].get("tool_calls") else "user"
+            if ids[-1] in encoder.stop_ids and all(message["role"] == expected_role for message in added):
                 with contextlib.suppress(NotAppendable):
                     return ids + encoder.encode_appended(added, tools, after=ids[-1])
         try:
@@ -176,7 +173,8 @@ class Session:
         return limit, n * limit + appended
 
     async def _outputs(self, prompt: list[int], n: int, limit: int) -> list[TokenOutput]:
-        digest = hashlib.blake2b(str(prompt).encode(), digest_size=16).digest()
+        """`n` generations of at most `limit` tokens."""
+        digest = digest_of(str(prompt).encode())
         calls, stops = [], {*self.sampling.get("stop_token_ids", ()), *self.settings.encoder.stop_ids}
         for _ in range(n):
             sampling = {**self.sampling, "max_tokens": limit, "stop_token_ids": sorted(stops)}
@@ -186,8 +184,9 @@ class Session:
             calls.append(
                 self.settings.server_manager.generate(self.name, prompt_ids=prompt, sampling_params=sampling, turn=0)
             )
-        began = time.perf_counter()
-        self._began, self._running = (self._began if self._running else began), self._running + 1
+        if not self._running:
+            self._began = time.perf_counter()
+        self._running += 1
         try:
             outputs = await asyncio.gather(*calls)
         finally:
@@ -202,6 +201,7 @@ class Session:
     async def _choice(
         self, output: TokenOutput, prompt: list[int], tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
     ) -> Choice:  # fmt: skip
+        """The reply for an output, of which only the part up to the first text of `stop` counts."""
         tokenizer = self.settings.encoder.tokenizer
         parser = ToolParser.get_tool_parser(self.settings.parser_name, tokenizer, tools or ())
         ids, ended = _until(tokenizer, output.token_ids, stop)
@@ -229,10 +229,11 @@ class Session:
 def _until(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> tuple[list[int], bool]:
     """(the ids up to the one that completes a text of `stop`, whether there is one)."""
 
-    def has(count: int) -> bool:
+    def has_stop(count: int) -> bool:
         text = tokenizer.decode(ids[:count])
         return any(part in text for part in stop)
 
-    if not has(len(ids)):
+    if not has_stop(len(ids)):
         return ids, False
-    return ids[: bisect.bisect_left(range(len(ids)), True, key=lambda i: has(i + 1)) + 1], True
+    # The smallest count whose ids have one; a search by halves, since each decodes all ids up to it.
+    return ids[: bisect.bisect_left(range(len(ids)), True, key=has_stop)], True

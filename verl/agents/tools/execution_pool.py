@@ -1,8 +1,9 @@
 """Bounds how many calls of a tool run at once, in one process and in a Ray cluster."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -39,10 +40,8 @@ class TokenBucketWorker:
         while self.get_current_count() >= self.rate_limit:
             self._freed.clear()
             next_end = min(self._held.values())
-            try:
+            with contextlib.suppress(TimeoutError):  # a lease ran out: get_current_count drops its token
                 await asyncio.wait_for(self._freed.wait(), max(0.01, next_end - time.monotonic()))
-            except TimeoutError:
-                pass  # a lease ran out: get_current_count drops its token
         self._last_token += 1
         self._held[self._last_token] = time.monotonic() + self.lease
         return self._last_token
@@ -82,30 +81,27 @@ class ExecutionWorker:
         """True; verl's callers wait for it."""
         return True
 
-    async def _token(self) -> int:
-        """A token; one that is granted after this call was cancelled is given back."""
+    @contextlib.asynccontextmanager
+    async def _token(self) -> AsyncIterator[None]:
+        """Holds a token of the bucket; one that is granted after its call was cancelled is given back, too."""
+
+        def give_back(granted: asyncio.Future) -> None:
+            if not granted.cancelled() and granted.exception() is None:
+                asyncio.ensure_future(self._release(granted.result()))
+
         granted = asyncio.ensure_future(self._acquire())
         try:
-            return await asyncio.shield(granted)
-        except asyncio.CancelledError:
-            granted.add_done_callback(self._give_back)
-            raise
-
-    def _give_back(self, granted: asyncio.Future) -> None:
-        if not granted.cancelled() and granted.exception() is None:
-            asyncio.ensure_future(self._release(granted.result()))
+            await asyncio.shield(granted)
+            yield
+        finally:
+            granted.add_done_callback(give_back)
 
     async def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T:
         """The result of `fn`, which is awaited if it is a coroutine function; its exceptions pass through."""
-        async with self._slots:
-            token = None if self._acquire is None else await self._token()
-            try:
-                if asyncio.iscoroutinefunction(fn):
-                    return await fn(*fn_args, **fn_kwargs)
-                return await in_thread(fn, *fn_args, **fn_kwargs)
-            finally:
-                if token is not None:
-                    await asyncio.shield(self._release(token))
+        async with self._slots, contextlib.nullcontext() if self._acquire is None else self._token():
+            if asyncio.iscoroutinefunction(fn):
+                return await fn(*fn_args, **fn_kwargs)
+            return await in_thread(fn, *fn_args, **fn_kwargs)
 
 
 def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:

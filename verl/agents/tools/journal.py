@@ -12,11 +12,12 @@ from uuid import uuid4
 from loguru import logger
 
 from verl.agents.tools.base_tool import BaseTool
-from verl.agents.tools.schemas import ToolResponse
+from verl.agents.tools.schemas import ToolResult
 from verl.training.checkpoint.publish import read_tracker
 from verl.utils.jsonl import read_objects
 
 TOOL_JOURNAL = "tool_journal"
+CallKey = tuple[int, str]  # the step, and the digest of what describes the call
 
 
 class CallJournal:
@@ -34,20 +35,19 @@ class CallJournal:
         self.folder = self.run / TOOL_JOURNAL
         self.writer, self.begun = uuid4().hex[:12], time.time()
         self.results: dict[int, dict[str, dict[str, Any]]] = {}  # of steps that have begun, by their calls' digests
-        self.replayed = 0
 
-    def key_of(self, step: int, *parts: Any) -> str:
+    def key_of(self, step: int, *parts: Any) -> CallKey:
         """The key of the call that `parts`, which JSON has, describe; reads a new step's recorded calls."""
         if step not in self.results:
             self._read(step)
-        digest = hashlib.blake2b(json.dumps([self.identity, *parts]).encode(), digest_size=16).hexdigest()
-        return f"{step} {digest}"
+        return step, hashlib.blake2b(json.dumps([self.identity, *parts]).encode(), digest_size=16).hexdigest()
 
     def _read(self, step: int) -> None:
         newest = read_tracker(self.run)
         final = -1 if newest is None else newest
-        kept = [number for number in self.results if number > final or number > step]
-        self.results = {number: self.results[number] for number in kept}
+        for number in list(self.results):
+            if number <= min(final, step):
+                del self.results[number]
         recorded = self.results[step] = {}
         for file in sorted(self.folder.glob("step_*-*.jsonl")):
             number = int(file.name.removeprefix("step_").split("-")[0])
@@ -59,16 +59,14 @@ class CallJournal:
         if recorded:
             logger.info(f"step {step}: {len(recorded)} calls were made before the run was started again")
 
-    def find(self, key: str) -> dict[str, Any] | None:
+    def find(self, key: CallKey) -> dict[str, Any] | None:
         """The entry of a call that was made before."""
-        step, digest = key.split()
-        entry = self.results.get(int(step), {}).get(digest)
-        self.replayed += entry is not None
-        return entry
+        step, digest = key
+        return self.results.get(step, {}).get(digest)
 
-    def write(self, key: str, entry: dict[str, Any]) -> None:
+    def write(self, key: CallKey, entry: dict[str, Any]) -> None:
         """Write the result of a call, which then survives the death of the process."""
-        step, digest = key.split()
+        step, digest = key
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"step_{step}-{self.writer}.jsonl", "a") as file:
             file.write(json.dumps({"key": digest, **entry}, default=str) + "\n")
@@ -94,13 +92,16 @@ class ToolJournal(CallJournal):
             digest.update(json.dumps([tool.config, schema], sort_keys=True, default=str).encode() + code)
         super().__init__(run, digest.hexdigest())
 
-    def key(self, step: int, seed: int | None, ids: Sequence[int], call: int) -> str:
+    def key(self, step: int, seed: int | None, ids: Sequence[int], call: int) -> CallKey:
         """The key of call number `call` of a conversation with tokens `ids`."""
         return self.key_of(step, seed, list(ids), call)
 
-    def add(self, key: str, response: ToolResponse, reward: Any, metrics: dict[str, Any], failure: Any) -> None:
-        """Write the result of a call: response, reward, metrics, failure; only for text responses."""
-        if response.image or response.video:
-            return
-        entry = {"response": response.model_dump(exclude_none=True), "reward": reward, "metrics": metrics}
-        self.write(key, {**entry, "failure": failure})
+    def result(self, key: CallKey) -> ToolResult | None:
+        """The result of a call that was made before."""
+        entry = self.find(key)
+        return None if entry is None else ToolResult(**entry)
+
+    def add(self, key: CallKey, result: ToolResult) -> None:
+        """Write the result of a call; only for text responses."""
+        if not (result.response.image or result.response.video):
+            self.write(key, result.model_dump(exclude_none=True))

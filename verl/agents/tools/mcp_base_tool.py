@@ -17,7 +17,7 @@ class MCPBaseTool(BaseTool):
     """
 
     parallel_calls = True
-    server: McpServer | None = None
+    server: McpServer | None = None  # set by `initialize_tools_from_config`
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         if self.server is None and config.get("type") != "mcp":
@@ -31,8 +31,6 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
         """The server's answer; RuntimeError with its text where it reports an error."""
-        if self.server is None:
-            raise RuntimeError(f"{self.name!r} has no MCP server; make it by an entry of the tools' file")
         now = time.monotonic()
         start = max(now, self._next)
         self._next = start + self._interval

@@ -37,11 +37,8 @@ class McpServer:
         with self._lock:
             if self._connected is None:
                 self._connected = Future()
-                thread = threading.Thread(
-                    target=lambda future: asyncio.run(self._serve(future)), args=(self._connected,),
-                    name=f"MCP server {self.name}", daemon=True,
-                )  # fmt: skip
-                thread.start()
+                serving, name = self._serve(self._connected), f"MCP server {self.name}"
+                threading.Thread(target=asyncio.run, args=(serving,), name=name, daemon=True).start()
             return self._connected
 
     async def _serve(self, connected: Future) -> None:

@@ -14,8 +14,8 @@ from loguru import logger
 from referencing.jsonschema import EMPTY_REGISTRY
 
 from verl.agents.tools.base_tool import BaseTool
-from verl.agents.tools.journal import ToolJournal
-from verl.agents.tools.schemas import ToolResponse, decode_arguments
+from verl.agents.tools.journal import CallKey, ToolJournal
+from verl.agents.tools.schemas import ToolResponse, ToolResult, decode_arguments
 from verl.reward.pool import FatalGradingError
 from verl.utils.user_code import defined_at, full_traceback
 
@@ -27,16 +27,6 @@ FAILURES = (
 KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _GRACE_S = 1.0  # for a cancelled call to clean up
 _SHOWN = 100  # characters of a tool's name as the model wrote it
-
-
-@dataclass
-class ToolResult:
-    """The outcome of one call. `failure` is None or one of FAILURES; then `reward` is None and `response` says why."""
-
-    response: ToolResponse
-    reward: float | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    failure: str | None = None
 
 
 def truncate(text: str, length: int, side: str) -> str:
@@ -116,13 +106,13 @@ class ToolRunner:
             return self.record_failure("malformed_arguments", name, text)
         try:
             wrong = best_match(self._validators[name].iter_errors(decoded))
-            text = wrong and f"{'.'.join(map(str, wrong.absolute_path)) or 'arguments'}: {wrong.message}"
+            if wrong is None:
+                return decoded
+            reason = f"{'.'.join(map(str, wrong.absolute_path)) or 'arguments'}: {wrong.message}"
         except Exception as error:  # a reference without target in the schema, arguments nested too deeply
-            text = f"{type(error).__name__}: {error}"
-        if text:
-            text = f"the arguments of {name!r} do not fit its schema: {text}."
-            return self.record_failure("invalid_arguments", name, text)
-        return decoded
+            reason = f"{type(error).__name__}: {error}"
+        text = f"the arguments of {name!r} do not fit its schema: {reason}."
+        return self.record_failure("invalid_arguments", name, text)
 
     def record_failure(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
         """Count a failure; returns what the model reads. The first of each kind and tool is logged."""
@@ -132,7 +122,7 @@ class ToolRunner:
             self._logged.add((kind, logged_as))
             trace = "" if error is None else f"\n{full_traceback(error)}"
             logger.warning(f"tool {name[:_SHOWN]!r}: {text} Further failures of this kind are not logged.{trace}")
-        return ToolResult(ToolResponse(text=self.cut(f"Error: {text}")), failure=kind)
+        return ToolResult(response=ToolResponse(text=self.cut(f"Error: {text}")), failure=kind)
 
     def cut(self, text: str) -> str:
         """The text within its length, and encodable: half surrogate pairs are replaced."""
@@ -207,7 +197,7 @@ class ToolConversation:
     async def __aexit__(self, *raised: Any) -> None:
         await self.release()
 
-    async def call(self, name: str, arguments: str | dict[str, Any], key: str | None = None) -> ToolResult:
+    async def call(self, name: str, arguments: str | dict[str, Any], key: CallKey | None = None) -> ToolResult:
         """Run one call as the model wrote it: the tool's name and its arguments, as text or decoded.
 
         `key` names the call in the journal; without it the call is made in any case.
@@ -222,13 +212,10 @@ class ToolConversation:
         tool = runner.tools[name]
         instance = self._instances.setdefault(name, _Instance())
         journal = self._journal if key is not None and tool.replayable else None
-        entry = None if journal is None else journal.find(key)
-        earlier = entry and ToolResult(
-            ToolResponse(**entry["response"]), entry["reward"], entry["metrics"], entry["failure"]
-        )
+        earlier = None if journal is None else journal.result(key)
         result = await self._result(tool, instance, parameters, earlier)
         if journal is not None and earlier is None:
-            journal.add(key, result.response, result.reward, result.metrics, result.failure)
+            journal.add(key, result)
         return result
 
     async def _result(
@@ -274,7 +261,8 @@ class ToolConversation:
         response, reward, metrics = answer
         if response.text is not None:
             response = response.model_copy(update={"text": runner.cut(response.text)})
-        return ToolResult(response, None if reward is None else _finite(reward), dict(metrics or {}))
+        reward = None if reward is None else _finite(reward)
+        return ToolResult(response=response, reward=reward, metrics=dict(metrics or {}))
 
     async def calc_rewards(self) -> dict[str, float | None]:
         """The reward of each tool that was called; None where `calc_reward` failed, which is counted."""

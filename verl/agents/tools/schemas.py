@@ -27,12 +27,6 @@ class OpenAIFunctionParametersSchema(BaseModel):
     properties: dict[str, OpenAIFunctionPropertySchema]
     required: list[str]
 
-    @classmethod
-    def from_json_schema(cls, schema: dict[str, Any]) -> "OpenAIFunctionParametersSchema":
-        """The parameters for any JSON schema of an object, which may lack `properties`, `required` and types."""
-        properties = {name: _typed(prop) for name, prop in (schema.get("properties") or {}).items()}
-        return cls(**{"type": "object", "required": [], **schema, "properties": properties})
-
 
 def _typed(schema: Any) -> dict[str, Any]:
     """The schema of one property with a `type`, taken from its alternatives where it has none; without its title."""
@@ -63,8 +57,12 @@ class OpenAIFunctionToolSchema(BaseModel):
 
     @classmethod
     def of(cls, name: str, description: str, parameters: dict[str, Any]) -> "OpenAIFunctionToolSchema":
-        """The entry of a function; `parameters` is any JSON schema of an object."""
-        schema = OpenAIFunctionParametersSchema.from_json_schema(parameters)
+        """The entry of a function.
+
+        `parameters` is any JSON schema of an object, which may lack `properties`, `required` and types.
+        """
+        properties = {name: _typed(prop) for name, prop in (parameters.get("properties") or {}).items()}
+        schema = {"type": "object", "required": [], **parameters, "properties": properties}
         function = OpenAIFunctionSchema(name=name, description=description, parameters=schema)
         return cls(type="function", function=function)
 
@@ -105,6 +103,12 @@ def decode_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a message as OpenAI's API has it: its arguments as JSON text."""
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {"name": call["function"]["name"], "arguments": text}}
+
+
 class OpenAIFunctionToolCall(BaseModel):
     """A call with its id, as chat templates expect it in `tool_calls`."""
 
@@ -138,3 +142,12 @@ class ToolResponse(BaseModel):
     def is_text_only(self) -> bool:
         """Whether there is text and neither image nor video."""
         return bool(self.text) and not (self.image or self.video)
+
+
+class ToolResult(BaseModel):
+    """The outcome of one call; with `failure`, one of runner.FAILURES, there is no reward, and `response` says why."""
+
+    response: ToolResponse
+    reward: float | None = None
+    metrics: dict[str, Any] = {}
+    failure: str | None = None

@@ -29,10 +29,11 @@ async def initialize_mcp_tool(tool_cls: type, tool_config: dict[str, Any]) -> li
         raise ValueError("an entry of type mcp needs mcp.mcp_servers_config_path, a JSON file with mcpServers")
     servers = read_servers(mcp["mcp_servers_config_path"])
     offered = [(server, schema) for server in servers for schema in await server.list_tools()]
-    known, tools = [schema.function.name for _, schema in offered], []
+    known = [schema.function.name for _, schema in offered]
     selected = known if mcp.get("tool_selected_list") is None else mcp["tool_selected_list"]
     if absent := [name for name in selected if name not in known]:
         raise ValueError(f"mcp.tool_selected_list has {absent[0]!r}, which no server offers. Known: {', '.join(known)}")
+    tools = []
     for server, schema in offered:
         if schema.function.name in selected:
             tool = tool_cls(tool_config.get("config") or {}, schema)

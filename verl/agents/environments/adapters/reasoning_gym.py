@@ -66,17 +66,17 @@ class ReasoningGym(Environment):
 
     async def rows(self, split: str, files: list[str]) -> list[dict[str, Any]]:
         settings = self.settings
-        asked: dict[str, tuple] = {}  # question of validation -> (item, entry); training leaves them out
+        validation: dict[str, tuple] = {}  # question -> (item, entry); training leaves these questions out
         for item, entry in self._drawn(settings.val_seed, DRAWS * settings.val_size):
-            asked.setdefault(entry["question"], (item, entry))
+            validation.setdefault(entry["question"], (item, entry))
         if split == "val":
-            chosen = list(asked.values())[: settings.val_size]
+            chosen = list(validation.values())[: settings.val_size]
             if len(chosen) < settings.val_size:
                 text = "data.environment.val_size={}: the tasks have only {} different questions in {} draws"
                 logger.warning(text, settings.val_size, len(chosen), DRAWS * settings.val_size)
         else:
             drawn = self._drawn(settings.seed, settings.size)
-            chosen = [(item, entry) for item, entry in drawn if entry["question"] not in asked]
+            chosen = [(item, entry) for item, entry in drawn if entry["question"] not in validation]
             if left := settings.size - len(chosen):
                 text = "data.environment.size={}: {} questions are left out, since they are drawn for validation too"
                 logger.info(text, settings.size, left)
@@ -85,11 +85,11 @@ class ReasoningGym(Environment):
                     f"data.environment.size={settings.size}: every question is drawn for validation too. Lower "
                     "data.environment.val_size, or change data.environment.params so that there are more questions."
                 )
-        return [
-            make_row(item["task"], self._messages(item["task"], entry["question"]), str(entry["answer"]), number, item,
-                     settings)
-            for number, (item, entry) in enumerate(chosen)
-        ]  # fmt: skip
+        rows = []
+        for number, (item, entry) in enumerate(chosen):
+            prompt = self._messages(item["task"], entry["question"])
+            rows.append(make_row(item["task"], prompt, str(entry["answer"]), number, item, settings))
+        return rows
 
     async def converse(self, item: dict[str, Any], ask: Ask) -> dict[str, Any]:
         """score: of the task; acc: 1.0 if it is 1; answered: whether an answer was given in the format."""

@@ -1,7 +1,6 @@
 """Environments of verifiers: its task sets and harnesses, scored by their own rewards."""
 
 import itertools
-import json
 import sys
 import uuid
 from contextlib import AsyncExitStack
@@ -12,9 +11,11 @@ from aiohttp import web
 from verl.agents.environments.adapters.verifiers_harness import HARNESS, harness_module
 from verl.agents.environments.base import Ask, Environment, Library, Message, NoMoreTurns, import_path, make_row
 from verl.agents.environments.hosting import EnvironmentFailed
+from verl.agents.tools.schemas import with_text_arguments
 
 #: What a harness reads as the end of the context.
 OVER = "context_length_exceeded: this conversation may have no further turn"
+SIZE_KEYS = {"train": "size", "val": "val_size"}
 
 
 class Verifiers(Environment):
@@ -55,24 +56,27 @@ class Verifiers(Environment):
     def _tasks(self, name: str, split: str) -> list[Any]:
         """The tasks of a split, which are the first of its environment, or follow those of training."""
         if (name, split) not in self.tasks:
-            own = (name, split) in self.environments
-            start = 0 if own else self._number(name, "train")
+            has_own = (name, split) in self.environments  # true for training
+            start = 0 if has_own else self._number(name, "train")
             stop = start + self._number(name, split)
-            tasks = list(itertools.islice(self.environments[name, split if own else "train"].taskset, start, stop))
+            tasks = list(itertools.islice(self._environment(name, split).taskset, start, stop))
             if len(tasks) < stop - start:
-                key = {"train": "size", "val": "val_size"}[split]
-                more = f" or data.environment.size, or set other tasks in data.environment.params.{name}.val"
-                remedy = f"Lower it{more if split == 'val' and not own else ''}"
+                others = f" or data.environment.size, or set other tasks in data.environment.params.{name}.val"
                 raise ValueError(
-                    f"data.environment.{key}: {name} has {start + len(tasks)} tasks, and {stop} are needed. {remedy}."
+                    f"data.environment.{SIZE_KEYS[split]}: {name} has {start + len(tasks)} tasks, and {stop} are "
+                    f"needed. Lower it{'' if has_own else others}."
                 )
             system = self.settings.system_prompt
             self.tasks[name, split] = [task if system is None else task.with_system_prompt(system) for task in tasks]
         return self.tasks[name, split]
 
+    def _environment(self, name: str, split: str) -> Any:
+        """The environment of a split; that of training also serves validation that has no settings of its own."""
+        return self.environments.get((name, split)) or self.environments[name, "train"]
+
     def _number(self, name: str, split: str) -> int:
         """Tasks of a split, its size divided by weight."""
-        weights, size = self.settings.weights, self.settings[{"train": "size", "val": "val_size"}[split]]
+        weights, size = self.settings.weights, self.settings[SIZE_KEYS[split]]
         return max(1, round(size * weights[name] / sum(weights.values())))
 
     async def __aenter__(self) -> "Verifiers":
@@ -105,8 +109,7 @@ class Verifiers(Environment):
     async def converse(self, item: dict[str, Any], ask: Ask) -> dict[str, Any]:
         """score: the sum of the weighted rewards; each reward and metric by its name."""
         task, number = self._tasks(item["task"], item["split"])[item["index"]], uuid.uuid4().hex
-        key = (item["task"], item["split"])
-        environment = self.environments.get(key) or self.environments[item["task"], "train"]
+        environment = self._environment(item["task"], item["split"])
         client = self.library.EvalClientConfig(base_url=self.url, api_key_var="VERL_ENVIRONMENT_KEY")
         self._asks[number] = ask
         try:
@@ -146,11 +149,7 @@ class Verifiers(Environment):
         reason = reply["finish_reason"]
         if reply.get("tool_calls"):
             reason = "tool_calls" if reason == "stop" else reason
-            message["tool_calls"] = [
-                {**call, "function": {"name": call["function"]["name"],
-                                      "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in reply["tool_calls"]
-            ]  # fmt: skip
+            message["tool_calls"] = [with_text_arguments(call) for call in reply["tool_calls"]]
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         answer = {"id": uuid.uuid4().hex, "object": "chat.completion", "created": 0, "model": body["model"]}
         return web.json_response({**answer, "choices": [choice]})
