@@ -98,22 +98,27 @@ def test_the_reward_function_that_asks_a_model(answer, score):
 
 
 def test_the_agent_loop(tiny_llama):
-    loop_class = names_after("docs/agents.md", 2)["TwiceLoop"]
-    answers = iter([[7], [8, 9]])
+    loop_class = names_after("docs/agents.md", 2)["CheckedLoop"]
+    tokenizer = hf_tokenizer(tiny_llama)
+    end = tokenizer.eos_token_id
+    answers, asked = iter([[7], [8, end]]), []
 
     async def generate(request_id, *, prompt_ids, sampling_params):
+        asked.append((prompt_ids, sampling_params["max_tokens"]))
         ids = next(answers)
         return TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids])
 
-    server = SimpleNamespace(rollout_config=RolloutConfig(name="vllm"), generate=generate)
-    tokenizer = hf_tokenizer(tiny_llama)
+    server = SimpleNamespace(rollout_config=RolloutConfig(name="vllm", response_length=100), generate=generate)
     config = OmegaConf.create({"data": {}, "actor_rollout_ref": {"model": {"path": tiny_llama}}})
     loop = loop_class(DictConfigWrap(config), server, tokenizer, None)
     messages = [{"role": "user", "content": "1 + 1"}]
     output = asyncio.run(loop.run({}, raw_prompt=messages, request_id="a"))
     assert output.prompt_ids == loop.encoder.prompt(messages) and output.prompt_ids
-    assert output.response_ids == [8, 9] and output.response_mask == [1, 1]
-    assert output.response_logprobs == [-8.0, -9.0] and output.num_turns == 2
+    given = [end, *loop.encoder.encode_appended([{"role": "user", "content": "Check it."}])]  # the first answer was cut
+    assert output.response_ids == [7, *given, 8, end] and output.response_mask == [1, *[0] * len(given), 1, 1]
+    assert output.response_logprobs == [-7.0, *[0.0] * len(given), -8.0, -float(end)] and output.num_turns == 4
+    assert asked == [(output.prompt_ids, 50), ([*output.prompt_ids, 7, *given], 99 - len(given))]
+    assert output.extra_fields == {"end_reason": "stop"}
 
 
 def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):

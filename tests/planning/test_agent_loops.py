@@ -179,3 +179,10 @@ def test_upstream_s_rows_of_one_turn_under_multi_turn_name_the_loop_to_set(tools
         for advised in (problems(*served, SERVED[2], rows=[row]), problems(*served, rows=[row, named])):
             assert not any("agent_name" in message for _, message in advised)
     assert problems(*served[:3], rows=[plain]) == []  # no tools: one turn is what such a run is to train
+
+
+def test_an_unknown_loop_in_the_data_is_named_with_its_row():
+    rows = [{"agent_name": "tool_agent"}, {"agent_name": None}, {"agent_name": "chekc"}]
+    ((key, message),) = problems(*SERVED, rows=rows)
+    assert key == "data.train_files"
+    assert message.startswith("data.train_files: row 2: agent_name='chekc' is unknown. Known: ")

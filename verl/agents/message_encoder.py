@@ -65,8 +65,8 @@ class MessageEncoder:
         """The ids of messages appended to a generated turn, with the generation prompt.
 
         Either all messages have the role "tool" and follow a turn with tool calls, or none has. `after` is the last
-        generated id. Templates whose messages begin with the stop token of the previous turn need it: this stop token
-        is left out if it was generated, or if `after` is None. Raises NotAppendable if the template does not support
+        generated id: if it is no stop token, the turn was cut, and the ids begin with the stop token that ends it.
+        Without `after`, the turn is taken to have ended. Raises NotAppendable if the template does not support
         appending: it raises an error, changes earlier turns, or ends a turn without a token of `stop_ids`.
         """
         role, problems = messages[0]["role"], []
@@ -182,9 +182,10 @@ class MessageEncoder:
         ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
         # A template may add an end-of-text token to the stop token of the last turn.
         two_stops = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
+        was_cut = after is not None and after not in self.stop_ids
         for end in ends[-2:] if two_stops else ends[-1:]:
             if longer[: end + 1] == shorter[: end + 1]:
-                return longer[end + 1 :]
+                return longer[end:] if was_cut else longer[end + 1 :]
         raise NotAppendable(DIFFERENT)
 
     def _last_stop(self, ids: list[int]) -> int | None:

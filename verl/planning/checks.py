@@ -43,6 +43,7 @@ class Findings:
     hf_config: Any = None
     datasets: dict[str, Any] = field(default_factory=dict)  # data.train_files, data.val_files -> its data set
     tools: dict[str, str] = field(default_factory=dict)  # name -> the answer to its example call
+    agent_loops: set[str] = field(default_factory=set)  # names of those that the rows have
     train_prompts: int | None = None
     val_prompts: int | None = None
     problems: list[Problem] = field(default_factory=list)

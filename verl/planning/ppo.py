@@ -238,6 +238,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         **_longest_prompt(findings),
         **({"reward function": f"{own.name} of {os.path.basename(own.path)}"} if own.path else {}),
         **({"reward manager": manager.module.name or manager.name} if manager.source == "importlib" else {}),
+        **({"agent loops": ", ".join(sorted(findings.agent_loops))} if findings.agent_loops else {}),
         **(plan.rows() if plan else {}),
         "steps per epoch": count_text(per_epoch),
         "steps in all": count_text(steps),

@@ -86,7 +86,7 @@ class _AgentLoops:
         """The server's class, the agent loop and the program exist."""
         agent = self.rollout.agent
         self._try(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, self.rollout)
-        names = set(_agent_loop_registry)
+        self.names = names = set(_agent_loop_registry)
         if path := agent.agent_loop_config_path:
             names |= set(self._try(f"{ROLLOUT}.agent.agent_loop_config_path", loops_in_file, path) or ())
         if agent.default_agent_loop not in names:
@@ -136,7 +136,16 @@ class _AgentLoops:
                 yield Problem(UNUSED, key, f"{what}, {one_line(text)!r}. {how}")
 
     def check_rows(self) -> Iterator[Problem]:
-        """Rows have an agent loop that uses the tools, and arguments that the tools take."""
+        """Rows have an agent loop that exists and uses the tools, and arguments that the tools take."""
+        checked = ROWS_AT_START if self.findings.to_start else ROWS_CHECKED
+        for key, dataset in self.findings.datasets.items():
+            for i, row in enumerate(islice(getattr(dataset, "rows", ()), checked)):
+                name = row.get("agent_name")
+                self.findings.agent_loops.add(name or self.rollout.agent.default_agent_loop)
+                if name and name not in self.names:
+                    text = f"agent_name={name!r} is unknown. Known: {', '.join(sorted(self.names))}"
+                    yield wrong(key, f"{key}: {dataset.error(i, text)}.")
+                    break
         rows = getattr(self.findings.datasets.get("data.train_files"), "rows", None)
         unnamed = rows and not any(row.get("agent_name") for row in rows)
         uses_none = self.rollout.agent.default_agent_loop == "single_turn_agent"
@@ -145,7 +154,6 @@ class _AgentLoops:
             what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in"
             yield wrong(key, f"{what} column agent_name. Set {key}=tool_agent.")
         elif self.tools and not self.failures:
-            checked = ROWS_AT_START if self.findings.to_start else ROWS_CHECKED
             yield from _rows_that_the_tools_refuse(self.tools, self.findings.datasets, checked)
 
 

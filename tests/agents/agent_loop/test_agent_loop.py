@@ -20,7 +20,7 @@ from tests.helpers.models import make_tokenizer
 from tests.reward.test_managers import TOKENIZER
 from verl.agents.agent_loop import AgentLoopBase, AgentLoopManager, AgentLoopOutput, AsyncLLMServerManager, register
 from verl.agents.agent_loop.manager import manager_class
-from verl.agents.agent_loop.registry import _agent_loop_registry, resolve_config_path
+from verl.agents.agent_loop.registry import _agent_loop_registry, make_agent_loop, resolve_config_path
 from verl.agents.agent_loop.rows import batch_of
 from verl.agents.agent_loop.server_manager import ConversationTooLong
 from verl.agents.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
@@ -438,3 +438,15 @@ def test_a_trace_has_the_turns_and_the_calls_of_a_conversation(manager, tmp_path
     assert [line["op"] for line in lines].count("ToolAgentLoop.run") == 2
     run = next(line for line in lines if line["op"] == "ToolAgentLoop.run" and line["sample_index"] == 1)
     assert run["output"]["response_ids"][:2] == [7, EOS] and run["step"] == 1
+
+
+def test_arguments_in_a_file_outlast_the_import_of_their_class(tmp_path, monkeypatch):
+    (tmp_path / "kept_loop.py").write_text(
+        "from verl.agents.agent_loop import AgentLoopBase, register\n\n\n"
+        "@register('kept')\nclass Kept(AgentLoopBase):\n"
+        "    def __init__(self, turns=1):\n        self.turns = turns\n\n"
+        "    async def run(self, sampling_params, **row): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_agent_loop_registry, "kept", {"_target_": "kept_loop.Kept", "turns": 3})
+    assert [make_agent_loop("kept").turns for _ in range(2)] == [3, 3]

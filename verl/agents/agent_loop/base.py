@@ -48,14 +48,14 @@ class AgentLoopOutput(BaseModel):
 
 
 def output_of(
-    conversation: Conversation, num_turns: int, metrics: AgentLoopMetrics, fields: dict[str, Any]
+    conversation: Conversation, num_turns: int, metrics: AgentLoopMetrics | None = None, **fields: Any
 ) -> AgentLoopOutput:
-    """The output of a conversation that has ended; `fields` are its extra fields."""
+    """The output of a conversation that has ended; `fields` are its extra fields, such as end_reason="stop"."""
     return AgentLoopOutput(
         prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
         response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-        kept_tokens=conversation.kept_tokens, num_turns=num_turns, metrics=metrics,
-        extra_fields={**fields, "weights_versions": [version for version, _, _ in conversation.versions]},
+        kept_tokens=conversation.kept_tokens, num_turns=num_turns, metrics=metrics or AgentLoopMetrics(),
+        extra_fields=fields,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         conversation = state.conversation or Conversation([])
         metrics = AgentLoopMetrics(generate_sequences=state.generation_s, tool_calls=state.environment_s)
         fields = {"reward_scores": scores, "end_reason": state.end_reason}
-        return output_of(conversation, 2 * state.turns, metrics, fields)
+        return output_of(conversation, 2 * state.turns, metrics, **fields)
 
     async def _answer(
         self, environment: EnvironmentConversation, state: EnvironmentState, messages: list[dict[str, Any]],

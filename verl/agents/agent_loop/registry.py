@@ -23,10 +23,12 @@ _NOT_IN_EVERY_VERSION = ("dataset_config", "data_config", "tools", "hf_model_typ
 
 
 def register(agent_name: str) -> Any:
-    """Decorator that registers a subclass of AgentLoopBase under a name."""
+    """Decorator that registers a subclass of AgentLoopBase under a name; an entry with its arguments stays."""
 
     def decorator(subclass: type[AgentLoopBase]) -> type[AgentLoopBase]:
-        _agent_loop_registry[agent_name] = {"_target_": f"{subclass.__module__}.{subclass.__qualname__}"}
+        target = f"{subclass.__module__}.{subclass.__qualname__}"
+        if _agent_loop_registry.get(agent_name, {}).get("_target_") != target:
+            _agent_loop_registry[agent_name] = {"_target_": target}
         return subclass
 
     return decorator

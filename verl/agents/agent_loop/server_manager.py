@@ -53,6 +53,7 @@ class AsyncLLMServerManager:
         self.max_cache_size = max_cache_size
         self.turns: OrderedDict[str, int] = OrderedDict()
         self.prompt_tokens = self.cached_tokens = 0
+        self.versions: set[int | None] = set()  # of the weights that answered
 
     @rollout_trace_op
     async def generate(
@@ -108,6 +109,7 @@ class AsyncLLMServerManager:
                 output = await self._ask(server, prompt_ids, sampling, log_probs)
                 self.prompt_tokens += len(prompt_ids)
                 self.cached_tokens += output.cached_tokens
+                self.versions.add(output.weights_version)
                 return output
             except ServerUnreachable:
                 is_left_out = len(self.clients) > 1

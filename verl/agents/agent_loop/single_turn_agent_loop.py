@@ -28,4 +28,4 @@ class SingleTurnAgentLoop(AgentLoopBase):
         request_id = kwargs.get("request_id") or str(id(self))
         output, seconds = await self.generate_turn(request_id, conversation, sampling_params)
         metrics = AgentLoopMetrics(generate_sequences=seconds)
-        return output_of(conversation, 2, metrics, {"end_reason": END_REASONS.get(output.stop_reason, "stop")})
+        return output_of(conversation, 2, metrics, end_reason=END_REASONS.get(output.stop_reason, "stop"))

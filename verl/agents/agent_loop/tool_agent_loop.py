@@ -174,7 +174,7 @@ class ToolAgentLoop(AgentLoopBase):
         elif data.user_turns and data.end_reason in ("stop", "turns"):  # else the last turn may be cut, or no message
             self._check_tokenization(data)
         num_turns = 1 + data.user_turns + data.assistant_turns  # the prompt is one
-        return output_of(data.conversation, num_turns, AgentLoopMetrics(**data.metrics), fields)
+        return output_of(data.conversation, num_turns, AgentLoopMetrics(**data.metrics), **fields)
 
     @staticmethod
     def _check_transition(state: AgentState, following: AgentState) -> AgentState:

@@ -92,7 +92,7 @@ class AgentLoopWorker:
         infos = await get_trajectory_info(meta.get("global_steps", -1), index.tolist(), meta.get("validate", False))
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
         manager, reports = self.server_manager, bool(meta.get("report_finished"))
-        manager.prompt_tokens = manager.cached_tokens = 0
+        manager.prompt_tokens, manager.cached_tokens, manager.versions = 0, 0, set()
         self._cancels_rest = False
 
         async def run_row(i: int) -> AgentLoopOutput | None:
@@ -119,6 +119,7 @@ class AgentLoopWorker:
                 self._finished.put_nowait(None)
         result = self._batch_of([output for output in outputs if not reports or is_lost(output)])
         result.meta_info["prefix"] = [manager.prompt_tokens, manager.cached_tokens]
+        result.meta_info["weights_versions"] = sorted(manager.versions - {None})
         return result
 
     def _batch_of(self, outputs: list[AgentLoopOutput | None]) -> DataProto:

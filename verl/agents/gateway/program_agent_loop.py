@@ -160,7 +160,7 @@ def output_of_rows(
         whole.kept_tokens = [ids for row in rows for ids in row.kept_tokens]
     if len(rows) > 1:
         fields = {**fields, "turn_prompts": turn_prompts}
-    return output_of(whole, num_turns, metrics, fields)
+    return output_of(whole, num_turns, metrics, **fields)
 
 
 def _reward_of(ending: Ending, session: Session) -> float | None:
