@@ -191,7 +191,7 @@ class ForwardCosts:
         grid = sorted({min(rows, 4**i) for i in range(12)})
         seconds: dict[int, list[float]] = {width: [] for width in widths}
         for count in grid:
-            for width in widths:
+            for width in seconds:
                 if count > 1 and count * width > most:
                     seconds[width].append(math.inf)
                     continue

@@ -121,10 +121,10 @@ def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollou
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
     """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
-    modes = [of for name, of in _ROLLOUT_REGISTRY if name == rollout_name]
+    modes = [known_mode for name, known_mode in _ROLLOUT_REGISTRY if name == rollout_name]
     if not modes:
         hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
-        known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
+        known = ", ".join(sorted(map("/".join, _ROLLOUT_REGISTRY)))
         raise ValueError(f"{KEY}.name={rollout_name!r} is unknown{hint} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
     if mode == "async" and "sync" in modes and mode not in modes:
         mode = "sync"  # a step generates in one call either way

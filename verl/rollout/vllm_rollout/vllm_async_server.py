@@ -22,7 +22,7 @@ from loguru import logger
 
 from verl.rollout.replica import RolloutReplica, TokenOutput, check_token_ids, token_output
 from verl.rollout.vllm_rollout.request_checks import checked_body, sampling_arguments
-from verl.rollout.vllm_rollout.vllm_rollout import kept_tokens
+from verl.rollout.vllm_rollout.vllm_rollout import kept_tokens, sampled_log_probs
 
 START_TIMEOUT_S = 60.0
 
@@ -142,10 +142,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             if request is None:
                 continue
             request.output_ids += answer.token_ids
-            if (given := answer.logprobs) is not None:  # the first log-prob of each position is the sampled token's
-                request.log_probs += [given.logprobs[start] for start in given.start_indices]
+            if answer.logprobs is not None:
+                request.log_probs += sampled_log_probs(answer.logprobs)
                 if request.kept is not None:
-                    request.kept += [ids.tolist() for ids in kept_tokens(given)]
+                    request.kept += [ids.tolist() for ids in kept_tokens(answer.logprobs)]
             request.cached = output.num_cached_tokens or request.cached
             if output.finished:
                 self._finish(request, self._reply(request, {"type": answer.finish_reason or "stop"}))
