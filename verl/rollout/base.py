@@ -5,20 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry, installed_plugins, nearest
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from verl.config.model import HFModelConfig
-    from verl.config.rollout import RolloutConfig
 
 KEY = "actor_rollout_ref.rollout"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # other names of rollout.dtype

@@ -35,8 +35,9 @@ class HFRollout(BaseRollout):
     keeps_weights = True  # they are the actor's own
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
-        self.engine = engine
-        make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
+        self.engine, model = engine, without_adapters(engine.module)
+        self.model_name = type(model).__name__.removeprefix("FSDP")
+        make_packable(model, wanted=False)  # applies soft caps
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:
@@ -127,9 +128,8 @@ class HFRollout(BaseRollout):
         made = {name: output.get(name) for name in ("past_key_values", "cache_params")}
         made = {name: cache for name, cache in made.items() if cache is not None}
         if not made:
-            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"rollout.name=hf needs a model that gives a cache, which {name} does not. Set "
+                f"rollout.name=hf needs a model that gives a cache, which {self.model_name} does not. Set "
                 "actor_rollout_ref.rollout.name=vllm, or sglang."
             )
         return output.logits[:, -1], made
@@ -158,10 +158,10 @@ class HFRollout(BaseRollout):
         difference = largest if full_precision else sums[0] / sums[1].clamp(min=1)
         limit = 1e-3 if full_precision else 0.05
         if not difference <= limit:
-            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"rollout.name=hf: with its cache {name} gives log-probs that differ by {difference:.2g} (limit "
-                f"{limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm, or sglang."
+                f"rollout.name=hf: with its cache {self.model_name} gives log-probs that differ by {difference:.2g} "
+                f"(limit {limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm, or "
+                "sglang."
             )
 
 

@@ -8,17 +8,14 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.config.rollout import CPU_CACHE_BYTES
+from verl.config.model import HFModelConfig
+from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.rollout.base import DTYPES
 from verl.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.rollout.server_process import LocalServerError, OwnedServer
 from verl.utils.ports import free_port
-
-if TYPE_CHECKING:
-    from verl.config.model import HFModelConfig
-    from verl.config.rollout import RolloutConfig
 
 # Tokens of SGLang's context that it does not fill: beyond max_model_len, which prompt and response may fill together.
 CONTEXT_MARGIN = 8

@@ -23,8 +23,7 @@ _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which 
 class LocalVllmServer(OwnedServer):
     """vLLM's OpenAI server for the model in a directory, owned by this process.
 
-    It loads in the background: create it early, and call `wait_ready` before the first request. It ends with this
-    process, even if that is killed.
+    It loads in the background: create it early, and call `wait_ready` before the first request.
 
     Args:
         log_file: gets its output.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 from verl.config.model import HFModelConfig
@@ -34,7 +35,6 @@ from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from vllm import RequestOutput, SamplingParams
 
 WORKER = "verl.rollout.vllm_rollout.platform_worker.PlatformWorker"
