@@ -245,8 +245,10 @@ class AdaptiveWindows(CommitRule):
         if self.costs is not None:
             seconds = {window: self.costs.of(window.width, len(rows)) for window in self.windows}
             to_try = [window for window in self.untried if seconds[window] < math.inf]
-            fastest = max(self.windows, key=lambda window: self.tokens_per_forward(window) / seconds[window])
-            self.window = to_try[-1] if to_try else fastest
+            if to_try:
+                self.window = to_try[-1]
+            else:
+                self.window = max(self.windows, key=lambda window: self.tokens_per_forward(window) / seconds[window])
         if self.window == self.previous and self.window in self.untried:
             self.untried.remove(self.window)  # its first forward had no drafts of its own to verify, this one has
         guesses, drafts = self.window.guesses, [self.noise] * self.window.drafts

@@ -30,7 +30,8 @@ class SGLangHttpServer(OwnedServer):
     carry this server's key. `gpus`: the engine's CUDA devices as CUDA_VISIBLE_DEVICES names them; None for a CPU.
     """
 
-    engine, path = "SGLang", "/generate"
+    engine = "SGLang"
+    path = "/generate"
     first_request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
     def __init__(
@@ -48,7 +49,8 @@ class SGLangHttpServer(OwnedServer):
         for name, value in (options | {"host": host, "port": port}).items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
-                command += [flag] if value else []
+                if value:
+                    command.append(flag)
             elif isinstance(value, list | tuple):
                 command += [flag, *map(str, value)]
             elif value is not None:

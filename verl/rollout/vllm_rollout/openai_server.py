@@ -62,7 +62,7 @@ class LocalVllmServer(OwnedServer):
         if token:
             command += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__name__}"]
             # The server imports TokenGuard, also where verl is not installed but only on sys.path.
-            paths = [str(Path(verl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths = filter(None, [str(Path(verl.__file__).parents[1]), os.environ.get("PYTHONPATH")])
             environment |= {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
             self.api_key = token  # of `wait_ready`
         command += list(extra_args or [])
