@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,8 +48,7 @@ class GenerationResult:
 
     def __add__(self, other: "GenerationResult") -> "GenerationResult":
         """The result of both calls."""
-        sums = {field.name: getattr(self.stats, field.name) + getattr(other.stats, field.name)
-                for field in fields(GenerationStats)}  # fmt: skip
+        sums = {name: value + getattr(other.stats, name) for name, value in vars(self.stats).items()}
         return GenerationResult(self.tokens + other.tokens, GenerationStats(**sums))
 
 
