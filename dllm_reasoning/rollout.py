@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from dllm_reasoning.inference.commit_rules import AdaptiveWindows, ForwardCosts, Row, windows_of
-from dllm_reasoning.inference.generator import decode
+from dllm_reasoning.inference.generator import SeededDraws, decode
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
 from verl.algos.acceptance import LenientAcceptance
 from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.rollout.base import register_rollout
-from verl.rollout.hf_rollout import HFRollout, choose, invert
+from verl.rollout.hf_rollout import HFRollout, invert
 from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
 from verl.utils.problems import Problem, register_check, wrong
 
@@ -60,11 +60,10 @@ class RefineRollout(HFRollout):
         request = GenerationRequest.from_batch(prompts, self.config)
         n, limit, pad = request.n, self.config.response_length, request.pad_id
         seeds = [seed for of_prompt in request.seeds for seed in of_prompt]
-        rows: list[Row] = []
-        for ids in request.prompt_ids:
-            rows += [Row(len(rows) + i, list(ids), len(ids), limit) for i in range(n)]
+        repeated = [ids for ids in request.prompt_ids for _ in range(n)]
+        rows = [Row(number, list(ids), len(ids), limit) for number, ids in enumerate(repeated)]
         longest = max(map(len, request.prompt_ids))
-        choose_tokens = SeededDraws(request.sampling, seeds, limit, self.engine.device)
+        choose_tokens = SeededDraws(request.sampling, seeds, limit)
         costs = None if self.rule is None else self.rule.costs
         if self.rule is None or (costs is not None and len(rows) > costs.rows[-1]):  # validation may come first
             self.rule = self._make_rule(request, len(rows), longest, choose_tokens)
@@ -124,28 +123,6 @@ class RefineRollout(HFRollout):
         return AdaptiveWindows(windows, noise, costs)
 
 
-class SeededDraws:
-    """Tokens of each forward for `decode`, with their log-probs.
-
-    A position of an answer has one uniform number, so that a token whose context is final is the same in every forward.
-    """
-
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], limit: int, device: torch.device) -> None:
-        self.sampling = sampling
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(device)  # [rows, R]
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]]:
-        """logits [B, w, V] -> tokens and log-probs [B][w]."""
-        width, device = logits.shape[1], logits.device
-        number = torch.tensor([[row.number] for row in rows], device=device)
-        place = torch.tensor([[len(row.tokens) - row.prompt_length] for row in rows], device=device)
-        place = (place + torch.arange(width, device=device)).clamp(max=self.uniforms.shape[1] - 1)  # [B, w]
-        uniform = self.uniforms[number, place].flatten()
-        tokens, log_probs, _ = choose(logits.flatten(0, 1).float(), uniform, self.sampling, filtered=True)
-        return tokens.view(-1, width).tolist(), log_probs.view(-1, width).tolist()
-
-
 class LenientDraws:
     """Tokens of each forward for `decode`, with their log-probs under the distribution that they were drawn from.
 
@@ -170,11 +147,12 @@ class LenientDraws:
         verified = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
         for i, row in enumerate(rows):
             if row.number in self.drawn_from:
-                before, length = self.drawn_from[row.number]
-                before = before[len(row.tokens) - length :]
-                count = min(len(row.guesses), self.rule.window.guesses, len(before))
+                distributions, length = self.drawn_from[row.number]
+                distributions = distributions[len(row.tokens) - length :]  # those of tokens that are now guesses
+                count = min(len(row.guesses), self.rule.window.guesses, len(distributions))
                 guesses[i, :count] = torch.tensor(row.guesses[:count], device=device)
-                draft[i, :count], verified[i, :count] = before[:count], True
+                draft[i, :count] = distributions[:count]
+                verified[i, :count] = True
         if verified.any():
             rule = LenientAcceptance.of(target[verified], draft[verified], self.lenience)
             guess = guesses[verified]

@@ -7,10 +7,12 @@ single tokens where arithmetic is the bottleneck.
 
 from __future__ import annotations
 
+import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.registry import nearest
@@ -72,10 +74,10 @@ class CommitRule:
     def prepare(self, rows: Sequence[Row]) -> None:
         """Called before each forward; `step` has set the guesses."""
 
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+    def step(self, row: Row, predicted: list[int], log_probs: list[float] | None) -> list[int]:
         """The tokens to commit; sets the row's next guesses. `predicted`: the next token after the last committed one,
         then after each guess; each of these is followed by those after the tokens of its branch, if there is one.
-        `confidence`: the probabilities without those of branches."""
+        `log_probs`: those of the tokens outside branches, or None."""
         raise NotImplementedError
 
     def committed(self, count: int) -> None:
@@ -91,7 +93,7 @@ class Refine(CommitRule):
     noise: int
     times: int | None
 
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+    def step(self, row: Row, predicted: list[int], log_probs: list[float] | None) -> list[int]:
         if predicted[:-1] == row.guesses or row.rounds == self.times:
             row.guesses = self.first_guesses()
             row.rounds_of_blocks.append(row.rounds)
@@ -125,7 +127,7 @@ class Branches(CommitRule):
     def first_guesses(self) -> list[int]:
         return []
 
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+    def step(self, row: Row, predicted: list[int], log_probs: list[float] | None) -> list[int]:
         stride = 1 + self.length  # what follows a token, and then its branch
         verified = predicted[::stride]
         count = count_confirmed(row.guesses, verified)
@@ -170,17 +172,12 @@ def windows_of(mode: str, trained: int) -> list[Window]:
 class ForwardCosts:
     """Seconds of a forward: `seconds[width][i]` for `rows[i]` rows, linear in between; infinite if never allowed."""
 
-    rows: list[int]
+    rows: list[int]  # rising
     seconds: dict[int, list[float]]
 
     def of(self, width: int, rows: int) -> float:
         """Seconds of a forward in which each of `rows` rows feeds `width` tokens."""
-        after = min(bisect_left(self.rows, rows), len(self.rows) - 1)
-        low, high = self.rows[max(0, after - 1)], self.rows[after]
-        first, last = self.seconds[width][max(0, after - 1)], self.seconds[width][after]
-        if low == high or rows >= high or last == float("inf"):
-            return last
-        return first + (last - first) * (rows - low) / (high - low)
+        return float(np.interp(rows, self.rows, self.seconds[width]))
 
     @classmethod
     def measure(
@@ -194,9 +191,9 @@ class ForwardCosts:
         grid = sorted({min(rows, 4**i) for i in range(12)})
         seconds: dict[int, list[float]] = {width: [] for width in widths}
         for count in grid:
-            for width in widths:
+            for width in seconds:
                 if count > 1 and count * width > most:
-                    seconds[width].append(float("inf"))
+                    seconds[width].append(math.inf)
                     continue
                 guesses = [0] * (width - 1)
                 batch = [Row(i, [0] * length, length, width, guesses, cached=length - 1) for i in range(count)]
@@ -222,7 +219,7 @@ class AdaptiveWindows(CommitRule):
         self, windows: list[Window], noise: int, costs: ForwardCosts | None = None, threshold: float | None = None
     ) -> None:
         self.windows, self.noise, self.costs, self.threshold = windows, noise, costs, threshold
-        self.window = self.previous = windows[0]
+        self.window = self.previous = windows[0]  # of this forward, and of the one that drafted its guesses
         # tokens and forwards of a row; a window that was never used is expected to have all its guesses confirmed
         self.counts = {window: (1.0 + window.guesses, 1.0) for window in windows}
         self.untried: list[Window] = []
@@ -247,25 +244,27 @@ class AdaptiveWindows(CommitRule):
         self.previous = self.window
         if self.costs is not None:
             seconds = {window: self.costs.of(window.width, len(rows)) for window in self.windows}
-            to_try = [window for window in self.untried if seconds[window] < float("inf")]
-            fastest = max(self.windows, key=lambda window: self.tokens_per_forward(window) / seconds[window])
-            self.window = to_try[-1] if to_try else fastest
+            to_try = [window for window in self.untried if seconds[window] < math.inf]
+            if to_try:
+                self.window = to_try[-1]
+            else:
+                self.window = max(self.windows, key=lambda window: self.tokens_per_forward(window) / seconds[window])
         if self.window == self.previous and self.window in self.untried:
             self.untried.remove(self.window)  # its first forward had no drafts of its own to verify, this one has
         guesses, drafts = self.window.guesses, [self.noise] * self.window.drafts
         for row in rows:
             row.guesses = (row.guesses + [self.noise] * guesses)[:guesses] + drafts
 
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+    def step(self, row: Row, predicted: list[int], log_probs: list[float] | None) -> list[int]:
         """The confirmed guesses and the token after them; what is predicted after those are the next guesses."""
         count = count_confirmed(row.guesses[: self.window.guesses], predicted) + 1
-        while self.threshold is not None and count < len(predicted) and confidence[count] >= self.threshold:
+        while self.threshold is not None and count < len(predicted) and math.exp(log_probs[count]) >= self.threshold:
             count += 1
         row.guesses = predicted[count:]
         return predicted[:count]
 
     def committed(self, count: int) -> None:
-        if self.window == self.previous:
+        if self.window == self.previous:  # guesses of another window say nothing about this one
             tokens, forwards = self.counts[self.window]
             self.counts[self.window] = tokens + count, forwards + 1
 

@@ -101,11 +101,12 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
     settings.check_prompts(ids)  # before the first batch: an error in a later one would lose its answers
     dtype = torch_dtype_of(args.dtype, "--dtype")
     model = create_huggingface_actor(args.model_path, automodel_kwargs={"dtype": dtype}).to(args.device)
-    rows = []
+    rows, ends = [], stop_ids(tokenizer)
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
-        ends = (stop_ids(tokenizer), tokenizer.pad_token_id)
-        result = iterative_generate(model, ids[part], *ends, first_row=start, return_details=True, **vars(settings))
+        result = iterative_generate(
+            model, ids[part], ends, tokenizer.pad_token_id, first_row=start, return_details=True, **vars(settings)
+        )
         for prompt, tokens, forwards in zip(prompts[part], result.tokens, result.stats.forwards, strict=True):
             rows.append({
                 "prompt": prompt, "response": tokenizer.decode(tokens, skip_special_tokens=True),

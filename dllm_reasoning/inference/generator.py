@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.models.kv_cache import Prefills, drop_rows
 from verl.rollout.hf_rollout import choose
-from verl.rollout.sampling import right_padded
+from verl.rollout.sampling import Sampling, right_padded
+
+ChooseTokens = Callable[[torch.Tensor, Sequence[Row]], tuple[list[list[int]], list[list[float]] | None]]
+"""From the logits [B, w, V] of a forward and its rows: the predicted tokens [B][w], and their log-probs [B][w] or None.
+"""
 
 
 @dataclass
@@ -34,10 +38,6 @@ class GenerationStats:
     def tokens_per_forward(self) -> float:
         return sum(self.tokens) / max(1, sum(self.forwards))
 
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.tokens) / self.seconds
-
 
 @dataclass
 class GenerationResult:
@@ -48,8 +48,7 @@ class GenerationResult:
 
     def __add__(self, other: "GenerationResult") -> "GenerationResult":
         """The result of both calls."""
-        sums = {field.name: getattr(self.stats, field.name) + getattr(other.stats, field.name)
-                for field in fields(GenerationStats)}  # fmt: skip
+        sums = {name: value + getattr(other.stats, name) for name, value in vars(self.stats).items()}
         return GenerationResult(self.tokens + other.tokens, GenerationStats(**sums))
 
 
@@ -81,10 +80,14 @@ def iterative_generate(
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     settings = settings.for_model(model.config, eos[0])
     rule, ends = commit_rule(settings), frozenset(eos)
-    rows = [
-        Row(number, ids, len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)), rule.first_guesses())
-        for number, ids in enumerate(prompts, first_row)
-    ]
+    rows = []
+    for number, ids in enumerate(prompts):
+        limit = min(settings.max_new_tokens, settings.max_length - len(ids))
+        rows.append(Row(number, [*ids], len(ids), limit, rule.first_guesses()))
+    choose_tokens: ChooseTokens = likeliest_tokens
+    if not settings.sampling.greedy or settings.confidence_threshold is not None:
+        seeds = [settings.seed * 1_000_003 + first_row + row.number for row in rows]
+        choose_tokens = SeededDraws(settings.sampling, seeds, settings.max_new_tokens, len(rule.branch), filtered=False)
     started, was_training = time.perf_counter(), model.training
     model.eval()
     try:
@@ -94,15 +97,6 @@ def iterative_generate(
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
             if prefills is not None:
                 started -= runner.prefill(rows, prefills=prefills)
-            uniforms = {}
-            for row in rows if not settings.sampling.greedy else ():
-                # One number per position of an answer: a token whose context is final is drawn the same in every round.
-                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + row.number)
-                uniforms[row.number] = torch.rand(row.limit, generator=generator)
-
-            def choose_tokens(logits: torch.Tensor, active: list[Row]) -> tuple[list[list[int]], Any]:
-                return _choose(logits, active, uniforms, settings, rule.branch)
-
             forwards = decode(runner, rows, rule, ends, choose_tokens)
     finally:
         model.train(was_training)
@@ -114,55 +108,62 @@ def iterative_generate(
     if return_details:
         return GenerationResult(new, stats)
     if not isinstance(given, torch.Tensor):
-        width = max(row.prompt_length for row in rows)
-        pads = [[pad_token_id] * (width - row.prompt_length) for row in rows]
-        given = torch.tensor([pad + row.tokens[: row.prompt_length] for pad, row in zip(pads, rows, strict=True)])
+        width = max(map(len, prompts))
+        given = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompts])
     answers = right_padded(new, max(map(len, new)), pad_token_id, given.dtype)
     return torch.cat([given, answers.to(given.device)], 1)
 
 
 def decode(
-    runner: ModelRunner, rows: list[Row], rule: CommitRule, ends: frozenset[int],
-    choose_tokens: Callable[[torch.Tensor, list[Row]], tuple[list[list[int]], list[list[float]] | None]],
-) -> int:  # fmt: skip
-    """Complete all rows; returns the number of forwards.
-
-    `choose_tokens(logits [B, w, V], rows)` gives the predicted tokens [B][w] and their probabilities or log-probs
-    [B][w], which the rule may read and rows keep, or None.
-    """
+    runner: ModelRunner, rows: list[Row], rule: CommitRule, ends: frozenset[int], choose_tokens: ChooseTokens
+) -> int:
+    """Complete all rows; returns the number of forwards."""
     active, forwards = list(rows), 0
+    stride = 1 + len(rule.branch)  # columns of a token: that after it, and those after the tokens of its branch
     while active:
         rule.prepare(active)
         for row in active:
             row.guesses = row.guesses[: row.remaining - 1]
             row.forwards += 1
         forwards += 1
-        tokens, values = choose_tokens(runner.logits(active, rule.branch), active)
+        tokens, log_probs = choose_tokens(runner.logits(active, rule.branch), active)
         for i, row in enumerate(active):
-            fed, value = row.guesses, None if values is None else values[i]
-            predicted = tokens[i][: (len(fed) + 1) * (1 + len(rule.branch))]
-            value = None if value is None else value[:: 1 + len(rule.branch)]
-            rule.committed(row.commit(rule.step(row, predicted, value), fed, ends, value))
+            fed = row.guesses
+            predicted = tokens[i][: (1 + len(fed)) * stride]
+            row_log_probs = None if log_probs is None else log_probs[i][::stride]
+            kept = row.commit(rule.step(row, predicted, row_log_probs), fed, ends, row_log_probs)
+            rule.committed(kept)
         caches = [] if runner.cache is None else [runner.cache]
         active = [active[i] for i in drop_rows([row.done for row in active], caches)]
     return forwards
 
 
-def _choose(
-    logits: torch.Tensor, rows: list[Row], uniforms: dict[int, torch.Tensor], settings: GenerationSettings,
-    branch: Sequence[int],
-) -> tuple[list[list[int]], list[list[float]] | None]:  # fmt: skip
-    """logits [B, w, V] of ModelRunner.logits -> tokens [B][w], greedy or drawn with their rows' uniforms, and, with a
-    confidence threshold, their probabilities [B][w]."""
-    with_confidence = settings.confidence_threshold is not None
-    if settings.sampling.greedy and not with_confidence:
-        return logits.argmax(-1).tolist(), None
-    shape = logits.shape[:2]
-    uniform = torch.zeros(shape, device=logits.device)
-    # Places of the columns in the answer, from the first one after the committed tokens.
-    after = torch.tensor([sum(divmod(column, 1 + len(branch))) for column in range(shape[1])])
-    for i, row in enumerate(rows if uniforms else ()):
-        place = (len(row.tokens) - row.prompt_length + after).clamp(max=row.limit - 1)
-        uniform[i] = uniforms[row.number][place].to(logits.device)
-    tokens, log_probs, _ = choose(logits.flatten(0, 1).float(), uniform.flatten(), settings.sampling)
-    return tokens.view(shape).tolist(), log_probs.exp().view(shape).tolist() if with_confidence else None
+def likeliest_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], None]:
+    """logits [B, w, V] -> greedy tokens [B][w], without log-probs."""
+    return logits.argmax(-1).tolist(), None
+
+
+class SeededDraws:
+    """Tokens of each forward for `decode`, with their log-probs; row number i draws with seeds[i].
+
+    A position of an answer has one uniform number, so that a token whose context is final is the same in every forward.
+    `limit`: positions of an answer; `branch`: tokens of a branch (CommitRule); `filtered`: as for `choose`.
+    """
+
+    def __init__(
+        self, sampling: Sampling, seeds: Sequence[int], limit: int, branch: int = 0, filtered: bool = True
+    ) -> None:
+        self.sampling, self.stride, self.filtered = sampling, 1 + branch, filtered
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators])  # [rows, limit]
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]]:
+        """logits [B, w, V] of ModelRunner.logits -> tokens and log-probs [B][w]."""
+        column = torch.arange(logits.shape[1])
+        after = column // self.stride + column % self.stride  # a branch continues the answer after its token
+        number = torch.tensor([[row.number] for row in rows])
+        place = torch.tensor([[len(row.tokens) - row.prompt_length] for row in rows]) + after  # [B, w]
+        uniform = self.uniforms[number, place.clamp(max=self.uniforms.shape[1] - 1)].to(logits.device)
+        flat = logits.flatten(0, 1).float()
+        tokens, log_probs, _ = choose(flat, uniform.flatten(), self.sampling, self.filtered)
+        return tokens.view(place.shape).tolist(), log_probs.view(place.shape).tolist()

@@ -58,33 +58,34 @@ class ModelRunner:
         starts = [0 if self.cache is None else min(row.cached, len(row.tokens) - 1) for row in rows]
         fed = [row.tokens[start:] + row.guesses for row, start in zip(rows, starts, strict=True)]
         width = max(map(len, fed))
-        ids = torch.tensor([f + [self.pad] * (width - len(f)) for f in fed], device=device)
+        ids = torch.tensor([tokens + [self.pad] * (width - len(tokens)) for tokens in fed], device=device)
         slots = torch.arange(width, device=device) + torch.tensor(starts, device=device)[:, None]  # [B, width]
         # What lies beyond a row's limit, padding too, is never read: its position must only be one that the model has.
         limits = torch.tensor([[row.prompt_length + row.limit - 1] for row in rows], device=device)
         positions = torch.minimum(slots, limits)
-        last = [len(row.tokens) - 1 - start for row, start in zip(rows, starts, strict=True)]  # column of that token
-        first, wide = min(last), max(len(row.guesses) for row in rows) + 1
-        kept = torch.arange(first, min(width, max(last) + wide), device=device)
+        # A row's logits are `count` columns from its last committed token on; the model computes those of every row.
+        firsts = [len(row.tokens) - 1 - start for row, start in zip(rows, starts, strict=True)]
+        count = max(len(row.guesses) for row in rows) + 1
+        computed = torch.arange(min(firsts), min(width, max(firsts) + count), device=device)
         if self.cache is None:
-            lengths = torch.tensor([len(f) for f in fed], device=device)
+            lengths = torch.tensor([len(tokens) for tokens in fed], device=device)
             inputs = {"attention_mask": (slots < lengths[:, None]).long(), "use_cache": False}
         else:
             visible = None
             if branch:
                 committed = torch.tensor([[len(row.tokens) - 1] for row in rows], device=device)
-                slots, visible, places = _with_branches(slots, committed, wide, len(branch))
+                slots, visible, places = _with_branches(slots, committed, count, len(branch))
                 positions = torch.cat([positions, torch.minimum(places, limits)], dim=1)
-                ids = torch.cat([ids, torch.tensor([*branch], device=device).repeat(len(rows), wide)], dim=1)
-                kept = torch.cat([kept, torch.arange(width, ids.shape[1], device=device)])
+                ids = torch.cat([ids, torch.tensor([*branch], device=device).repeat(len(rows), count)], dim=1)
+                computed = torch.cat([computed, torch.arange(width, ids.shape[1], device=device)])
             mask = self.cache.announce(slots, self.model.dtype, visible)
             inputs = {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
-        logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=kept, **inputs).logits
-        main, branches = logits.split([len(kept) - wide * len(branch), wide * len(branch)], dim=1)
-        main = _columns_from(main, [column - first for column in last], wide)
+        logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=computed, **inputs).logits
+        main, branches = logits.split([len(computed) - count * len(branch), count * len(branch)], dim=1)
+        main = _columns_from(main, [first - min(firsts) for first in firsts], count)
         if not branch:
             return main
-        return torch.cat([main[:, :, None], branches.unflatten(1, (wide, -1))], dim=2).flatten(1, 2)
+        return torch.cat([main[:, :, None], branches.unflatten(1, (count, -1))], dim=2).flatten(1, 2)
 
 
 def _columns_from(logits: torch.Tensor, first: list[int], count: int) -> torch.Tensor:
@@ -98,24 +99,24 @@ def _columns_from(logits: torch.Tensor, first: list[int], count: int) -> torch.T
 
 
 def _with_branches(
-    slots: torch.Tensor, committed: torch.Tensor, wide: int, length: int
+    slots: torch.Tensor, committed: torch.Tensor, count: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay out a forward over tokens at int64 `slots` [B, width], then `wide` branches of `length` tokens each, the j-th
+    """Lay out a forward over tokens at int64 `slots` [B, width], then `count` branches of `length` tokens, the j-th
     after position `committed` [B, 1] + j.
 
-    Returns int64 slots [B, q], bool visible slots [B, q, span], q = width + wide * length, and int64 positions
-    [B, wide * length] of the branches. Their slots lie after all others; later forwards overwrite them.
+    Returns int64 slots [B, q], bool visible slots [B, q, span], q = width + count * length, and int64 positions
+    [B, count * length] of the branches. Their slots lie after all others; later forwards overwrite them.
     """
     device, base = slots.device, int(slots.max()) + 1
-    parent = torch.arange(wide, device=device).repeat_interleave(length)  # [wide * length]
-    step = torch.arange(length, device=device).repeat(wide)
-    behind = (base + torch.arange(wide * length, device=device)).expand(len(slots), -1)
-    span = torch.arange(base + wide * length, device=device)
+    parent = torch.arange(count, device=device).repeat_interleave(length)  # [count * length]: number of the branch
+    step = torch.arange(length, device=device).repeat(count)  # place in the branch
+    after = (base + torch.arange(count * length, device=device)).expand(len(slots), -1)
+    span = torch.arange(base + count * length, device=device)
     first = (base + parent * length)[:, None]
-    own = (span >= first) & (span <= first + step[:, None])  # [wide * length, span]
-    text = span <= (committed + parent)[..., None]  # [B, wide * length, span]
+    own = (span >= first) & (span <= first + step[:, None])  # [count * length, span]
+    text = span <= (committed + parent)[..., None]  # [B, count * length, span]
     visible = torch.cat([span <= slots[..., None], text | own], dim=1)
-    return torch.cat([slots, behind], dim=1), visible, committed + parent + 1 + step
+    return torch.cat([slots, after], dim=1), visible, committed + parent + 1 + step
 
 
 def cacheable(model: nn.Module) -> bool:

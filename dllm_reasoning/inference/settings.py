@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from dllm_reasoning.utils.attention import warn_once
-from verl.config.fields import check_settings, refuse_unknown, setting
+from verl.config.base import BaseConfig
+from verl.config.fields import refuse_unknown, setting
 from verl.rollout.sampling import Sampling
 
 ADD_EOS_LENGTH = 127  # for models that were trained without a window
@@ -80,11 +81,10 @@ def trained_window(config: PretrainedConfig) -> int | None:
     return config.to_dict().get(WINDOW_KEY)
 
 
-@dataclass(frozen=True)
-class RefineRolloutSettings:
+@dataclass
+class RefineRolloutSettings(BaseConfig, section="actor_rollout_ref.rollout.custom"):
     """rollout.custom of rollout `refine`."""
 
-    section: ClassVar[str] = "actor_rollout_ref.rollout.custom"
     mode: str = setting(
         "auto", "plain, slide, verify, or auto: by measured costs.", choices=("plain", "slide", "verify", "auto")
     )
@@ -95,21 +95,18 @@ class RefineRolloutSettings:
     @classmethod
     def from_custom(cls, custom: Mapping[str, Any] | None) -> RefineRolloutSettings:
         """From rollout.custom; ValueError names an unknown or wrong key."""
-        refuse_unknown(cls.section, custom or {}, [field.name for field in fields(cls)])
-        return cls(**(custom or {}))
-
-    def __post_init__(self) -> None:
-        check_settings(self)
+        custom = custom or {}
+        refuse_unknown(cls.section, custom, [field.name for field in fields(cls) if field.name != "_target_"])
+        return cls(**custom)
 
 
 SELF_DRAFT_MODES = ("auto", "slide", "verify", "redraft")
 
 
-@dataclass(frozen=True)
-class SelfDraftSettings:
+@dataclass
+class SelfDraftSettings(BaseConfig, section="self_draft"):
     """How a refined model drafts for itself in vLLM: group `self_draft` of the engine's additional_config."""
 
-    section: ClassVar[str] = "self_draft"
     mode: str = setting(
         "auto", "slide, verify, redraft (verify, but a window after a wrong guess has noise alone, at which the next "
         "guesses are drafted), or auto: the widest of slide and verify within tokens_per_step.",
@@ -119,9 +116,6 @@ class SelfDraftSettings:
         64, "For mode=auto: tokens per forward, over all running requests, above which a forward gets slower.", low=1
     )
     guesses: int | None = setting(None, "Most guesses of a window; null: those of the trained window.", low=1)
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def max_draft_tokens(self, trained: int) -> int:
         """Most draft tokens of a request in one step: vLLM's `num_speculative_tokens`."""

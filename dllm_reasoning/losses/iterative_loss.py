@@ -72,13 +72,14 @@ class IterativeLoss:
                 ids = greedy_decode_response(ids, forward(ids, decode=True)[2], layout.region)
         weights = [weight * scale for weight in self.round_weights[:rounds]]
         count, ar_weight = len(weights), self.ar_weight * ar_scale
-        if self.ar_weight and not layout.whole_prefix:  # a pass of its own over the clean text
+        if self.ar_weight and not layout.whole_prefix:  # after the rounds, a pass over the clean text
             weights.append(ar_weight)
-        sums = []
+        losses, prefix_losses = [], []
         for k, weight in enumerate(weights):
             decode = k + 1 < count
             loss, prefix_loss, greedy = forward(ids, decode=decode, with_prefix_loss=k == 0)
-            sums.append((loss.detach(), prefix_loss.detach()))
+            losses.append(loss.detach())
+            prefix_losses.append(prefix_loss.detach())
             if backward is not None:
                 last = is_last and forward.cache is None and k + 1 == len(weights)
                 backward(weight * loss + ar_weight * prefix_loss, last)
@@ -86,10 +87,10 @@ class IterativeLoss:
         if forward.cache is not None and cached_prefix is None and backward is not None:
             backward(forward.prefix_loss * ar_weight + forward.cache.prefix_gradient_term(), is_last)
         if layout.whole_prefix:
-            ar = sums[0][1] if forward.cache is None else forward.prefix_loss.detach()
+            ar = prefix_losses[0] if forward.cache is None else forward.prefix_loss.detach()
         else:
-            ar = sums[count][0] if len(sums) > count else torch.zeros(())
-        return RoundLosses([loss for loss, _ in sums[:count]], ar, layout.tail.count())
+            ar = sum(losses[count:], torch.zeros(()))
+        return RoundLosses(losses[:count], ar, layout.tail.count())
 
 
 class _TailForward:
@@ -100,10 +101,10 @@ class _TailForward:
         self.model, self.layout = model, layout
         self.cache: SharedPrefix | None = cached_prefix and cached_prefix.cache
         self.group = get_ulysses_sequence_parallel_group()
-        shared, causal = self.group is not None, causal_model(model)
+        causal = causal_model(model)
         # Flash attention takes no mask made here, but a packing. Without a prefix none is made.
         flash = layout.prefix is not None and causal.config._attn_implementation in (FLASH, NAME_OF_FLASH)
-        self.packs = make_packable(causal, shared, flash)
+        self.packs = make_packable(causal, self.group is not None, flash)
         dtype = next(model.parameters()).dtype
         if share:
             # Right-padded, so causal attention suffices; the tail's mask hides the padding.
@@ -135,11 +136,8 @@ class _TailForward:
             prefix = replace(prefix, labels=torch.full_like(prefix.labels, IGNORED))
         if decode:
             decoded = torch.cat([torch.zeros_like(prefix.valid), decoded], 1)
-        both = prefix.then(tail)
-        losses, greedy = self._predict(both, self.mask, decoded)
-        used = both.labels != IGNORED if decoded is None else (both.labels != IGNORED) | decoded
-        loss, prefix_loss = (losses[:, part][used[:, part]].sum() for part in (slice(width, None), slice(width)))
-        return loss, prefix_loss, greedy[:, width:]
+        losses, greedy = self._predict(prefix.then(tail), self.mask, decoded)
+        return losses[:, width:].sum(), losses[:, :width].sum(), greedy[:, width:]
 
     def _predict(
         self, tokens: Tokens, mask: torch.Tensor | Packing | None, decoded: torch.Tensor | None
@@ -251,23 +249,23 @@ def predict_tokens(
     answers.
     """
     causal, labels = causal_model(model), tokens.labels
-    at = labels != IGNORED if decoded is None else (labels != IGNORED) | decoded
+    needed = labels != IGNORED if decoded is None else (labels != IGNORED) | decoded  # M positions
     if isinstance(mask, Packing):
         hidden = decoder_of(causal)(**mask.model_inputs(tokens.ids, tokens.positions, cache)).last_hidden_state[0]
-        labels, at = labels.flatten()[mask.response_index], at.flatten()[mask.response_index]
-        states = hidden[mask.predicted_from[at]]
+        labels, needed = labels.flatten()[mask.response_index], needed.flatten()[mask.response_index]
+        states = hidden[mask.predicted_from[needed]]
     else:
         inputs = {"input_ids": tokens.ids, "attention_mask": mask, "position_ids": tokens.positions,
                   "past_key_values": cache, "use_cache": cache is not None}  # fmt: skip
-        states = decoder_of(causal)(**inputs).last_hidden_state[at]
-    chosen = labels[at]  # [M], of states [M, H]
+        states = decoder_of(causal)(**inputs).last_hidden_state[needed]
+    chosen = labels[needed]  # [M], of states [M, H]
     output = chunked_log_probs(
         causal.get_output_embeddings(), FinalLogits.of(causal.config), states, chosen.clamp(min=0),
         with_argmax=decoded is not None, chunk_tokens=LOGITS_CHUNK,
     )  # fmt: skip
     losses = torch.where(chosen == IGNORED, 0.0, -output.log_probs)
-    empty = torch.zeros(at.shape, dtype=losses.dtype, device=at.device)
-    losses, greedy = empty.masked_scatter(at, losses), torch.zeros_like(labels).masked_scatter(at, output.argmax)
+    losses = torch.zeros(needed.shape, dtype=losses.dtype, device=needed.device).masked_scatter(needed, losses)
+    greedy = torch.zeros_like(labels).masked_scatter(needed, output.argmax)
     if isinstance(mask, Packing):
         return mask.scatter_to_responses(losses, tokens.ids.shape), mask.scatter_to_responses(greedy, tokens.ids.shape)
     return losses, greedy
@@ -335,13 +333,13 @@ def sharing(model: nn.Module, mode: str, rounds: int, packed: bool) -> bool:
     if problem:
         warn_once(f"the model {problem}: every round recomputes the instruction (to silence this warning, set "
                   "iterative.share_instruction=off)")  # fmt: skip
-    elif causal_model(model).is_gradient_checkpointing:
+        return False
+    if causal_model(model).is_gradient_checkpointing:
         warn_once("model.enable_gradient_checkpointing=true drops the cache that rounds would share: every round "
                   "recomputes the instruction (set it to false, or iterative.share_instruction=off to silence this "
                   "warning)")  # fmt: skip
-    else:
-        return True
-    return False
+        return False
+    return True
 
 
 def packed_refusal(problem: str) -> str:

@@ -130,16 +130,16 @@ def _split(rows: Layout, responses: torch.Tensor) -> Layout:
     """Instructions without their last token as prefix, the rest as tail; both right-padded. responses: bool [B, T]."""
     ends = rows.tail.valid.sum(1)
     starts = torch.where(responses.any(1), responses.int().argmax(1), ends - 1)  # [B]: the first response token
-    tail_slices = [slice(int(s) - 1, int(e) - 1) for s, e in zip(starts, ends, strict=True)]  # EOS is never an input
-    prefix = _cut(rows.tail, [slice(0, int(s) - 1) for s in starts])
+    prefix = _cut(rows.tail, [slice(0, start - 1) for start in starts.tolist()])
+    # From the last instruction token on; EOS is never an input.
+    tail_slices = [slice(start - 1, end - 1) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     tail = _cut(rows.tail, tail_slices)
     width = tail.ids.shape[1]
     own = torch.ones(width, width, dtype=torch.bool).tril() & tail.valid.unsqueeze(1)
     own |= torch.eye(width, dtype=torch.bool)  # padding attends to itself
     cross = prefix.valid.unsqueeze(1).expand(-1, width, -1)
-    region, clean = (
-        pad_sequence([t[i, s] for i, s in enumerate(tail_slices)], batch_first=True) for t in (rows.region, rows.clean)
-    )
+    region = pad_sequence([row[part] for row, part in zip(rows.region, tail_slices, strict=True)], batch_first=True)
+    clean = pad_sequence([row[part] for row, part in zip(rows.clean, tail_slices, strict=True)], batch_first=True)
     attention_mask = torch.cat([cross, own], 2)
     return replace(rows, prefix=prefix, tail=tail, region=region, clean=clean, attention_mask=attention_mask)
 
@@ -149,8 +149,8 @@ def _cut(tokens: Tokens, slices: list[slice]) -> Tokens:
     padding token that nothing attends to, so that each rank makes the same forwards."""
     columns = []
     for column, padding in zip(tokens.columns, (0, 0, False, IGNORED), strict=True):
-        rows = [column[i, s] for i, s in enumerate(slices)]
-        cut = pad_sequence(rows, batch_first=True, padding_value=padding)
+        parts = [row[part] for row, part in zip(column, slices, strict=True)]
+        cut = pad_sequence(parts, batch_first=True, padding_value=padding)
         columns.append(cut if cut.shape[1] else pad(cut, (0, 1), value=padding))
     return Tokens(*columns)
 

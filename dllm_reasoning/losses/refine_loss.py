@@ -71,16 +71,17 @@ class RefineLoss(AuxiliaryLoss):
 
     def backward(self, batch: TensorDict) -> dict[str, float]:
         """Add the weighted gradient of a micro-batch; its share of actor/refine_loss, a mean over labels and rounds."""
-        rows, ranks = self._rows(batch), self.engine.get_data_parallel_size()
-        layout, prefix = build_layout(rows, seeds_of(rows), self.noise, self.noise_token), None
+        rows, prefix = self._rows(batch), None
+        layout = build_layout(rows, seeds_of(rows), self.noise, self.noise_token)
         if self.cache is not None:
             self.cache.detach_for_sharing()
             prefix = CachedPrefix(self.cache, self._packing(batch, rows, layout))
             layout, self.cache = layout.flat_tail(), None
-        layout, share = layout.to(self.engine.device), ranks / max(1, self.labels) / self.noise.num_iterations
+        share = self.engine.get_data_parallel_size() / max(1, self.labels) / self.noise.num_iterations
         with self.engine.autocast():
             losses = self.loss.run(
-                self.engine.module, layout, lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
+                self.engine.module, layout.to(self.engine.device),
+                lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
                 scale=self.settings.coef * share, ar_scale=0.0, is_last=False, cached_prefix=prefix,
             )  # fmt: skip
         if prefix is not None:
@@ -91,17 +92,18 @@ class RefineLoss(AuxiliaryLoss):
         """How the windows of `layout`, a flat row, attend to the policy's flat row and, after it, to themselves."""
         responses = batch["response_mask"].shape[1]
         policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
-        attended = on_host(batch)["attention_mask"].bool().cpu()
         kept = self._kept(batch)
+        attended = on_host(batch)["attention_mask"].bool().cpu()[kept]
         # The keys of a row: its clean tokens, in the policy's flat row, then its window tokens, which follow that row.
-        clean_places = [row[mask] for row, mask in zip(policy.places[kept], attended[kept], strict=True)]
+        clean_places = [row[mask] for row, mask in zip(policy.places[kept], attended, strict=True)]
         width, count = self.noise.block_length, layout.tail.ids.shape[1]
         every = torch.arange(len(clean_places) * count)
         window_places = policy.length + every.view(-1, count)
-        keys = torch.cat([part for pair in zip(clean_places, window_places, strict=True) for part in pair])
+        keys = torch.cat([torch.cat(places) for places in zip(clean_places, window_places, strict=True)])
         lengths = rows["attention_mask"].sum(1)  # [B]
         sizes = torch.stack([torch.full_like(lengths, count), lengths + count], 1)
-        committed = layout.attention_mask[:, :, : rows["input_ids"].shape[1]].sum(-1)  # [B, Q]: clean tokens in sight
+        # A query attends to the clean tokens before its window, and to its window up to itself.
+        committed = layout.attention_mask[:, :, : rows["input_ids"].shape[1]].sum(-1)  # [B, Q]: number of the former
         key, query = torch.arange(int(lengths.max()) + count), torch.arange(count)[:, None]
         number = key - lengths[:, None, None]  # [B, 1, K]: of the key among the row's window tokens
         same_window = (number >= 0) & (number <= query) & (number // width == query // width)

@@ -113,7 +113,8 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         cls, files: Any, config: IterativeRefineConfig, tokenizer: Any, max_samples: int = -1
     ) -> Dataset:
         """Instruction and response pairs of the files themselves."""
-        local = [copy_to_local(f, use_shm=config.data.use_shm) for f in ([files] if isinstance(files, str) else files)]
+        files = [files] if isinstance(files, str) else files
+        local = [copy_to_local(file, use_shm=config.data.use_shm) for file in files]
         dataset_class = custom_dataset_class(config.data) or IterativeSFTDataset
         if not issubclass(dataset_class, IterativeSFTDataset):
             raise ValueError(
@@ -183,17 +184,17 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return self._with_total("val", means)
 
     def _layout(self, micro: TensorDict, noise: IterativeConfig) -> Layout:
-        names = ("input_ids", "attention_mask", "position_ids")
         rows = on_host(micro)
-        batch = {name: rows[name].cpu() for name in names} | {"response_mask": rows["loss_mask"].cpu()}
+        batch = {name: rows[name].cpu() for name in ("input_ids", "attention_mask", "position_ids")}
+        batch["response_mask"] = rows["loss_mask"].cpu()
         progress = self.global_steps / max(1, self.total_training_steps)
         seeds = rows[SEED_COLUMN].tolist()
         return build_layout(batch, seeds, noise, self.noise_token, progress=progress, split=self.loss.share)
 
     def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, torch.Tensor]:
-        metrics = {f"{split}/loss_s{k}": (loss.detach() * scale).double() for k, loss in enumerate(losses.rounds)}
+        metrics = {f"{split}/loss_s{k}": (loss * scale).double() for k, loss in enumerate(losses.rounds)}
         if self.loss.ar_weight:
-            metrics[f"{split}/loss_ar"] = (losses.ar.detach() * ar_scale).double()
+            metrics[f"{split}/loss_ar"] = (losses.ar * ar_scale).double()
         return metrics
 
     def _with_total(self, split: str, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -100,10 +100,10 @@ def _kept_answers(
     model = create_huggingface_actor(copy_to_local(config.model.partial_pretrain), automodel_kwargs={
         "dtype": dtype, "trust_remote_code": config.model.trust_remote_code})  # fmt: skip
     model.to(config.trainer.device)
+    generation = {"max_new_tokens": settings.max_new_tokens, "max_length": dataset.max_length}
+    generation["use_cache"] = rolling_problem(model) is None
     # Several tokens a forward where the model was trained on windows, else token by token. Both give its greedy answer.
-    mode = {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
-    generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": dataset.max_length,
-                  "use_cache": rolling_problem(model) is None}  # fmt: skip
+    generation |= {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
     ends = stop_ids(tokenizer, config.model.partial_pretrain)
     items = sorted(items, key=lambda item: len(dataset.instruction_ids(item)))
     function = ExternFunction(settings.reward_function.path, settings.reward_function.name)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from dllm_reasoning.config import IterativeConfig
+from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.losses import iterative_loss
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, prefix_problem, sharing
 from dllm_reasoning.losses.layouts import IGNORED, build_layout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm_reasoning.config import IterativeConfig
+from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.losses import layouts
 from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import samples

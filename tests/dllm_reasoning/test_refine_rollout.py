@@ -182,7 +182,7 @@ def test_the_window_with_the_most_tokens_per_second_is_chosen():
 
 def test_a_window_of_too_many_tokens_is_not_tried():
     widths: list[tuple[int, int]] = []
-    costs = ForwardCosts.measure(lambda rows: widths.append((len(rows), 1 + len(rows[0].guesses))), [1, 9], 5, 4, 40)
+    costs = ForwardCosts.measure(lambda rows: widths.append((len(rows), 1 + len(rows[0].guesses))), [1, 9, 9], 5, 4, 40)
     assert set(widths) == {(1, 1), (1, 9), (4, 1), (4, 9), (5, 1)} and costs.of(9, 5) == float("inf")
     assert ForwardCosts([1, 4, 16], {9: [1.0, float("inf"), float("inf")]}).of(9, 8) == float("inf")
     rule = AdaptiveWindows([Window(0), Window(4, 4)], 3, costs)

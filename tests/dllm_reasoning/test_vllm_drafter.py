@@ -72,17 +72,17 @@ def prompts(count):
      ("auto", 64, 500, (0, 0))],
 )  # fmt: skip
 def test_windows_shrink_with_the_running_requests_and_modes_are_kept(mode, budget, running, expected):
-    assert SelfDraftSettings(mode, budget).window(4, running) == expected
+    assert SelfDraftSettings(mode=mode, tokens_per_step=budget).window(4, running) == expected
 
 
 def test_fewer_guesses_than_those_of_the_trained_window():
-    modes = {mode: SelfDraftSettings(mode, guesses=3) for mode in ("slide", "verify", "redraft", "auto")}
+    modes = {mode: SelfDraftSettings(mode=mode, guesses=3) for mode in ("slide", "verify", "redraft", "auto")}
     assert {mode: each.window(7, 1) for mode, each in modes.items()} == {
         "slide": (3, 0), "verify": (3, 3), "redraft": (3, 3), "auto": (3, 3),
     }  # fmt: skip
     assert [modes[mode].max_draft_tokens(7) for mode in modes] == [3, 6, 6, 6]
-    assert SelfDraftSettings("auto", tokens_per_step=1).max_draft_tokens(7) == 14  # few requests may follow many
-    assert SelfDraftSettings("verify", guesses=9).window(4, 1) == (4, 4)
+    assert SelfDraftSettings(mode="auto", tokens_per_step=1).max_draft_tokens(7) == 14  # few requests may follow many
+    assert SelfDraftSettings(mode="verify", guesses=9).window(4, 1) == (4, 4)
 
 
 def test_a_model_without_a_window_and_wrong_settings_are_refused(tiny_llama):
@@ -102,7 +102,7 @@ def test_its_windows_are_those_of_our_own_generation(refined, mode):
     ours = iterative_generate(model, asked, EOS, 0, refine_iter=mode, max_new_tokens=LIMIT, return_details=True)
     drafter = drafter_of(model, self_draft_options(folder, mode=mode))
     for prompt, expected, forwards in zip(asked, ours.tokens, ours.stats.forwards, strict=True):
-        drafts = [NOISE] * sum(SelfDraftSettings(mode).window(WINDOW - 1, 1))  # our own first window
+        drafts = [NOISE] * sum(SelfDraftSettings(mode=mode).window(WINDOW - 1, 1))  # our own first window
         texts = [text for text, *_ in rounds(model, drafter, prompt, drafts, WINDOW - 1)]
         assert answer_in(texts[-1], prompt) == expected and len(texts) == forwards
 

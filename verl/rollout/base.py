@@ -5,20 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry, installed_plugins, nearest
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from verl.config.model import HFModelConfig
-    from verl.config.rollout import RolloutConfig
 
 KEY = "actor_rollout_ref.rollout"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # other names of rollout.dtype
@@ -121,10 +118,10 @@ def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollou
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
     """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
-    modes = [of for name, of in _ROLLOUT_REGISTRY if name == rollout_name]
+    modes = [known_mode for name, known_mode in _ROLLOUT_REGISTRY if name == rollout_name]
     if not modes:
         hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
-        known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
+        known = ", ".join(sorted(map("/".join, _ROLLOUT_REGISTRY)))
         raise ValueError(f"{KEY}.name={rollout_name!r} is unknown{hint} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
     if mode == "async" and "sync" in modes and mode not in modes:
         mode = "sync"  # a step generates in one call either way

@@ -35,8 +35,9 @@ class HFRollout(BaseRollout):
     keeps_weights = True  # they are the actor's own
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
-        self.engine = engine
-        make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
+        self.engine, model = engine, without_adapters(engine.module)
+        self.model_name = type(model).__name__.removeprefix("FSDP")
+        make_packable(model, wanted=False)  # applies soft caps
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:
@@ -77,22 +78,23 @@ class HFRollout(BaseRollout):
         kept_ids: list[list[np.ndarray]] = [[] for _ in rows]
         for t in range(limit):
             token, log_prob, kept = choose(logits.float(), uniforms[rows, t], request.sampling, filtered=True)
+            runs = ~done[rows]  # [b]
             if request.records_masks:
-                self.kept_masses.append(kept.mass[~done[rows]].cpu())
-                for row, ids, ended in zip(rows.tolist(), kept.ids(), done[rows].tolist(), strict=True):
-                    if not ended:
+                self.kept_masses.append(kept.mass[runs].cpu())
+                for row, ids, is_running in zip(rows.tolist(), kept.ids(), runs.tolist(), strict=True):
+                    if is_running:
                         kept_ids[row].append(ids)
-            responses[rows, t] = torch.where(done[rows], pad, token)
-            log_probs[rows, t] = torch.where(done[rows], 0.0, log_prob)
-            response_mask[rows, t] = (~done[rows]).long()
+            responses[rows, t] = torch.where(runs, token, pad)
+            log_probs[rows, t] = torch.where(runs, log_prob, 0.0)
+            response_mask[rows, t] = runs.long()
             if not self.config.ignore_eos:
                 done[rows] |= torch.isin(token, eos)
             if t + 1 == limit:
                 break
-            left = (~done).any().long()
+            some_row_runs = (~done).any().long()
             if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.all_reduce(left, op=dist.ReduceOp.MAX)
-            if not left:  # every row of every rank is done
+                dist.all_reduce(some_row_runs, op=dist.ReduceOp.MAX)
+            if not some_row_runs:  # on any rank
                 break
             running = (~done[rows]).nonzero().squeeze(1)
             if len(running) == 0:  # other ranks have rows: one takes part in their forwards
@@ -106,8 +108,7 @@ class HFRollout(BaseRollout):
             if not self.compared and t + 2 == min(limit, self.compare_at):
                 ids = torch.cat([inputs[0][rows // n], responses[rows, : t + 1]], 1)
                 later = positions[rows, -1:] + 1 + torch.arange(t + 1, device=device)
-                is_running = ~done[rows]
-                self._compare(logits[is_running], ids, seen, torch.cat([positions[rows], later], 1), is_running)
+                self._compare(logits, ids, seen, torch.cat([positions[rows], later], 1), ~done[rows])
         returned = log_probs if self.config.calculate_log_probs else None
         samples: dict[str, Any] = build_rollout_batch(prompts, n, responses, response_mask, returned)
         return samples | ({SAMPLING_MASK: mask_column(kept_ids)} if request.records_masks else {})
@@ -127,26 +128,25 @@ class HFRollout(BaseRollout):
         made = {name: output.get(name) for name in ("past_key_values", "cache_params")}
         made = {name: cache for name, cache in made.items() if cache is not None}
         if not made:
-            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"rollout.name=hf needs a model that gives a cache, which {name} does not. Set "
+                f"rollout.name=hf needs a model that gives a cache, which {self.model_name} does not. Set "
                 "actor_rollout_ref.rollout.name=vllm, or sglang."
             )
         return output.logits[:, -1], made
 
     def _compare(
         self, logits: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        rows: torch.Tensor,
+        compared: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Raise ValueError if `logits` [b, V], computed with a cache, are not those of a forward over all tokens.
+        """Raise ValueError if `logits` [B, V], computed with a cache, are not those of a forward over all tokens.
 
-        The other inputs are [B, L]; rows: bool [B], which of them the logits belong to. In float32 the row that differs
-        most counts; in half precision, whose rounding makes single rows differ by more than the limit, their mean.
+        The other inputs are [B, L]; compared: bool [B], the rows that count. In float32 the row that differs most
+        decides; in half precision, whose rounding makes single rows differ by more than the limit, their mean.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         kept = last_columns(input_ids, 1)
-        whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=kept).logits[:, -1][rows]
-        expected, given = (x.float().log_softmax(-1) for x in (whole, logits))
+        whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=kept).logits[:, -1]
+        expected, given = (x[compared].float().log_softmax(-1) for x in (whole, logits))
         gap = (expected.exp() * (expected - given).abs()).sum(-1)  # of a log-prob, mean over the drawn token
         largest = torch.cat([gap, gap.new_zeros(1)]).max()  # there may be no row
         sums = torch.stack([gap.sum(), gap.new_tensor(len(gap))])
@@ -158,10 +158,10 @@ class HFRollout(BaseRollout):
         difference = largest if full_precision else sums[0] / sums[1].clamp(min=1)
         limit = 1e-3 if full_precision else 0.05
         if not difference <= limit:
-            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"rollout.name=hf: with its cache {name} gives log-probs that differ by {difference:.2g} (limit "
-                f"{limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm, or sglang."
+                f"rollout.name=hf: with its cache {self.model_name} gives log-probs that differ by {difference:.2g} "
+                f"(limit {limit}) from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm, or "
+                "sglang."
             )
 
 

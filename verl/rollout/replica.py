@@ -9,19 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import ray
 from pydantic import BaseModel
 
+from verl.config.model import HFModelConfig
+from verl.config.rollout import RolloutConfig
 from verl.utils.http_json import HttpClient, ServerUnreachable, ServiceError
 from verl.utils.import_utils import load_class_from_fqn, load_extern_object
-
-if TYPE_CHECKING:
-    from verl.config.model import HFModelConfig
-    from verl.config.rollout import RolloutConfig
-
 
 CLOSE_TIMEOUT_S = 20
 START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"

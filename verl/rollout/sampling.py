@@ -71,10 +71,10 @@ class GenerationRequest:
         filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1)
         rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
         prompt_ids = [ids[attended].tolist() for ids, attended in rows]
-        n, columns = meta.get("n", 1), prompts.non_tensor_batch
-        seeds = _seeds(prompt_ids, columns.get("sample_index"), n, meta.get("global_steps", 0), config.seed)
+        n, sample_index = meta.get("n", 1), prompts.non_tensor_batch.get("sample_index")
+        seeds = _seeds(prompt_ids, sample_index, n, meta.get("global_steps", 0), config.seed)
         eos = meta["eos_token_id"]
-        eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        eos_ids = (eos,) if isinstance(eos, int) else tuple(eos or ())
         masks = config.record_sampling_mask and filtered and not validate
         return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty, masks)
 

@@ -31,7 +31,8 @@ class RunningServer:
     A subclass sets the name of its engine, and the request that shows that the server works, with the key it needs.
     """
 
-    engine, api_key = "vLLM", ""
+    engine = "vLLM"
+    api_key = ""
     path: str = "/v1/completions"
     first_request: dict[str, Any] = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
 

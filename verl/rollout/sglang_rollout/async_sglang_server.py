@@ -8,17 +8,14 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verl.config.rollout import CPU_CACHE_BYTES
+from verl.config.model import HFModelConfig
+from verl.config.rollout import CPU_CACHE_BYTES, RolloutConfig
 from verl.rollout.base import DTYPES
 from verl.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.rollout.server_process import LocalServerError, OwnedServer
 from verl.utils.ports import free_port
-
-if TYPE_CHECKING:
-    from verl.config.model import HFModelConfig
-    from verl.config.rollout import RolloutConfig
 
 # Tokens of SGLang's context that it does not fill: beyond max_model_len, which prompt and response may fill together.
 CONTEXT_MARGIN = 8
@@ -33,7 +30,8 @@ class SGLangHttpServer(OwnedServer):
     carry this server's key. `gpus`: the engine's CUDA devices as CUDA_VISIBLE_DEVICES names them; None for a CPU.
     """
 
-    engine, path = "SGLang", "/generate"
+    engine = "SGLang"
+    path = "/generate"
     first_request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
     def __init__(
@@ -51,7 +49,8 @@ class SGLangHttpServer(OwnedServer):
         for name, value in (options | {"host": host, "port": port}).items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
-                command += [flag] if value else []
+                if value:
+                    command.append(flag)
             elif isinstance(value, list | tuple):
                 command += [flag, *map(str, value)]
             elif value is not None:

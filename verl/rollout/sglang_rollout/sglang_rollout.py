@@ -10,11 +10,12 @@ import time
 import uuid
 from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from loguru import logger
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.config.model import HFModelConfig
 from verl.config.rollout import RolloutConfig
@@ -27,9 +28,6 @@ from verl.training.parallel.sharding import buckets
 from verl.utils.accelerator import visible_device
 from verl.utils.http_json import ServerUnreachable, ServiceError
 from verl.utils.tokenizer import stop_ids
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ServerAdapter(BaseRollout):

@@ -23,8 +23,7 @@ _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which 
 class LocalVllmServer(OwnedServer):
     """vLLM's OpenAI server for the model in a directory, owned by this process.
 
-    It loads in the background: create it early, and call `wait_ready` before the first request. It ends with this
-    process, even if that is killed.
+    It loads in the background: create it early, and call `wait_ready` before the first request.
 
     Args:
         log_file: gets its output.
@@ -63,7 +62,7 @@ class LocalVllmServer(OwnedServer):
         if token:
             command += ["--middleware", f"{TokenGuard.__module__}.{TokenGuard.__name__}"]
             # The server imports TokenGuard, also where verl is not installed but only on sys.path.
-            paths = [str(Path(verl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths = filter(None, [str(Path(verl.__file__).parents[1]), os.environ.get("PYTHONPATH")])
             environment |= {TOKEN_VARIABLE: token, "PYTHONPATH": os.pathsep.join(paths)}
             self.api_key = token  # of `wait_ready`
         command += list(extra_args or [])

@@ -33,18 +33,18 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self.following: FollowingEngine | None = None
         super().__init__(config, model_config, device_mesh)
         self.is_awake = not self.can_sleep  # afterwards set in the engine's thread
-        engine = self.llm.llm_engine
+        model = self.llm.llm_engine.model_config
         device = torch.cuda.current_device() if self.on_cuda else None
-        served: tuple[Any, Any] = engine, self
+        engine, rollout = self.llm.llm_engine, self  # as the server uses them
         if self.tp_group is not None:
             group = engine_group(config.tensor_model_parallel_size, WAIT)
             if dist.get_rank(group) > 0:
                 self.following = FollowingEngine(engine, self, group, device)
                 return
-            self.leading = LeadingEngine(engine, group)
-            served = self.leading, CollectiveRollout(self, self.leading)
+            engine = self.leading = LeadingEngine(engine, group)
+            rollout = CollectiveRollout(self, engine)
         self.server = vLLMHttpServer(
-            *served, vocab_size=engine.model_config.get_vocab_size(), max_model_len=engine.model_config.max_model_len,
+            engine, rollout, vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len,
             host=host_to_bind(), device=device, open_metrics=config.prometheus.enable,
         )  # fmt: skip
         logger.debug(f"vLLM serves at {self.server.address}")
@@ -53,26 +53,22 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def server_handle(self) -> ServerHandle | None:
         return self.server and ServerHandle(self.server.address, self.server.token)
 
-    def _call(
-        self, function: Callable[..., Any], *args: Any, idle: bool = False, before: Callable[[], Any] | None = None
-    ) -> Any:  # fmt: skip
+    def _call(self, function: Callable[..., Any], *args: Any, prepare: Callable[[], Any] | None = None) -> Any:
         """The result of a function in the engine's thread, of every rank of the engine at once.
 
-        With `idle` RuntimeError while requests run; the rank with the server does `before` first.
+        The rank with the server calls `prepare` first; no rank calls the function if that raises RuntimeError.
         """
         if self.following is not None:
             return self.following.call(function, *args)
 
         def on_all_ranks() -> Any:
-            if before is not None:
-                before()
-            if idle:
-                try:
-                    self.server.check_idle(function.__name__)
-                except RuntimeError as error:
-                    if self.leading is not None:
-                        self.leading.send("refuse", str(error))
-                    raise
+            try:
+                if prepare is not None:
+                    prepare()
+            except RuntimeError as error:
+                if self.leading is not None:
+                    self.leading.send("refuse", str(error))
+                raise
             if self.leading is not None:
                 self.leading.send("run")
             return function(*args)
@@ -80,9 +76,9 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         return self.server.call(on_all_ranks)
 
     def _run_while_idle(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
+        """`_call`, but RuntimeError while requests run; those that are held may start afterwards."""
         try:
-            return self._call(function, *args, idle=True)
+            return self._call(function, *args, prepare=lambda: self.server.check_idle(function.__name__))
         finally:
             if self.server is not None:
                 self.server.call(self.server._add_held)
@@ -100,7 +96,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def release(self) -> None:
         if self.server is None and self.following is None:  # at the start
             return self.free()
-        self._call(self.free, before=None if self.server is None else self.server._abort_all)
+        self._call(self.free, prepare=lambda: self.server._abort_all())
 
     def wake(self, tags: list[str]) -> None:
         """`resume` in the engine's thread."""

@@ -21,8 +21,8 @@ from aiohttp.web_protocol import RequestHandler
 from loguru import logger
 
 from verl.rollout.replica import RolloutReplica, TokenOutput, check_token_ids, token_output
-from verl.rollout.vllm_rollout.request_checks import TAGS, checked_body, sampling_arguments
-from verl.rollout.vllm_rollout.vllm_rollout import kept_tokens
+from verl.rollout.vllm_rollout.request_checks import checked_body, sampling_arguments
+from verl.rollout.vllm_rollout.vllm_rollout import kept_tokens, sampled_log_probs
 
 START_TIMEOUT_S = 60.0
 
@@ -46,7 +46,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     """Serves an engine of this process: token ids in, token ids and log-probs out.
 
     The requests are those of SGLang's native API, so that one client serves both engines; sampling parameters have
-    vLLM's names (SGLang's are accepted too: request_checks.ALIASES).
+    vLLM's names (SGLang's are accepted too: request_checks.SamplingFields).
 
     POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}; with
     return_kept_tokens, which needs a top_k above 0, meta_info.output_kept_tokens has the ids that top-k and top-p left
@@ -142,10 +142,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             if request is None:
                 continue
             request.output_ids += answer.token_ids
-            if (given := answer.logprobs) is not None:  # the first log-prob of each position is the sampled token's
-                request.log_probs += [given.logprobs[start] for start in given.start_indices]
+            if answer.logprobs is not None:
+                request.log_probs += sampled_log_probs(answer.logprobs)
                 if request.kept is not None:
-                    request.kept += [ids.tolist() for ids in kept_tokens(given)]
+                    request.kept += [ids.tolist() for ids in kept_tokens(answer.logprobs)]
             request.cached = output.num_cached_tokens or request.cached
             if output.finished:
                 self._finish(request, self._reply(request, {"type": answer.finish_reason or "stop"}))
@@ -284,7 +284,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "continue_generation": lambda b: self._continue(),
             "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
             "release_memory_occupation": lambda b: self._idle(self.rollout.free),
-            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or list(TAGS)),
+            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
             "update_weights_from_disk": self._update_from_disk,
         }
         for name, function in posts.items():

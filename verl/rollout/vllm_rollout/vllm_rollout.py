@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 from verl.config.model import HFModelConfig
@@ -28,13 +29,12 @@ from verl.protocol import DataProto
 from verl.protocol.sampling_mask import SAMPLING_MASK, mask_column
 from verl.rollout.base import DTYPES, KEY, BaseRollout, engine_group, register_rollout
 from verl.rollout.request_queue import RequestQueue
-from verl.rollout.sampling import GenerationRequest, Sampling, build_rollout_batch, right_padded
+from verl.rollout.sampling import GenerationRequest, build_rollout_batch, right_padded
 from verl.training.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.accelerator import rank_device_index
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from vllm import RequestOutput, SamplingParams
 
 WORKER = "verl.rollout.vllm_rollout.platform_worker.PlatformWorker"
@@ -60,8 +60,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
         size = config.tensor_model_parallel_size
         self.tp_group = engine_group(size)
-        several = config.prompt_queue and dist.is_initialized() and dist.get_world_size() > size
-        self.queue = RequestQueue(self.tp_group) if several else None
+        several_engines = dist.is_initialized() and dist.get_world_size() > size
+        self.queue = RequestQueue(self.tp_group) if config.prompt_queue and several_engines else None
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
         if config.lora_as_adapter:
@@ -82,7 +82,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             for segment in Path("/dev/shm").glob(f"{name}-*"):
                 segment.unlink(missing_ok=True)
         self.has_weights = config.load_format != "dummy"
-        self.drafter, self.draft_age = None, 0  # weight updates since the draft model's last training
+        self.drafter = None
+        self.draft_age = 0  # weight updates with samples to train the draft model on
         if config.speculative.refresh_every:
             from verl.rollout.vllm_rollout.drafter import Drafter
 
@@ -90,8 +91,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.drafter = Drafter(config.speculative.draft_path, config.speculative.refresh_lr, device)
         # The first batch of an engine takes seconds more than the next ones; better here than in a step.
         logger.debug("vLLM answers one prompt to warm up")
-        warm_up = GenerationRequest([[0]], 1, Sampling(True, 1.0, -1, 1.0), (), 0, [[0]], 2, True, 1.0)
-        params = self._params(warm_up, 0)
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=2, temperature=0.0, detokenize=False, logprobs=0, flat_logprobs=True)
         self.llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
         load_rng_state(random_states)
         self.llm.reset_prefix_cache()
@@ -130,15 +132,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if config.cudagraph_capture_sizes:
             given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
         if self.adapter_rank:  # the model's own weights are not sent: they come from its files
-            from vllm.config.lora import MaxLoRARanks
-
-            sizes = [size for size in get_args(MaxLoRARanks) if size >= self.adapter_rank]
-            if not sizes:
-                raise ValueError(
-                    f"{KEY}.lora_as_adapter=true: vLLM applies adapters up to rank {max(get_args(MaxLoRARanks))}, and "
-                    f"actor_rollout_ref.model.lora_rank is {self.adapter_rank}. Set it to false."
-                )
-            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": sizes[0], "load_format": "auto"}
+            given |= {"load_format": "auto", "enable_lora": True, "max_loras": 1}
+            given["max_lora_rank"] = self._max_lora_rank()
         if config.speculative.method is not None:
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
@@ -149,11 +144,23 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 name = [f"verl-{uuid.uuid4().hex}"]
                 dist.broadcast_object_list(name, src=0)
                 given["additional_config"] = {"shared_memory_name": name[0]}
-        own = dict(config.engine_kwargs.get("vllm") or {})
-        own = {name: value for name, value in own.items() if value is not None}
-        if unknown := sorted(set(own) - {field.name for field in dataclasses.fields(EngineArgs)}):
+        users = dict(config.engine_kwargs.get("vllm") or {})
+        users = {name: value for name, value in users.items() if value is not None}
+        if unknown := sorted(set(users) - {field.name for field in dataclasses.fields(EngineArgs)}):
             raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
-        return given | own
+        return given | users
+
+    def _max_lora_rank(self) -> int:
+        """The least of vLLM's ranks that holds the adapter's; ValueError if there is none."""
+        from vllm.config.lora import MaxLoRARanks
+
+        ranks = get_args(MaxLoRARanks)
+        if self.adapter_rank > max(ranks):
+            raise ValueError(
+                f"{KEY}.lora_as_adapter=true: vLLM applies adapters up to rank {max(ranks)}, and "
+                f"actor_rollout_ref.model.lora_rank is {self.adapter_rank}. Set it to false."
+            )
+        return min(rank for rank in ranks if rank >= self.adapter_rank)
 
     def _speculative_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Engine arguments for `rollout.speculative`."""
@@ -179,7 +186,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def _draft_counts(self) -> tuple[int, int]:
         """Draft tokens since the engine's start, and those of them that were accepted."""
         values = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in DRAFT_COUNTS}
-        return values[DRAFT_COUNTS[0]], values[DRAFT_COUNTS[1]]
+        return tuple(values[name] for name in DRAFT_COUNTS)
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         """ValueError for a model that vLLM runs with its Transformers backend: that changes the model's class in this
@@ -226,15 +233,15 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         """The safetensors files of a model folder. WeightFileError for a damaged one, or one of another model."""
         files = safetensors_of(path)
         shapes = tensor_shapes(files)
-        own = tensor_shapes(safetensors_of(self.model_config.local_path))
+        engine_shapes = tensor_shapes(safetensors_of(self.model_config.local_path))
         if not shapes:
             raise WeightFileError(f"{path} has no safetensors file to read weights from.")
-        for name, shape in own.items():
+        for name, shape in engine_shapes.items():
             if shapes.get(name, shape) != shape:
                 differs = f"{path}: {name} has the shape {shapes[name]}, that of the engine's is {shape}"
                 raise WeightFileError(f"{differs}. Name a folder of the engine's model.")
-        if own and not own.keys() & shapes.keys():
-            raise WeightFileError(f"{path} has none of the engine's tensors, such as {min(own)}.")
+        if engine_shapes and not engine_shapes.keys() & shapes.keys():
+            raise WeightFileError(f"{path} has none of the engine's tensors, such as {min(engine_shapes)}.")
         return files
 
     def load_from_disk(self, path: str) -> None:
@@ -290,7 +297,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         columns = {}
         if self._records_masks(request):
             columns[SAMPLING_MASK] = mask_column(kept_tokens(answer.logprobs) for _, answer in answers)
-        owned = gathered
+        owned = gathered  # the prompts whose samples this rank has
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
@@ -334,18 +341,13 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         """Of pairs (number of the sample, vLLM's completion), in their order: rows [N, 2 + R] int32 of number, length
         and tokens, padded with `request.pad_id`, and log-probs [N, R] float32, or [N, 0] without `request.log_probs`.
         """
-        tokens, length = [list(answer.token_ids) for _, answer in answers], request.limit
-        heads = torch.tensor([[number, len(row)] for (number, _), row in zip(answers, tokens, strict=True)])
-        rows = torch.cat([heads.reshape(-1, 2).int(), right_padded(tokens, length, request.pad_id, torch.int32)], dim=1)
+        heads = torch.tensor([[number, len(answer.token_ids)] for number, answer in answers], dtype=torch.int32)
+        tokens = right_padded([list(a.token_ids) for _, a in answers], request.limit, request.pad_id, torch.int32)
+        rows = torch.cat([heads.reshape(-1, 2), tokens], dim=1)
         if not request.log_probs:
             return rows, torch.empty(len(rows), 0)
-        # flat: the first log-prob of each position is that of its sampled token
-        flat = [answer.logprobs for _, answer in answers]
-        sampled = [[given.token_ids[start] for start in given.start_indices] for given in flat]
-        if sampled != tokens:
-            raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
-        values = [[given.logprobs[start] for start in given.start_indices] for given in flat]
-        return rows, right_padded(values, length, 0.0, torch.float32)
+        values = [sampled_log_probs(answer.logprobs) for _, answer in answers]
+        return rows, right_padded(values, request.limit, 0.0, torch.float32)
 
     def _records_masks(self, request: GenerationRequest) -> bool:
         """Whether samples get the column SAMPLING_MASK; a queue returns tokens and log-probs alone to other ranks."""
@@ -399,6 +401,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             ignore_eos=self.config.ignore_eos, detokenize=False, logprobs=returned, flat_logprobs=True,
             repetition_penalty=request.repetition_penalty, **drawn,
         )  # fmt: skip
+
+
+def sampled_log_probs(log_probs: Any) -> list[float]:
+    """Of vLLM's FlatLogprobs those of the sampled tokens, which are the first of each position."""
+    return [log_probs.logprobs[start] for start in log_probs.start_indices]
 
 
 def kept_tokens(log_probs: Any) -> list[np.ndarray]:
