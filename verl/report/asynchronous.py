@@ -79,14 +79,12 @@ def _timeline(spans: list[dict[str, Any]]) -> Panel:
                     if span["who"] == who and span["what"] == what
                 ]
                 axes.broken_barh(bars, (line - 0.4, 0.8), facecolors=colour, linewidth=0)
-        steps: dict[int, tuple[float, float]] = {}  # the spans of a step may be cut into parts
+        times: dict[int, list[float]] = defaultdict(list)  # of a step, whose spans may be cut into parts
         for span in shown:
             if span["who"] == "trainer" and span["what"] == "train":
-                start, end = max(span["start"], first), span["end"]
-                before = steps.get(span["version"] + 1, (start, end))
-                steps[span["version"] + 1] = (min(start, before[0]), max(end, before[1]))
-        for step, (start, end) in steps.items() if len(steps) <= STEPS_NAMED else ():
-            middle = (start + end) / 2 - first
+                times[span["version"] + 1] += [max(span["start"], first), span["end"]]
+        for step, ends in times.items() if len(times) <= STEPS_NAMED else ():
+            middle = (min(ends) + max(ends)) / 2 - first
             axes.text(middle, order.index("trainer"), str(step), ha="center", va="center", color="white")
         axes.set_yticks(range(len(order)), [who.replace("_", " ") for who in order])
         axes.set_ylim(len(order) - 0.5, -0.5)
