@@ -287,10 +287,15 @@ def row_problems(
         other = "" if getattr(dataset, "truncation", None) == "left" else ", or set data.truncation=left"
         yield wrong(key, f"{rule}: nothing can be learned. Raise data.max_length{other}.")
         return
+    yield from _lost_rows(dataset, key, checked, empty)
+
+
+def _lost_rows(dataset: Any, key: str, checked: Collection[int], empty: list[int]) -> Iterator[Problem]:
+    """Warnings of the `checked` rows that train nothing (`empty`) or are cut, and of those that were filtered out."""
     if empty:
         what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"
         yield Problem(UNUSED, key, f"{key}: rows {what}. Raise data.max_length, or drop these rows.")
-    if cut := sorted((set(getattr(dataset, "cut_rows", ())) & checked.keys()) - set(empty)):
+    if cut := sorted(set(getattr(dataset, "cut_rows", ())).intersection(checked) - set(empty)):
         how, limit = f"cut by data.truncation={dataset.truncation}", getattr(dataset, "length_key", "data.max_length")
         yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise {limit}.")
     dropped = getattr(dataset, "dropped_overlong", 0)
