@@ -56,7 +56,7 @@ def test_settings_that_save_memory_do_so_where_they_should():
     assert deferred[GATHERED] - plain[GATHERED] > 2 * 3 * LAYER  # more than half of the gradients are there whole
     away = trace(ranks=4, layers=3, on_gpu=True, offload_policy=True)
     assert not any(away[name] for name in STATIC)
-    alone = trace(ranks=4, layers=3, micro=MicroBatch(4, 20, 30, several=False))
+    alone = trace(ranks=4, layers=3, micro=MicroBatch(4, 20, 30, adds_to_gradients=False))
     assert sum(alone.values()) < sum(plain.values())
     shared = trace(ranks=4, layers=3, micro=MicroBatch(4, 40, 10, samples=4))
     assert shared[ACTIVATIONS] < 0.6 * trace(ranks=4, layers=3, micro=MicroBatch(4, 40, 10))[ACTIVATIONS]

@@ -45,8 +45,10 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     So the template is rendered in a subprocess with limits on time, memory and the length of the text. A tokenizer that
     renders by Python code of its own does so here, for at most LIMIT_S seconds of its thread. Raises ChatTemplateError.
     """
+    from transformers import PreTrainedTokenizerBase
+
     try:
-        if not _has_own_rendering(type(tokenizer)):
+        if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
             settings |= _rendered_by_process(tokenizer, settings)
             return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         limit = ProcessorSeconds(LIMIT_S)
@@ -153,10 +155,3 @@ def _rendered_by_process(tokenizer: PreTrainedTokenizerBase, settings: dict[str,
     # transformers refuses to continue a message whose field, "content" if none is set, does not occur in the template.
     fields = f"{{# content {settings.get('continue_final_message')} #}}"
     return {"chat_template": "{{ render_by_process() }}" + fields, "render_by_process": render}
-
-
-@functools.cache
-def _has_own_rendering(kind: type) -> bool:
-    from transformers import PreTrainedTokenizerBase
-
-    return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

@@ -124,9 +124,9 @@ def model_fingerprint(model: PreTrainedModel, just_loaded: bool = False) -> str:
     `just_loaded`: the weights are the folder's, no comparison is needed.
     """
     folder = model_folder(model.name_or_path)
-    if folder is not None and (just_loaded or _has_weights_of(folder, model)):
-        if fingerprint := folder_fingerprint(folder, model.config):
-            return fingerprint
+    same = folder is not None and (just_loaded or _has_weights_of(folder, model))
+    if same and (fingerprint := folder_fingerprint(folder, model.config)):
+        return fingerprint
     return _hash(model.config, sorted(model.named_parameters()))
 
 
@@ -188,14 +188,10 @@ def _has_weights_of(folder: Path, model: PreTrainedModel) -> bool:
     import torch
 
     files = _model_files(folder)
-    if not files:  # weights in another format than safetensors
-        return False
     prefix = f"{model.base_model_prefix}."
     loaded = {name.removeprefix(prefix): p.detach() for name, p in model.named_parameters()}
     for name, stored in _stored_weights(files):
         tensor = loaded.get(name.removeprefix(prefix))
-        if tensor is not None and (
-            tensor.shape != stored.shape or not torch.equal(stored.to(tensor.device, tensor.dtype), tensor)
-        ):
+        if tensor is not None and not torch.equal(stored.to(tensor.device, tensor.dtype), tensor):
             return False
-    return True
+    return bool(files)  # without any, the weights are in another format than safetensors

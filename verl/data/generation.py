@@ -95,16 +95,15 @@ class PartialAnswers:
         self.folder = self.output.with_name(f"{self.output.name}.partial")
         self.settings_file = self.folder / "settings.json"
         self.file = self.folder / f"{uuid4().hex[:12]}.jsonl"
-        plain = to_plain(config)
-        keys = {f"{section}.{name}": value for section in ("data", "model", "rollout")
-                for name, value in plain[section].items()}  # fmt: skip
         folder = model_folder(config.model.path)
         try:
             model = None if folder is None else model_dir_fingerprint(folder)
         except WeightFileError:  # whoever loads the model reports it
             model = None
-        decides = {key: value for key, value in keys.items() if key not in WITHOUT_EFFECT}
-        decides |= {"data.path": data_fingerprint(config.data.path, 0)["files"][0]["sha256"], "model.path": model}
+        decides = {"data.path": data_fingerprint(config.data.path, 0)["files"][0]["sha256"], "model.path": model}
+        for section in ("data", "model", "rollout"):
+            values = {f"{section}.{name}": value for name, value in to_plain(config)[section].items()}
+            decides |= {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
         self.settings = json.loads(json.dumps(decides))
 
     def problems(self) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.data.rl_dataset import DatasetError
 from verl.data.sft_dataset import Segment, SFTDataset
 
 TURN = "__turn__"  # column: number of the message that is learned (data.multiturn.row_per_turn)
@@ -44,28 +45,26 @@ class MultiTurnSFTDataset(SFTDataset):
         others follow (some drop earlier thoughts) is refused.
         """
         messages = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
+        if all(message["role"] != "assistant" for message in messages):
+            raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
         settings = self._row_settings(item)
         if self.keys["row_per_turn"]:
             return self._last_turn(item, messages[: self.rows[item][TURN] + 1], settings)
         full = self.render(item, messages, **settings)
         pieces: list[Segment] = []
-        done = 0
+        done = 0  # characters of `full` that are in `pieces`
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            # What the turn is generated from, and the text that ends with it.
             before = self.render(item, messages[:number], add_generation_prompt=True, **settings) if number else ""
             after = self.render(item, messages[: number + 1], **settings)
             bare = before if after.startswith(before) else self.render(item, messages[:number], **settings)
-            if bare != before and after.startswith(bare):
+            if bare != before and after.startswith(bare):  # the generation prompt is what differs
                 begun = before[max(len(bare), len(os.path.commonprefix([before, after]))) :]
-                raise self.error(
-                    item,
-                    f"the chat template's generation prompt ends with {begun!r}, which its text of message {number} "
-                    "does not have there: what is learned would not be what the model has to generate. Set "
-                    "data.multiturn.row_per_turn=true if the contents have reasoning that ends with </think>, or "
-                    "data.chat_template to one without it, or a key of data.apply_chat_template_kwargs that turns it "
-                    "off.",
-                )
+                what = f"which its text of message {number} does not have there: what is learned would not be what"
+                remedy = "Set data.multiturn.row_per_turn=true if the contents have reasoning that ends with </think>"
+                raise self._prompt_error(item, begun, f"{what} the model has to generate", remedy)
             if not (full.startswith(after) and after.startswith(before) and done <= len(before)):
                 each = "data.multiturn.row_per_turn=true, or " if after.startswith(before) else ""
                 raise self.error(
@@ -75,8 +74,6 @@ class MultiTurnSFTDataset(SFTDataset):
                 )
             pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)
-        if not pieces:
-            raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
         return [*pieces, (full[done:], False)] if full[done:] else pieces
 
     def _last_turn(self, item: int, messages: list[dict[str, Any]], settings: dict[str, Any]) -> list[Segment]:
@@ -85,9 +82,7 @@ class MultiTurnSFTDataset(SFTDataset):
         Where the prompt begins a thought that the template leaves out of the text, the message's own content follows:
         the rest of the thought, </think>, the answer. After a prompt that ends a thought, the template's text does.
         """
-        number, message = len(messages) - 1, messages[-1]
-        if message["role"] != "assistant":
-            raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
+        number = len(messages) - 1
         before = self.render(item, messages[:-1], add_generation_prompt=True, **settings) if number else ""
         after = self.render(item, messages, **settings)
         if after.startswith(before):
@@ -97,11 +92,9 @@ class MultiTurnSFTDataset(SFTDataset):
         begun = re.search(r"<think>\s*$", before)
         shown = after[begun.start() :] if begun and after.startswith(before[: begun.start()]) else ""
         if not shown:
-            raise self.error(
-                item,
-                f"the chat template's text up to message {number} is not its prompt for that, {before[-40:]!r}, and "
-                "what follows: what is learned would not be what the model has to generate. Set data.chat_template.",
-            )
+            what = f"the chat template's text up to message {number} is not its prompt for that, {before[-40:]!r}, and"
+            rule = "what is learned would not be what the model has to generate. Set data.chat_template."
+            raise self.error(item, f"{what} what follows: {rule}")
         return [(before, False), (self._rest_of_thought(item, messages, begun[0], shown), True)]
 
     def _rest_of_thought(self, item: int, messages: list[dict[str, Any]], begun: str, shown: str) -> str:
@@ -113,15 +106,16 @@ class MultiTurnSFTDataset(SFTDataset):
         if answer_and_end.startswith(str(messages[-1]["content"]).strip()):  # the template writes the thought, too
             answer_and_end = answer_and_end.partition("</think>")[2].lstrip()
         if not (ended and answer.strip() and answer_and_end.startswith(answer.strip())):
-            raise self.error(
-                item,
-                f"the chat template's generation prompt ends with {begun!r}, but the content of message "
-                f"{len(messages) - 1} has no reasoning that ends with </think>, and an answer after it. Write it into "
-                "the content, or set data.chat_template to one without it, or a key of "
-                "data.apply_chat_template_kwargs that turns it off.",
-            )
+            what = f"but the content of message {len(messages) - 1} has no reasoning that ends with </think>, and an"
+            raise self._prompt_error(item, begun, f"{what} answer after it", "Write it into the content")
         space = answer[: len(answer) - len(answer.lstrip())]
         return thought.removeprefix(begun).removeprefix("<think>") + "</think>" + space + answer_and_end
+
+    def _prompt_error(self, item: int, begun: str, what: str, remedy: str) -> DatasetError:
+        """An error about a generation prompt that ends with `begun`, which the row's turn does not fit."""
+        text = f"the chat template's generation prompt ends with {begun!r}, {what}. {remedy}, or set data.chat_template"
+        others = "to one without it, or a key of data.apply_chat_template_kwargs that turns it off."
+        return self.error(item, f"{text} {others}")
 
     def _row_settings(self, item: int) -> dict[str, Any]:
         """Template settings of the row itself."""

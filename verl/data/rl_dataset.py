@@ -126,16 +126,15 @@ class FileRows(Dataset):
         self.columns: dict[str, None] = {}  # of any file
         self.cut_rows: set[int] = set()  # samples of this process that data.truncation cut
         columns_of: dict[str, dict[str, None]] = {}
-        for file in self.data_files:
-            rows = self.load(str(file), use_shm)
-            for number, row in enumerate(rows) if isinstance(rows, list) else ():
-                if column := next((name for name in MEDIA if row.get(name)), None):
-                    what = f"{file}, row {number}: column '{column}' has images, videos or sounds; models read text"
-                    raise DatasetError(f"{what} only. Leave such rows out, or drop the column if the text is enough.")
-            columns_of[file] = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
-            self.columns |= columns_of[file]
+        for file in map(str, self.data_files):
+            rows = self.load(file, use_shm)
+            if isinstance(rows, list):  # another type knows the columns of its rows itself
+                for number, row in enumerate(rows):
+                    _refuse_media(row, f"{file}, row {number}")
+                columns_of[file] = dict.fromkeys(name for row in rows for name in row)
+                self.columns |= columns_of[file]
             self.rows = self.rows + rows if self.origins else rows
-            self.origins += [(str(file), number) for number in range(len(rows))]
+            self.origins += [(file, number) for number in range(len(rows))]
         if not len(self.rows):
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
         for file, columns in columns_of.items():
@@ -185,17 +184,15 @@ class FileRows(Dataset):
         if not isinstance(messages, list) or not messages:
             what = f"column '{name}' is {_kind(messages)}; expected a list of {{role, content}}. "
             raise self.error(item, f"{what}{'Wrap' if messages else 'Fill'} it, or set {setting}.")
+        chat = []
         for number, message in enumerate(messages):
+            where = f"column '{name}', message {number}"
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise self.error(item, f"column '{name}', message {number} is {message!r}; expected {{role, content}}.")
-        return [
-            {
-                key: self._text(item, value, f"column '{name}', message {number}") if key == "content"
-                else self.plain(item, value)
-                for key, value in message.items() if value is not None or key == "content"
-            }
-            for number, message in enumerate(messages)
-        ]  # fmt: skip
+                raise self.error(item, f"{where} is {message!r}; expected {{role, content}}.")
+            given = {key: value for key, value in message.items() if value is not None or key == "content"}
+            content = self._text(item, given["content"], where)
+            chat.append({key: self.plain(item, value) for key, value in given.items()} | {"content": content})
+        return chat
 
     def plain(self, item: int, value: Any) -> Any:
         """A value of a row without what parquet adds to it: null for each key that structs of other rows have."""
@@ -363,6 +360,13 @@ def custom_dataset_class(data_config: Mapping[str, Any]) -> type[Dataset] | None
         what = f"data.custom_cls.name={custom.name!r} in {custom.path} is {loaded!r}"
         raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
     return loaded
+
+
+def _refuse_media(row: Mapping[str, Any], where: str) -> None:
+    """Raise DatasetError for a row with images, videos or sounds."""
+    if column := next((name for name in MEDIA if row.get(name)), None):
+        what = f"{where}: column '{column}' has images, videos or sounds; models read text only."
+        raise DatasetError(f"{what} Leave such rows out, or drop the column if the text is enough.")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Checks before a start, dry runs, and estimates of the memory and the time of a step."""
+"""Checks before a start, dry runs, and estimates of the memory of a step."""

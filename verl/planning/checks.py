@@ -196,10 +196,10 @@ def check_splits(
     data: DataConfig | SFTDataConfig, findings: Findings, rows: int, find_class: Callable[[], Any],
     make: Callable[[list[str], str], Any], lacks: Callable[[Mapping[str, Any]], str | None],
     learns: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Add to `findings` the data sets of data.train_files and data.val_files, their sizes, and what is wrong with them.
 
-    The first `rows` rows of each are read. `find_class` raises if there is no usable class; then the result is False.
+    The first `rows` rows of each are read; none if `find_class` raises, since there is no usable class.
     `make(files, split)` returns the data set; `lacks` and `learns` as for row_problems.
     """
     from verl.data.rl_dataset import read_rows
@@ -208,16 +208,16 @@ def check_splits(
         find_class()
     except ConfigError as e:
         findings.problems += e.problems
-        return False
+        return
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as e:
         findings.problems.append(wrong("data.custom_cls", f"data.custom_cls: {e}"))
-        return False
+        return
+    from_environment = isinstance(data, DataConfig) and data.environment.name is not None
     for split in ("train", "val"):
         key = f"data.{split}_files"
         files = data[f"{split}_files"]
-        files = files if isinstance(files, list) else [files] if files is not None else []
-        environment = getattr(data, "environment", None)
-        from_environment = environment is not None and environment.name is not None
+        if not isinstance(files, list):
+            files = [] if files is None else [files]
         missing = [f for f in files if not (from_environment or is_non_local(f) or Path(f).expanduser().is_file())]
         if missing:
             rule = f"{key}: the file does not exist: {', '.join(missing)}."
@@ -242,7 +242,6 @@ def check_splits(
                 findings.problems.append(wrong(key, f"{key}{text}"))
             continue
         setattr(findings, f"{split}_prompts", count)
-    return True
 
 
 def row_problems(
@@ -257,9 +256,12 @@ def row_problems(
     """
     from verl.data.rl_dataset import MissingColumn
 
-    broken, empty = 0, []
-    firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}  # first rows win
-    checked = dict.fromkeys([*range(min(len(dataset), rows)), *sorted(firsts.values())])
+    origins = getattr(dataset, "origins", None)  # (file, row) of each sample; a user's class may have none
+    firsts: dict[str, int] = {}
+    for i, (file, _) in enumerate(origins or ()):
+        firsts.setdefault(file, i)
+    checked = dict.fromkeys([*range(min(len(dataset), rows)), *firsts.values()])
+    broken, empty = 0, []  # how many samples raise, and which have no learned token
     for i in checked:
         try:
             row = dataset[i]
@@ -271,9 +273,7 @@ def row_problems(
                 return
             continue
         if message := lacks(row):
-            place = f"{key}, row {i}"
-            if hasattr(dataset, "origins"):
-                place = "{}: {}, row {}".format(key, *dataset.origins[i])
+            place = f"{key}, row {i}" if origins is None else "{}: {}, row {}".format(key, *origins[i])
             yield wrong(key, f"{place}: {message}")
             return
         if learns is not None and not learns(row):
@@ -288,10 +288,15 @@ def row_problems(
         other = "" if getattr(dataset, "truncation", None) == "left" else ", or set data.truncation=left"
         yield wrong(key, f"{rule}: nothing can be learned. Raise data.max_length{other}.")
         return
+    yield from _lost_rows(dataset, key, checked, empty)
+
+
+def _lost_rows(dataset: Any, key: str, checked: Collection[int], empty: list[int]) -> Iterator[Problem]:
+    """Warnings of the `checked` rows that train nothing (`empty`) or are cut, and of those that were filtered out."""
     if empty:
         what = f"have no learned token within data.max_length and train nothing: {_places(dataset, checked, empty)}"
         yield Problem(UNUSED, key, f"{key}: rows {what}. Raise data.max_length, or drop these rows.")
-    if cut := sorted((set(getattr(dataset, "cut_rows", ())) & checked.keys()) - set(empty)):
+    if cut := sorted(set(getattr(dataset, "cut_rows", ())).intersection(checked) - set(empty)):
         how, limit = f"cut by data.truncation={dataset.truncation}", getattr(dataset, "length_key", "data.max_length")
         yield Problem(UNUSED, key, f"{key}: rows are {how}: {_places(dataset, checked, cut)}. Raise {limit}.")
     dropped = getattr(dataset, "dropped_overlong", 0)

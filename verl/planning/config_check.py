@@ -30,6 +30,7 @@ OPEN = (
     "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init", "environment.params", "environment.tasks",
     "actor.auxiliary_losses",
 )  # fmt: skip
+PROFILED = ("actor_rollout_ref.actor", ROLLOUT, "actor_rollout_ref.ref", "critic", "reward_model")
 ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
 
 # Names whose wrong values would make the batch arithmetic, or the plan of a dry run, meaningless.
@@ -107,9 +108,9 @@ def tree_problems(
             issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
         return issues, None, []
     reported = {p.key for p in issues}
-    values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
-    # A key that only follows another one has the problem that is reported of that.
-    found = [*values, *grading_problems(plain)]
+    found = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
+    found += grading_problems(plain)
+    # A key that only follows another one has that one's problem: the messages differ in the key before the "=".
     followers = {p.key for p in found if is_interpolation(select(raw, p.key, None))}
     given = {p.message.partition("=")[2] for p in found if p.key not in followers}
     issues += [p for p in found if p.key not in followers or p.message.partition("=")[2] not in given]
@@ -171,13 +172,12 @@ def nearest_key(full: str, names: list[str]) -> str:
     """'; did you mean x?': a sibling first, then the same name elsewhere, then the full path; else what there is."""
     parent, _, name = full.rpartition(".")
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
+    namesakes = sorted(n for n in names if n.rpartition(".")[2] == name)
     words = name.split("_")
     close = [n for s, n in siblings.items() if all(any(part.startswith(w) for part in s.split("_")) for w in words)]
     close = close[:1] if len(words) > 1 else []  # total_step: total_training_steps rather than total_epochs
     close = close or [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
-    close = close or difflib.get_close_matches(
-        full, sorted(n for n in names if n.rpartition(".")[2] == name), n=1, cutoff=0.0
-    )
+    close = close or difflib.get_close_matches(full, namesakes, n=1, cutoff=0.0)
     close = close or difflib.get_close_matches(full, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f". Keys of this section: {', '.join(siblings) or 'none'}."
 
@@ -189,11 +189,10 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
         return []
     start = f"{section}." if section else ""
     known = [f"{start}{name}" for name in known_names(dataclass_type)]
-    issues = [
-        wrong(key, f"{key} is not a known key{nearest_key(key, known)}")
-        for key in (f"{start}{name}" for name in node)
-        if section and key not in known and key not in ADDABLE
-    ]
+    issues = []
+    for key in [f"{start}{name}" for name in node] if section else ():  # a recipe may add sections to the tree
+        if key not in known and key not in ADDABLE:
+            issues.append(wrong(key, f"{key} is not a known key{nearest_key(key, known)}"))
     issues += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
     for name, hint in field_types(dataclass_type).items():
         nested = section_type(hint)
@@ -219,14 +218,13 @@ def unused_settings(plain: Mapping[str, Any], raw: Mapping[str, Any], config_typ
     default, problems = config_type(), []
     for key in paths(plain):
         value = select(plain, key, None)
-        reason = _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
+        if key.endswith("._target_") or isinstance(value, Mapping):
+            continue
         if key == "rollout.dtype":  # of main_generation, which loads a module in this type for rollout hf
             continue
-        if not reason or key.endswith("._target_") or isinstance(value, Mapping):
-            continue
-        if not is_interpolation(select(raw, key, None)) and value != select(default, key, None):
-            problem = Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {reason}.")
-            problems.append(problem)
+        reason = _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
+        if reason and not is_interpolation(select(raw, key, None)) and value != select(default, key, None):
+            problems.append(Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {reason}."))
     return problems
 
 
@@ -365,20 +363,20 @@ def sampling_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     name, engine = next((name for name, used in filters.items() if used), None), rollout.name
     if name is None or not rollout.do_sample or engine not in ("hf", "refine", "vllm", "sglang"):
         return
-    needed = {"record_sampling_mask=true": not rollout.record_sampling_mask}
+    missing = [] if rollout.record_sampling_mask else [f"{ROLLOUT}.record_sampling_mask=true"]
     if engine == "vllm":
-        returned = rollout.logprobs_mode == "processed_logprobs"
-        needed |= {"top_k=100, say,": rollout.top_k <= 0, "logprobs_mode=processed_logprobs": not returned,
-                   "prompt_queue=false": rollout.prompt_queue}  # fmt: skip
-    if engine in ("hf", "vllm"):
-        missing = [f"actor_rollout_ref.rollout.{setting}" for setting, lacks in needed.items() if lacks]
-        if not missing:
-            return
+        missing += [] if rollout.top_k > 0 else [f"{ROLLOUT}.top_k=100, say,"]
+        processed = rollout.logprobs_mode == "processed_logprobs"
+        missing += [] if processed else [f"{ROLLOUT}.logprobs_mode=processed_logprobs"]
+        missing += [f"{ROLLOUT}.prompt_queue=false"] if rollout.prompt_queue else []
+    if engine not in ("hf", "vllm"):
+        other = f"Set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1, or {ROLLOUT}.name=hf."
+        remedy = f"rollout.name={engine} cannot record which tokens were kept. {other}"
+    elif missing:
         remedy = f"Set {' and '.join(missing)} to record which were kept."
     else:
-        remedy = f"Set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1, or {ROLLOUT}.name=hf."
-        remedy = f"rollout.name={engine} cannot record which tokens were kept. {remedy}"
-    key = f"actor_rollout_ref.rollout.{name}"
+        return
+    key = f"{ROLLOUT}.{name}"
     what = f"{key}={getattr(rollout, name)} biases every ratio: samples come from the kept tokens, the trainer's"
     yield Problem(UNUSED, key, f"{what} log-probs from all. {remedy}")
 
@@ -408,8 +406,7 @@ def profiler_problems(settings: PPOConfig) -> Iterator[Problem]:
     elif tool != "torch" and settings.trainer.device == "cpu":
         rule = f"global_profiler.tool={tool} records CUDA only, and trainer.device=cpu. Set global_profiler.tool=torch."
         yield wrong("global_profiler.tool", rule)
-    roles = [f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")] + ["critic", "reward_model"]
-    if not any(select(settings, f"{role}.profiler.enable", False) for role in roles):
+    if not any(select(settings, f"{role}.profiler.enable", False) for role in PROFILED):
         rule, part = "global_profiler.steps names steps, but no role is profiled.", "actor_rollout_ref.actor.profiler"
         yield wrong("global_profiler.steps", f"{rule} Set {part}.enable=true and {part}.all_ranks=true.")
 

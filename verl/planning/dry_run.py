@@ -60,8 +60,7 @@ class Entry:
         if fatal := [p for p in dict.fromkeys(problems) if p.kind != UNUSED]:
             raise ConfigError(fatal)
         for problem in problems if warn else ():
-            if problem.kind == UNUSED:
-                logger.warning("{}", problem.message)
+            logger.warning("{}", problem.message)
         return settings
 
     def dry_run(self, config: DictConfig, known: DictConfig | None = None) -> int:

@@ -63,7 +63,10 @@ def check_disk(trainer: RunConfig, one: int, steps: int | None, keep: str, conte
     run that are in the folder count as some of them.
     """
     every, kept = trainer.save_freq, trainer[keep]
-    saved = 0 if every == 0 else -(-steps // every) if every > 0 and steps else 1
+    if every > 0 and steps:
+        saved = -(-steps // every)
+    else:
+        saved = 0 if every == 0 else 1
     most = saved if kept is None else min(saved, kept + 1)  # the oldest one goes when the next one is complete
     root = Path(trainer.default_local_dir).expanduser().absolute()
     path = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
@@ -75,9 +78,9 @@ def check_disk(trainer: RunConfig, one: int, steps: int | None, keep: str, conte
         return
     needed = one * max(0, most - there)
     free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-    more = f" in addition to the {there} there" if there else ""
     text = f"trainer.default_local_dir={root}: the run has up to {most} checkpoints of {one / GIB:.2f} GiB at a time"
-    text += f"{more}, and {free / GIB:.2f} GiB are free"
+    text += f" in addition to the {there} there" if there else ""
+    text += f", and {free / GIB:.2f} GiB are free"
     advice = f"Lower trainer.{keep}" if most > 2 else "Free some space"
     advice += f", leave parts out of {contents}, or name a folder on another disk"
     if needed > free:

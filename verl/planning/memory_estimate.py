@@ -113,34 +113,27 @@ def estimate_memory(
     """Bytes on one rank by part, "update" and "generation" apart: a rank needs the larger sum.
 
     `update`: the actor's own part of an update with micro-batches of `micro` full-length samples, where it was traced;
-    else `training_memory` says it. Around it are reference, critic and reward model (each taken for a model of the
+    else it is estimated. Around it are reference, critic and reward model (each taken for a model of the
     actor's size), rollout weights and the KV cache of `samples` full-length sequences at most. `gpu_bytes` of a GPU
     (None: ranks on CPUs, where nothing is offloaded) give a vLLM or SGLang engine its share.
     """
     roles, data = config["actor_rollout_ref"], config["data"]
     engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
     on_gpu, shards = gpu_bytes is not None, sharding_ranks(engine, ranks)
-    compute = BYTES[engine["dtype"]]
-    length = data["max_prompt_length"] + data["max_response_length"]
     if update is None:
-        prompts = -(-micro // rollout["n"]) if size.group_forward or roles["actor"]["share_prompt_forward"] else micro
-        answers = prompts if size.group_forward else micro
-        tokens = prompts * data["max_prompt_length"] + answers * data["max_response_length"]
-        tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
-        chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
-        logits = min(micro * data["max_response_length"], chunk)
-        checkpointed = roles["model"]["enable_gradient_checkpointing"]
-        update = training_memory(size, engine, shards, tokens, logits, checkpointed, engine["defer_gradient_sync"])
+        update = _estimated_update(size, config, shards, micro)
     uses_actor = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
     generation: dict[str, int] = {}
-    if uses_actor or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
+    if uses_actor or _stays(engine, "param", on_gpu):
         generation["weights"] = update["weights"]
-    if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
+    if _stays(engine, "optimizer", on_gpu):
         generation["optimizer (two moments)"] = update["optimizer (two moments)"]
     rollout_engine: dict[str, int] = {}
     if uses_actor:
+        compute = BYTES[engine["dtype"]]
         if shards > 1:
             generation["gathered weights"] = size.parameters * compute
+        length = data["max_prompt_length"] + data["max_response_length"]
         cached = length * min(samples, rollout["max_num_seqs"])  # tokens
         generation["KV cache of the rollout"] = 2 * size.layers * size.kv_heads * size.head_dim * cached * compute
     elif on_gpu:
@@ -161,6 +154,25 @@ def estimate_memory(
     return {phase: {name: count for name, count in parts.items() if count} for phase, parts in phases.items()}
 
 
+def _estimated_update(size: ModelSize, config: Mapping[str, Any], shards: int, micro: int) -> dict[str, int]:
+    """`training_memory` of the actor's update with micro-batches of `micro` full-length samples."""
+    roles, data = config["actor_rollout_ref"], config["data"]
+    engine, shares_prompt = roles["actor"]["fsdp_config"], roles["actor"]["share_prompt_forward"]
+    prompts = -(-micro // roles["rollout"]["n"]) if size.group_forward or shares_prompt else micro
+    answers = prompts if size.group_forward else micro
+    tokens = prompts * data["max_prompt_length"] + answers * data["max_response_length"]
+    tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
+    chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
+    logits = min(micro * data["max_response_length"], chunk)
+    checkpointed = roles["model"]["enable_gradient_checkpointing"]
+    return training_memory(size, engine, shards, tokens, logits, checkpointed, engine["defer_gradient_sync"])
+
+
+def _stays(engine: Mapping[str, Any], part: str, on_gpu: bool) -> bool:
+    """Whether the weights ("param") or the moments ("optimizer") stay on the device while others compute."""
+    return not (on_gpu and (engine["offload_policy"] or engine[f"{part}_offload"]))
+
+
 def _other_models(
     size: ModelSize, config: Mapping[str, Any], shards: int, gpu_bytes: float | None
 ) -> dict[str, int]:
@@ -169,9 +181,7 @@ def _other_models(
 
     def kept(engine: Mapping[str, Any], moments: int = 0) -> int:
         """Bytes that a further model, of the actor's size, keeps on the rank's device while others compute."""
-        if on_gpu and engine["offload_policy"]:
-            return 0
-        copies = (not (on_gpu and engine["param_offload"])) + moments * (not (on_gpu and engine["optimizer_offload"]))
+        copies = _stays(engine, "param", on_gpu) + moments * _stays(engine, "optimizer", on_gpu)
         return copies * size.parameters * BYTES[engine["model_dtype"]] // shards
 
     parts = {} if on_gpu else {PROCESS: PROCESS_BYTES}

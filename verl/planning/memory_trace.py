@@ -52,14 +52,14 @@ TEMPORARY = "temporary tensors of the optimizer's step"
 class MicroBatch:
     """`rows` sequences of `prompt` + `response` tokens each, without padding.
 
-    `samples`: rows that share one prompt's forward. `several`: this is not the first micro-batch of its update.
+    `samples`: rows that share one prompt's forward. `adds_to_gradients`: it follows another one of its update.
     """
 
     rows: int
     prompt: int
     response: int
     samples: int = 1
-    several: bool = True
+    adds_to_gradients: bool = True
     chunk_tokens: int = LOGITS_CHUNK
     with_entropy: bool = False
 
@@ -85,10 +85,10 @@ def trace_update(
     parts = {name: first[name] + further * (last[name] - first[name]) for name in first}
     if on_gpu and engine.offload_policy:
         parts |= dict.fromkeys((*HELD, TEMPORARY), 0)
-    return _at_peak(parts, micro.several)
+    return _at_peak(parts, micro.adds_to_gradients)
 
 
-def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
+def trace_if_possible(hf_config: Any, *args: Any) -> dict[str, int] | None:
     """`trace_update`, or None for a model that cannot be traced, with the reason in the log."""
     try:
         return trace_update(hf_config, *args)
@@ -97,10 +97,10 @@ def traced_update(hf_config: Any, *args: Any) -> dict[str, int] | None:
         return None
 
 
-def _at_peak(parts: dict[str, int], several: bool) -> dict[str, int]:
+def _at_peak(parts: dict[str, int], adds_to_gradients: bool) -> dict[str, int]:
     """The parts that exist together in the backward or in the optimizer's step, whichever takes more."""
     backward = {name: parts[name] for name in (*HELD, GATHERED, ACTIVATIONS, LOGITS)}
-    if not several:
+    if not adds_to_gradients:
         backward[GRADIENTS] = 0  # those that exist by then are counted in GATHERED
     step = {name: parts[name] for name in (*HELD, TEMPORARY)}
     return max(backward, step, key=lambda moment: sum(moment.values()))
@@ -208,14 +208,15 @@ def _trace(
         live.reset()
         optim.step()
         temporary = live.peak - sum(held.values()) - _nbytes(module.buffers())
-        if not micro.several:
+        if not micro.adds_to_gradients:
             optim.zero_grad(set_to_none=True)
         live.reset()
         _run_backward(module, model, engine, batch, on_gpu)
     logits, of_weights = _logits_and_weights(live.at_peak, weight_shapes, hf_config.get_text_config().vocab_size, micro)
-    held_before = sum(held.values()) - (0 if micro.several else held[GRADIENTS])  # shaped like weights, not gathered
+    before = held if micro.adds_to_gradients else held | {GRADIENTS: 0}
+    gathered = of_weights - sum(before.values())  # what is held has the shapes of weights, too
     activations = live.peak - of_weights - logits
-    return held | {GATHERED: of_weights - held_before, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
+    return held | {GATHERED: gathered, ACTIVATIONS: activations, LOGITS: logits, TEMPORARY: temporary}
 
 
 def _meta_module(hf_config: Any, model: HFModelConfig, dtype: torch.dtype) -> nn.Module:

@@ -23,16 +23,21 @@ def generation_entry(rows: int | None = None) -> Entry:
         prompts, problems = check_inputs(config, checks.Findings())
         count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
         kept = 0 if prompts is None else len(PartialAnswers(config).read())
-        left = count and count - kept
-        console.rule("Plan")
-        print_rows(console, {
-            "prompts": count_text(count), **({"answered by a command that was stopped": f"{kept:,}"} if kept else {}),
-            **(prompts.statistics() if isinstance(prompts, GenerationPrompts) else {}),
+        left = count and count - kept  # None where the count is unknown, as in all of the following
+        rows = {"prompts": count_text(count)}
+        if kept:
+            rows["answered by a command that was stopped"] = f"{kept:,}"
+        if isinstance(prompts, GenerationPrompts):
+            rows |= prompts.statistics()
+        rows |= {
             "answers": count_text(count and count * samples),
             "new tokens, at most": count_text(left and left * samples * config.rollout.response_length),
-            "ranks": str(ranks), "prompts a rank": count_text(left and -(-left // ranks)),
+            "ranks": str(ranks),
+            "prompts a rank": count_text(left and -(-left // ranks)),
             "prompts at a time": count_text(config.data.batch_size),
-        })  # fmt: skip
+        }
+        console.rule("Plan")
+        print_rows(console, rows)
         return problems
 
     def start_problems(config: GenerationConfig) -> list[Problem]:

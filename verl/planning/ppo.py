@@ -12,29 +12,14 @@ from verl.config.batch_sizes import plan_batches, steps_in_all
 from verl.config.compose import select
 from verl.config.ppo import PPOConfig
 from verl.config.roles import reads_reference
-from verl.planning.checks import (
-    ROWS_AT_START,
-    ROWS_CHECKED,
-    Findings,
-    check_fills_a_batch,
-    check_gpus,
-    check_length,
-    check_liger,
-    check_machine,
-    check_models,
-    check_outputs,
-    check_splits,
-    check_tensor_parallel,
-    check_written,
-)
-from verl.planning.config_check import ARITHMETIC, rl_problems
+from verl.planning import checks
+from verl.planning.config_check import ARITHMETIC, PROFILED, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.environments import check_environment, show_environment
 from verl.planning.rollouts import check_agent_loops, check_cpu_heads, check_drafter, check_sglang
 from verl.utils.problems import CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
-PROFILED = (*(f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref")), "critic", "reward_model")
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
@@ -49,13 +34,13 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
         """For a start on this machine. On a cluster (RAY_ADDRESS) nothing is checked: its nodes have the files."""
         if os.environ.get("RAY_ADDRESS") or config.ray_kwargs.ray_init.get("address"):
             return []
-        findings = Findings(to_start=True)
-        check_input(config, findings, create_dataset, ROWS_AT_START)
+        findings = checks.Findings(to_start=True)
+        check_input(config, findings, create_dataset, checks.ROWS_AT_START)
         return findings.problems
 
     def plan(console: Console, config: PPOConfig, problems: list[Problem]) -> list[Problem]:
-        findings = Findings()
-        check_input(config, findings, create_dataset, ROWS_CHECKED)
+        findings = checks.Findings()
+        check_input(config, findings, create_dataset, checks.ROWS_CHECKED)
         wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
         findings.problems += show_environment(console, config, findings)
         _print_plan(console, config, findings, wrong_sizes)
@@ -64,19 +49,20 @@ def rl_entry(create_dataset: Callable[..., Any]) -> Entry:
     return Entry(PPOConfig, rl_problems, plan, start_problems, plans_wrong_configs=True)
 
 
-def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
+def check_input(config: PPOConfig, findings: checks.Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Add the problems of model, plug-ins, data (its first `rows` rows), machine, rollout and registered checks."""
     problems, model, rollout = findings.problems, "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-    check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
-    problems += check_length(config.actor_rollout_ref.rollout, findings, rollout)
-    problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    roles = ("actor", "ref") if reads_reference(config) else ("actor",)
-    split_by = [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
-    problems += check_liger(config, model, *split_by)
+    checks.check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
+    problems += checks.check_length(config.actor_rollout_ref.rollout, findings, rollout)
+    problems += checks.check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+    of_reference = ["actor_rollout_ref.ref.fsdp_config.tensor_parallel_size"] if reads_reference(config) else []
+    problems += checks.check_liger(config, model, TENSOR_PARALLEL, *of_reference)
     problems += check_plugins(config)
     check_data(config, findings, create_dataset, rows)
-    trainer = config.trainer
-    problems += [*check_gpus(trainer), *check_outputs(trainer)] if findings.to_start else check_machine(trainer)
+    if findings.to_start:
+        problems += [*checks.check_gpus(config.trainer), *checks.check_outputs(config.trainer)]
+    else:
+        problems += checks.check_machine(config.trainer)
     problems += [*check_files_of_the_run(config), *check_group_size(config), *check_aggregation(config)]
     if isinstance(config, AsyncPPOConfig) and not findings.to_start:
         problems += check_generating_ranks(config)
@@ -87,19 +73,20 @@ def check_input(config: PPOConfig, findings: Findings, create_dataset: Callable[
 def check_files_of_the_run(config: PPOConfig) -> Iterator[Problem]:
     """Files and folders, beside those of every training, that the settings ask for and that cannot be written."""
     for name in ("rollout_data_dir", "validation_data_dir"):
-        yield from check_written(f"trainer.{name}", config.trainer[name])
-    yield from check_written("ray_kwargs.timeline_json_file", config.ray_kwargs.timeline_json_file, is_folder=False)
+        yield from checks.check_written(f"trainer.{name}", config.trainer[name])
+    timeline = config.ray_kwargs.timeline_json_file
+    yield from checks.check_written("ray_kwargs.timeline_json_file", timeline, is_folder=False)
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.skip_rollout:
-        yield from check_written(f"{key}.skip_dump_dir", rollout.skip_dump_dir)
+        yield from checks.check_written(f"{key}.skip_dump_dir", rollout.skip_dump_dir)
     if rollout.prometheus.enable:
-        yield from check_written(f"{key}.prometheus.file", rollout.prometheus.file, is_folder=False)
+        yield from checks.check_written(f"{key}.prometheus.file", rollout.prometheus.file, is_folder=False)
     if config.global_profiler.steps:
-        yield from check_written("global_profiler.save_path", config.global_profiler.save_path)
+        yield from checks.check_written("global_profiler.save_path", config.global_profiler.save_path)
         for role in PROFILED:
             own = select(config, f"{role}.profiler")
             if own is not None and own.enable and own.save_path != config.global_profiler.save_path:
-                yield from check_written(f"{role}.profiler.save_path", own.save_path)
+                yield from checks.check_written(f"{role}.profiler.save_path", own.save_path)
 
 
 def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:
@@ -125,30 +112,25 @@ def check_generating_ranks(config: AsyncPPOConfig) -> Iterator[Problem]:
 def check_plugins(config: PPOConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
     from verl.models.loading import get_model_loader
-    from verl.reward.loading import (
-        check_manager_arguments,
-        check_reward_arguments,
-        get_custom_reward_fn,
-        get_manager_class,
-    )
+    from verl.reward import loading
     from verl.rollout.base import get_rollout_class
     from verl.training.actor.base import enabled_losses
     from verl.training.policy import get_policy
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    checks: dict[str, Callable[[], Any]] = {
+    look_ups: dict[str, Callable[[], Any]] = {
         "actor_rollout_ref.model.loader.name": lambda: get_model_loader(model.loader.name),
         "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
         "actor_rollout_ref.actor.auxiliary_losses": lambda: enabled_losses(config.actor_rollout_ref.actor),
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
-        "custom_reward_function.path": lambda: get_custom_reward_fn(config),
-        "reward_manager.name": lambda: get_manager_class(config),
+        "custom_reward_function.path": lambda: loading.get_custom_reward_fn(config),
+        "reward_manager.name": lambda: loading.get_manager_class(config),
         # These need the function and the manager that are looked up above.
-        "reward_model.reward_kwargs": lambda: check_manager_arguments(config),
-        "custom_reward_function.name": lambda: check_reward_arguments(config),
+        "reward_model.reward_kwargs": lambda: loading.check_manager_arguments(config),
+        "custom_reward_function.name": lambda: loading.check_reward_arguments(config),
     }
     known: set[str] = set()
-    for key, look_up in checks.items():
+    for key, look_up in look_ups.items():
         try:
             look_up()
         except (ImportError, ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
@@ -176,12 +158,12 @@ def check_aggregation(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(UNUSED, key, f"{what}. Leave the key out.")
 
 
-def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[..., Any], rows: int) -> None:
+def check_data(config: PPOConfig, findings: checks.Findings, create_dataset: Callable[..., Any], rows: int) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.data.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
     from verl.reward.rules import has_rule, truth_problem, unknown_source
 
-    data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
+    data = config.data
 
     def find_class() -> None:
         templated = issubclass(get_dataset_class(data), RLHFDataset)
@@ -190,50 +172,56 @@ def check_data(config: PPOConfig, findings: Findings, create_dataset: Callable[.
             raise ConfigError([wrong(key, no_chat_template(findings.tokenizer))])
 
     def make(files: list[str], split: str) -> Any:
-        return create_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+        most = data[f"{split}_max_samples"]
+        return create_dataset(files, data, findings.tokenizer, findings.processor, split == "train", most)
 
-    by_rule = config.custom_reward_function.path is None and config.reward_manager.source == "register"
-    by_rule &= data.environment.name is None
-    by_rule &= not config.actor_rollout_ref.rollout.agent.reports_rewards
-    by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
+    by_rule = (
+        config.reward_manager.source == "register"
+        and config.reward_manager.name in ("naive", "batch", "dapo", "prime")
+        and not config.reward_model.enable
+        and config.custom_reward_function.path is None
+        and data.environment.name is None
+        and not config.actor_rollout_ref.rollout.agent.reports_rewards
+    )
 
     def lacks(row: Mapping[str, Any]) -> str | None:
         contents = {data.reward_fn_key: "the name of its reward",
                     "reward_model": "{'ground_truth': ...}, which the reward function gets"}  # fmt: skip
-        missing = {name: content for name, content in contents.items() if row.get(name) is None}
-        if by_rule and not missing and not has_rule(source := row[data.reward_fn_key]):
-            return unknown_source(source)
-        hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""
-        text = f"no column {' and no column '.join(f'{name} ({content})' for name, content in missing.items())}"
-        return f"{text}. Add it when the data is prepared{hint}." if missing else None
+        missing = [f"{name} ({content})" for name, content in contents.items() if row.get(name) is None]
+        source = row.get(data.reward_fn_key)
+        if missing:
+            hint = ", or set data.reward_fn_key" if source is None else ""
+            return f"no column {' and no column '.join(missing)}. Add it when the data is prepared{hint}."
+        return unknown_source(source) if by_rule and not has_rule(source) else None
 
     if not data.val_files and data.environment.name is None:
         shown = "null" if data.val_files is None else "[]"
         findings.problems.append(wrong("data.val_files", f"data.val_files={shown}: name the files to validate on."))
-    if check_splits(data, findings, rows, find_class, make, lacks):
-        for key, dataset in findings.datasets.items() if by_rule else ():
-            for i, row in enumerate(dataset.rows if isinstance(dataset, RLHFDataset) else ()):
-                truth = (row.get("reward_model") or {}).get("ground_truth")
-                if row.get("reward_model") and (problem := truth_problem(row.get(data.reward_fn_key), truth)):
-                    findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
-                    break
-        follows = data.gen_batch_size == data.train_batch_size
-        names = ["train_batch_size"] if follows else ["gen_batch_size", "train_batch_size"]
-        if not config.trainer.val_only:
-            mini = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-            check_fills_a_batch(findings, "prompts", {f"data.{name}": data[name] for name in names} | mini)
+    checks.check_splits(data, findings, rows, find_class, make, lacks)
+    for key, dataset in findings.datasets.items() if by_rule else ():
+        for i, row in enumerate(dataset.rows if isinstance(dataset, RLHFDataset) else ()):
+            reward = row.get("reward_model")
+            if reward and (problem := truth_problem(row.get(data.reward_fn_key), reward.get("ground_truth"))):
+                findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
+                break
+    if not config.trainer.val_only:
+        sizes = {"data.gen_batch_size": data.gen_batch_size} if data.gen_batch_size != data.train_batch_size else {}
+        sizes["data.train_batch_size"] = data.train_batch_size
+        sizes["actor_rollout_ref.actor.ppo_mini_batch_size"] = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        checks.check_fills_a_batch(findings, "prompts", sizes)
 
 
-def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_sizes: bool) -> None:
+def _print_plan(console: Console, config: PPOConfig, findings: checks.Findings, wrong_sizes: bool) -> None:
     console.rule("Plan")
     prompts, drawn, wanted = findings.train_prompts, config.data.gen_batch_size, config.data.train_batch_size
-    per_epoch, steps, own, manager = None, None, config.custom_reward_function, config.reward_manager
+    own, manager = config.custom_reward_function, config.reward_manager
+    per_epoch = steps = None  # unknown
     if prompts is not None and isinstance(drawn, int) and isinstance(wanted, int) and 1 <= drawn <= prompts:
         per_epoch = prompts // max(drawn, wanted)
         steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
     plan = None if wrong_sizes else plan_batches(config)
     rows = {
-        "prompts for training": count_text(findings.train_prompts),
+        "prompts for training": count_text(prompts),
         "prompts for validation": count_text(findings.val_prompts),
         **_longest_prompt(findings),
         **({"reward function": f"{own.name} of {os.path.basename(own.path)}"} if own.path else {}),
@@ -259,7 +247,7 @@ def _print_plan(console: Console, config: PPOConfig, findings: Findings, wrong_s
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
 
 
-def _longest_prompt(findings: Findings) -> dict[str, str]:
+def _longest_prompt(findings: checks.Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
     from verl.data.chat_template import ChatTemplateError, render_chat
     from verl.data.rl_dataset import DatasetError, RLHFDataset

@@ -15,18 +15,11 @@ from verl.config.model import LOGITS_CHUNK
 from verl.config.ppo import PPOConfig
 from verl.config.roles import need_critic, reads_reference
 from verl.config.rollout import CPU_CACHE_BYTES
+from verl.planning import machine
 from verl.planning.dry_run import memory_table
-from verl.planning.machine import (
-    GIB,
-    SAVE_COPIES,
-    check_disk,
-    check_memory,
-    checkpoint_bytes,
-    checkpoints_layers,
-    copied_bytes,
-)
+from verl.planning.machine import GIB
 from verl.planning.memory_estimate import ACTIVATIONS, PROCESS_BYTES, ModelSize, estimate_memory, measure_loaded
-from verl.planning.memory_trace import MicroBatch, traced_update
+from verl.planning.memory_trace import MicroBatch, trace_if_possible
 from verl.utils.problems import WRONG, Problem
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
@@ -49,13 +42,18 @@ def print_memory(console: Console, config: PPOConfig, hf_config: Any, steps: int
         loader = config.actor_rollout_ref.model.loader.name
         table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
     console.print(table)
-    problems = list(_disk_problems(config, size, steps))
+    contents = f"{ACTOR}.checkpoint.save_contents"
+    one = sum(
+        machine.checkpoint_bytes(model, engine, checkpoint.save_contents)
+        for checkpoint, model, engine in _checkpoints(config, size)
+    )
+    problems = list(machine.check_disk(config.trainer, one, steps, "max_actor_ckpt_to_keep", contents))
     if limit is None:
         ranks = config.trainer.n_gpus_per_node
         peak = max(phases.values(), key=lambda parts: sum(parts.values()))
         needed = ranks * sum(peak.values()) + PROCESS_BYTES
         what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
-        return [*problems, *check_memory(needed, what, memory_remedies(planned, ACTIVATIONS in peak))]
+        return [*problems, *machine.check_memory(needed, what, memory_remedies(planned, ACTIVATIONS in peak))]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > USABLE * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
@@ -89,13 +87,6 @@ def memory_remedies(config: PPOConfig, activations: bool = True) -> dict[str, st
     return remedies | {key: f"lower {key} (now {value})" for key, value in now.items()}
 
 
-def _disk_problems(config: PPOConfig, size: ModelSize, steps: int | None) -> Iterator[Problem]:
-    """Whether the disk has the space of the run's checkpoints."""
-    one = sum(checkpoint_bytes(*parts, checkpoint.save_contents) for checkpoint, *parts in _checkpoints(config, size))
-    contents = f"{ACTOR}.checkpoint.save_contents"
-    yield from check_disk(config.trainer, one, steps, "max_actor_ckpt_to_keep", contents)
-
-
 def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, ModelSize, FSDPEngineConfig]]:
     """(settings of checkpoints, size, engine) of the actor and, if there is one, of the critic, taken for its size."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -125,16 +116,16 @@ def _memory(config: PPOConfig, size: ModelSize, hf_config: Any, limit: float | N
         if not on_gpu:
             tokens = micro.rows * micro.response + -(-micro.rows // micro.samples) * micro.prompt
             setting, ranks = model.enable_gradient_checkpointing, config.trainer.n_gpus_per_node
-            checkpointed = checkpoints_layers(setting, hf_config, tokens, actor.fsdp_config.dtype, ranks)
+            checkpointed = machine.checkpoints_layers(setting, hf_config, tokens, actor.fsdp_config.dtype, ranks)
             config = _changed(config, {f"{MODEL}.enable_gradient_checkpointing": checkpointed})
         model = config.actor_rollout_ref.model
-        update = traced_update(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
+        update = trace_if_possible(hf_config, model, actor.fsdp_config, actor.optim, micro, plan.ranks, on_gpu)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     phases = estimate_memory(size, config, *sizes, update, limit)
-    copied = sum(copied_bytes(checkpoint, *parts) for checkpoint, *parts in _checkpoints(config, size))
+    copied = sum(machine.copied_bytes(checkpoint, *parts) for checkpoint, *parts in _checkpoints(config, size))
     if copied and not on_gpu:
         for parts in phases.values():
-            parts[SAVE_COPIES] = copied // plan.ranks
+            parts[machine.SAVE_COPIES] = copied // plan.ranks
     return phases, update is not None, config
 
 

@@ -153,8 +153,18 @@ class _AgentLoops:
             key = f"{ROLLOUT}.agent.default_agent_loop"
             what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a value in"
             yield wrong(key, f"{what} column agent_name. Set {key}=tool_agent.")
-        elif self.tools and not self.failures:
-            yield from _rows_that_the_tools_refuse(self.tools, self.findings.datasets, checked)
+            return
+        if not self.tools or self.failures:
+            return
+        runner = ToolRunner(self.tools)
+        for key, dataset in self.findings.datasets.items():
+            for i, row in enumerate(islice(getattr(dataset, "rows", ()), checked)):
+                try:
+                    extra = row.get("extra_info")
+                    runner.conversation(extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
+                except ValueError as error:
+                    yield wrong(key, f"{key}: {dataset.error(i, str(error))}.")
+                    break
 
 
 def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[dict[str, Any]]) -> str:
@@ -170,21 +180,6 @@ def _call_not_read(encoder: MessageEncoder, parser: ToolParser, schemas: list[di
     text = encoder.tokenizer.decode(written)
     _, read = asyncio.run(parser.extract_tool_calls(written))
     return text if name in text and name not in [call.name for call in read] else ""
-
-
-def _rows_that_the_tools_refuse(
-    tools: list[BaseTool], datasets: Mapping[str, Any], checked: int
-) -> Iterator[Problem]:
-    """The first of the `checked` rows of each data set whose extra_info.tools_kwargs the tools cannot take."""
-    runner = ToolRunner(tools)
-    for key, dataset in datasets.items():
-        for i, row in enumerate(islice(getattr(dataset, "rows", ()), checked)):
-            try:
-                extra = row.get("extra_info")
-                runner.conversation(extra.get("tools_kwargs") if isinstance(extra, Mapping) else None)
-            except ValueError as error:
-                yield wrong(key, f"{key}: {dataset.error(i, str(error))}.")
-                break
 
 
 def _call_examples(
@@ -213,9 +208,9 @@ def _call_examples(
                         raise ValueError(f"the call of example_arguments failed: {result.response.text}")
                     answers[tool] = f"answers {one_line(result.response.text)!r} to its example_arguments"
             await conversation.calc_rewards()
-        if failed := [kind for kind in ("reward_failed", "release_failed") if runner.counts[kind]]:
-            method = {"reward_failed": "calc_reward", "release_failed": "release"}[failed[0]]
-            raise ValueError(f"{method} failed after the call of example_arguments: see the log")
+        for kind, method in {"reward_failed": "calc_reward", "release_failed": "release"}.items():
+            if runner.counts[kind]:
+                raise ValueError(f"{method} failed after the call of example_arguments: see the log")
 
     asyncio.run(call_examples())
     return answers

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from loguru import logger
@@ -70,9 +71,9 @@ def sft_entry(trainer_class: type[Any], ranks: int | None = None) -> Entry:
             build = trainer_class.build_dataset if split == "train" else trainer_class.build_val_dataset
             return build(files, config, tokenizer, data[f"{split}_max_samples"])
 
-        find_class = lambda: get_sft_dataset_class(data)  # noqa: E731
-        if checks.check_splits(data, findings, checks.ROWS_CHECKED, find_class, make, _missing_columns, _learns):
-            checks.check_fills_a_batch(findings, "samples", {"data.train_batch_size": data.train_batch_size})
+        find_class = partial(get_sft_dataset_class, data)
+        checks.check_splits(data, findings, checks.ROWS_CHECKED, find_class, make, _missing_columns, _learns)
+        checks.check_fills_a_batch(findings, "samples", {"data.train_batch_size": data.train_batch_size})
         _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *checks.check_machine(config.trainer)]
 
@@ -165,7 +166,7 @@ def _print_memory(
 
     `epoch` and `steps` are the steps of an epoch and of the run; None: unknown.
     """
-    from verl.planning.memory_trace import MicroBatch, traced_update  # slow
+    from verl.planning.memory_trace import MicroBatch, trace_if_possible  # slow
 
     data, run, ranks = config.data, config.trainer, ranks_of(config)
     groups = data_parallel_groups(config, ranks)
@@ -176,15 +177,16 @@ def _print_memory(
     measured = measure_model(findings.hf_config, model.lora_rank)
     # A prompt of one token: the loss covers the rest of the row.
     several = data.packing or data.train_batch_size // groups > micro
-    batch = MicroBatch(micro, 1, data.max_length - 1, several=several)
+    batch = MicroBatch(micro, 1, data.max_length - 1, adds_to_gradients=several)
     on_gpu, processes = run.device == "cuda", run.n_gpus_per_node
     checkpointed = model.enable_gradient_checkpointing
     if not on_gpu:
         checkpointed = machine.checkpoints_layers(checkpointed, findings.hf_config, tokens, engine.dtype, processes)
         model = dataclasses.replace(model, enable_gradient_checkpointing=checkpointed)
-    parts = traced = None
+    traced = None
     if trainer_class.has_plain_loss():
-        parts = traced = traced_update(findings.hf_config, model, engine, optimizer, batch, ranks, on_gpu)
+        traced = trace_if_possible(findings.hf_config, model, engine, optimizer, batch, ranks, on_gpu)
+    parts = traced
     if parts is None:
         shards, logits = sharding_ranks(engine, ranks), min(tokens, LOGITS_CHUNK)
         parts = training_memory(measured, engine, shards, tokens, logits, checkpointed)
@@ -193,16 +195,24 @@ def _print_memory(
         parts = parts | {PROCESS: PROCESS_BYTES}
         if copied := machine.copied_bytes(checkpoint, measured, engine):
             parts[machine.SAVE_COPIES] = copied // ranks
-        key = "model.enable_gradient_checkpointing"
-        remedies = {} if checkpointed else {key: f"set {key}=true"}
-        name = "micro_batch_size" if data.micro_batch_size else "micro_batch_size_per_gpu"
-        name = "max_token_len_per_gpu" if data.packing and data.max_token_len_per_gpu else name
-        keys = [f"data.{name}"] + (["trainer.n_gpus_per_node"] if processes > 1 else [])
         what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
-        remedies |= {key: f"lower {key}" for key in keys}
+        remedies = _memory_remedies(config, checkpointed)
         findings.problems += machine.check_memory(processes * sum(parts.values()), what, remedies)
     # Frequencies that count epochs as steps; every step where the steps of an epoch are unknown.
     frequencies = sft_engine.steps_of_epochs(run, epoch or 1)
     counted = with_values(config, {f"trainer.{name}": every for name, every in frequencies.items()}).trainer
     findings.problems += machine.check_disk(counted, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))
+
+
+def _memory_remedies(config: SFTConfig, checkpointed: bool) -> dict[str, str]:
+    """What lowers the memory of CPU ranks: key -> what to do with it."""
+    data, key = config.data, "model.enable_gradient_checkpointing"
+    remedies = {} if checkpointed else {key: f"set {key}=true"}
+    if data.packing and data.max_token_len_per_gpu:
+        lowered = ["data.max_token_len_per_gpu"]
+    else:
+        lowered = ["data.micro_batch_size" if data.micro_batch_size else "data.micro_batch_size_per_gpu"]
+    if config.trainer.n_gpus_per_node > 1:
+        lowered.append("trainer.n_gpus_per_node")
+    return remedies | {name: f"lower {name}" for name in lowered}

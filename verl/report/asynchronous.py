@@ -63,8 +63,8 @@ def _timeline(spans: list[dict[str, Any]]) -> Panel:
     """A line for each side, coloured by what it did, from the last SYNCS_DRAWN syncs on."""
     syncs = sorted(span["start"] for span in spans if span["who"] == "trainer" and span["what"] == "sync")
     first = syncs[-SYNCS_DRAWN] if len(syncs) >= SYNCS_DRAWN else min(span["start"] for span in spans)
-    last = max(span["end"] for span in spans)
     shown = [span for span in spans if span["end"] > first]
+    shown = [span | {"start": max(0, span["start"] - first), "end": span["end"] - first} for span in shown]
     order = sorted({span["who"] for span in shown}, key=lambda who: (who != "trainer", len(who), who))
 
     def draw(figure: Any) -> None:
@@ -73,24 +73,19 @@ def _timeline(spans: list[dict[str, Any]]) -> Panel:
         axes = figure.add_subplot()
         for line, who in enumerate(order):
             for what, colour in WORK.items():
-                bars = [
-                    (max(span["start"], first) - first, span["end"] - max(span["start"], first))
-                    for span in shown
-                    if span["who"] == who and span["what"] == what
-                ]
+                work = [span for span in shown if span["who"] == who and span["what"] == what]
+                bars = [(span["start"], span["end"] - span["start"]) for span in work]
                 axes.broken_barh(bars, (line - 0.4, 0.8), facecolors=colour, linewidth=0)
-        steps: dict[int, tuple[float, float]] = {}  # the spans of a step may be cut into parts
+        times: dict[int, list[float]] = defaultdict(list)  # of a step, whose spans may be cut into parts
         for span in shown:
             if span["who"] == "trainer" and span["what"] == "train":
-                start, end = max(span["start"], first), span["end"]
-                before = steps.get(span["version"] + 1, (start, end))
-                steps[span["version"] + 1] = (min(start, before[0]), max(end, before[1]))
-        for step, (start, end) in steps.items() if len(steps) <= STEPS_NAMED else ():
-            middle = (start + end) / 2 - first
+                times[span["version"] + 1] += [span["start"], span["end"]]
+        for step, ends in times.items() if len(times) <= STEPS_NAMED else ():
+            middle = (min(ends) + max(ends)) / 2
             axes.text(middle, order.index("trainer"), str(step), ha="center", va="center", color="white")
         axes.set_yticks(range(len(order)), [who.replace("_", " ") for who in order])
         axes.set_ylim(len(order) - 0.5, -0.5)
-        axes.set_xlim(0, last - first)
+        axes.set_xlim(0, max(span["end"] for span in spans) - first)
         axes.set_xlabel("seconds")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)

@@ -86,6 +86,7 @@ def collect_series(rows: list[dict]) -> dict[str, Curve]:
 
 
 def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
+    """The curves of these metrics; a name that ends in "/", "_" or "@" is the beginning of several."""
     exact = {w for w in wanted if not w.endswith(("/", "_", "@"))}
     families = tuple(w for w in wanted if w.endswith(("/", "_", "@")))
     return [c for name, c in series.items() if name in exact or name.startswith(families)]
@@ -97,8 +98,10 @@ def _headlines() -> Headlines:
 
 def headline_panels(series: dict[str, Curve]) -> list[Panel]:
     """The headlines of recipes and of HEADLINES that this run has data for, and the stacked timings."""
-    matches = ((title, note, _matching(series, wanted)) for title, note, wanted in _headlines())
-    panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in matches if curves]
+    panels = []
+    for title, note, wanted in _headlines():
+        if curves := _matching(series, wanted):
+            panels.append(Panel(title, note, draw_panel(curves)))
     timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
     timings = [Curve(c.name, c.steps, [v if math.isfinite(v) else 0.0 for v in c.values]) for c in timings]
     if timings:
@@ -112,10 +115,9 @@ def headline_panels(series: dict[str, Curve]) -> list[Panel]:
 def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str, str]]]:
     """Panels of all other metrics, siblings (`a/b/x`, `a/b/y`) in one; and (name, note) of those that are not drawn:
     a constant curve, or one equal to a curve already drawn."""
-    shown = [c for _, _, wanted in _headlines() for c in _matching(series, wanted)]
-    drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in shown}
-    headlines = set(drawn.values()) | {c.name for c in shown}
-    groups: dict[str, list[Curve]] = defaultdict(list)
+    headlines = {c.name: c for _, _, wanted in _headlines() for c in _matching(series, wanted)}
+    drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in headlines.values()}
+    siblings: dict[str, list[Curve]] = defaultdict(list)
     flat = []
     for name, curve in sorted(series.items()):
         if name in headlines or name.startswith("timing_s/"):
@@ -126,17 +128,18 @@ def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str,
         elif same != name:
             flat.append((name, f"equal to {same}"))
         else:
-            groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
-    titled = ((title if len(curves) > 1 else curves[0].name, curves) for title, curves in groups.items())
-    return [Panel(title, "", draw_panel(curves)) for title, curves in titled], flat
+            siblings[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
+    panels = []
+    for parent, curves in siblings.items():
+        panels.append(Panel(parent if len(curves) > 1 else curves[0].name, "", draw_panel(curves)))
+    return panels, flat
 
 
 def health_rows(series: dict[str, Curve]) -> list[HealthRow]:
     """The health checks that the run has values for, those that were broken first."""
     rows = []
     for rule in RULES:
-        if rule.metric in series:
-            curve = series[rule.metric]
+        if curve := series.get(rule.metric):
             stretches = rule.broken_steps(curve.steps, curve.values)
             steps = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
             name, advice = rule.metric.removeprefix("health/").replace("_", " "), f"{rule.meaning}. {rule.remedy}"
@@ -175,8 +178,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     rows = _read(metrics_file)
     series = collect_series(rows)
     steps = max((int(r["step"]) for r in rows), default=0)
-    starts_file = run_dir / "starts.jsonl"
-    starts = list_starts(_read(starts_file)) if starts_file.exists() else []
+    starts = list_starts(_read(run_dir / "starts.jsonl"))
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
     others, flat = other_panels(series)
     wide, narrow = async_panels(run_dir)
@@ -208,6 +210,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
 
 
 def _read(path: Path) -> list[dict]:
+    """The rows of a file; none if it does not exist."""
     return [_drawable(row) for _, row in read_objects(path, growing=True)]
 
 
@@ -232,8 +235,7 @@ def list_starts(rows: list[dict]) -> list[dict]:
     starts = [row for row in rows if "config" in row]
     ends = {row["start"]: row for row in rows if "ended" in row}
     for row in starts:
-        end = ends.get(row["start"])
-        if end is not None:
+        if end := ends.get(row["start"]):
             row["end"] = f"{end['time'].replace('T', ' ')}, {end['ended']} after step {end['step']}"
         else:
             row["end"] = "running, or killed" if row is starts[-1] else "killed"
