@@ -118,7 +118,7 @@ def test_the_agent_loop(tiny_llama):
     assert output.response_ids == [7, *given, 8, end] and output.response_mask == [1, *[0] * len(given), 1, 1]
     assert output.response_logprobs == [-7.0, *[0.0] * len(given), -8.0, -float(end)] and output.num_turns == 4
     assert asked == [(output.prompt_ids, 50), ([*output.prompt_ids, 7, *given], 99 - len(given))]
-    assert output.extra_fields == {"end_reason": "stop"}
+    assert output.extra_fields == {"end_reason": "stop", "weights_versions": [None, None]}
 
 
 def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):

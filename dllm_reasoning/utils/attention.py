@@ -35,7 +35,7 @@ def window_of(config: PretrainedConfig) -> int | None:
 def kinds_problem(config: PretrainedConfig) -> str | None:
     """Why one mask cannot serve every layer (a clause); None if it can."""
     kinds = layer_kinds(config)
-    if kinds in ({FULL}, {window_of(config)}):
+    if kinds == {FULL} or (len(kinds) == 1 and window_of(config) is not None):
         return None
     names = sorted(f"a window of {kind} tokens" if isinstance(kind, int) else kind for kind in kinds)
     return f"has layers that attend in ways no single mask describes ({', '.join(names)})"

@@ -34,7 +34,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 5}}</tool_call>'
 LENGTHS = {"P": 12, "R": 6, "T": 18}  # of `compose_run`
 #: On the ranks, within a step, or given by the test: no step of the trainer ends with such a new column.
 BETWEEN_STEPS = {
-    ("tensor", "entropys"), ("tensor", "sampling_mask"), ("tensor", "chosen"),
+    ("tensor", "entropys"), ("tensor", "sampling_mask"), ("tensor", "chosen"), ("array", "weights_versions"),
     ("array", "reward_score"), ("array", "agent_name"),
 }  # fmt: skip
 

@@ -65,7 +65,8 @@ class MessageEncoder:
         """The ids of messages appended to a generated turn, with the generation prompt.
 
         Either all messages have the role "tool" and follow a turn with tool calls, or none has. `after` is the last
-        generated id: if it is no stop token, the turn was cut, and the ids begin with the stop token that ends it.
+        generated id: if it is no stop token, the turn was cut, and the ids begin with the stop token that ends it. So
+        they do after another stop token than the one with which the template's messages begin.
         Without `after`, the turn is taken to have ended. Raises NotAppendable if the template does not support
         appending: it raises an error, changes earlier turns, or ends a turn without a token of `stop_ids`.
         """

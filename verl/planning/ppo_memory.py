@@ -74,17 +74,18 @@ def memory_remedies(config: PPOConfig, activations: bool = True) -> dict[str, st
     roles, ranks = config.actor_rollout_ref, config.trainer.n_gpus_per_node
     actor, rollout, key = roles.actor, roles.rollout, f"{MODEL}.enable_gradient_checkpointing"
     remedies = {}
-    if not activations and not roles.model.lora_rank:
-        remedies[f"{MODEL}.lora_rank"] = f"train adapters ({MODEL}.lora_rank=32)"
-    elif not roles.model.enable_gradient_checkpointing:
+    if activations and not roles.model.enable_gradient_checkpointing:
         remedies[key] = f"set {key}=true"
+    elif not activations and not roles.model.lora_rank:
+        remedies[f"{MODEL}.lora_rank"] = f"train adapters ({MODEL}.lora_rank=32)"
     batch_key = "ppo_micro_batch_size" if actor.ppo_micro_batch_size else "ppo_micro_batch_size_per_gpu"
     batch_key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else batch_key
     cache = (rollout.engine_kwargs.get("vllm") or {}).get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
     now = {f"{ACTOR}.{batch_key}": actor[batch_key]} if activations else {}
     now |= {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes": cache} if rollout.name == "vllm" else {}
     now |= {"trainer.n_gpus_per_node": ranks} if ranks > 1 else {}
-    return remedies | {key: f"lower {key} (now {value})" for key, value in now.items()}
+    remedies |= {key: f"lower {key} (now {value})" for key, value in now.items()}
+    return remedies or {f"{MODEL}.path": f"use a smaller model ({MODEL}.path)"}
 
 
 def _checkpoints(config: PPOConfig, size: ModelSize) -> Iterator[tuple[CheckpointConfig, ModelSize, FSDPEngineConfig]]:

@@ -86,9 +86,10 @@ class _AgentLoops:
         """The server's class, the agent loop and the program exist."""
         agent = self.rollout.agent
         self._try(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, self.rollout)
-        self.names = names = set(_agent_loop_registry)
+        names = set(_agent_loop_registry)
         if path := agent.agent_loop_config_path:
             names |= set(self._try(f"{ROLLOUT}.agent.agent_loop_config_path", loops_in_file, path) or ())
+        self.names = names
         if agent.default_agent_loop not in names:
             key = f"{ROLLOUT}.agent.default_agent_loop"
             yield wrong(key, f"{key}={agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
@@ -138,12 +139,14 @@ class _AgentLoops:
     def check_rows(self) -> Iterator[Problem]:
         """Rows have an agent loop that exists and uses the tools, and arguments that the tools take."""
         checked = ROWS_AT_START if self.findings.to_start else ROWS_CHECKED
+        known = self.names | set(_agent_loop_registry)  # files of tools may register loops, too
+        may_know_others = self.failures or self.rollout.agent.agent_loop_manager_class is not None
         for key, dataset in self.findings.datasets.items():
             for i, row in enumerate(islice(getattr(dataset, "rows", ()), checked)):
-                name = row.get("agent_name")
-                self.findings.agent_loops.add(name or self.rollout.agent.default_agent_loop)
-                if name and name not in self.names:
-                    text = f"agent_name={name!r} is unknown. Known: {', '.join(sorted(self.names))}"
+                name = str(row.get("agent_name") or self.rollout.agent.default_agent_loop)
+                self.findings.agent_loops.add(name)
+                if row.get("agent_name") and name not in known and not may_know_others:
+                    text = f"agent_name={name!r} is unknown. Known: {', '.join(sorted(known))}"
                     yield wrong(key, f"{key}: {dataset.error(i, text)}.")
                     break
         rows = getattr(self.findings.datasets.get("data.train_files"), "rows", None)

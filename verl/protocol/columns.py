@@ -150,6 +150,9 @@ ARRAYS = {
     "reward_score": Column(
         "[B]", "float64", "agent loop", "Score that an agent loop gave to its conversation; becomes `rm_scores`."
     ),
+    "weights_versions": Column(
+        "[B]", "object", "agent loop", "Numbers of the weights of each turn, until the rows are collected."
+    ),
     "version_spans": Column(
         "[B]", "object", "asynchronous rollout", "Lists of (weights version, tokens) of the row."
     ),

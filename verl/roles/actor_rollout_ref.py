@@ -97,7 +97,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return self._is_actor and self.engine.has_adapters and self.config.ref.model_path is None
 
     def _reference_model(self, config: FSDPRefConfig) -> HFModelConfig:
-        """The model of ref.model_path, else the actor's without adapters; ValueError if the vocabularies differ."""
+        """The model of ref.model_path, without adapters, else the actor's; ValueError if the vocabularies differ."""
         if config.model_path is None:
             return self.model_config
         shared = ("use_shm", "trust_remote_code", "override_config", "use_remove_padding")

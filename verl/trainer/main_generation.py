@@ -1,4 +1,7 @@
-"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`."""
+"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
+
+Under torchrun the ranks take prompts from one queue.
+"""
 
 import dataclasses
 import os

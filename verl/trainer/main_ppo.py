@@ -146,7 +146,10 @@ class TaskRunner:
             self.mapping[Role.Critic] = POOL
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own."""
+        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own.
+
+        With reward_model.rollout.name, those ranks run servers.
+        """
         from verl.roles.reward_model import RewardModelWorker
         from verl.roles.reward_server import RewardServerWorker
 
@@ -218,7 +221,10 @@ class TaskRunner:
         return trainer
 
     def run(self, config: Any, stop_flag: Callable[[], bool] | None = None) -> bool:
-        """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached."""
+        """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached.
+
+        The ranks always end with the run.
+        """
         trainer = self.make_trainer(config, stop_flag)
         try:
             trainer.init_workers()

@@ -137,7 +137,7 @@ def test_a_program_that_fails_is_lost_and_leaves_no_process(run, name):
 def test_a_program_reports_its_reward(run, how):
     _, output, logged = run(f"assert ask() == 'so 7' and sys.argv[1:] == ['a b']\n{how}")
     assert output.reward_score == 0.25 and not logged and output.num_turns == 2
-    assert output.extra_fields == {"end_reason": "stop"}
+    assert output.extra_fields == {"end_reason": "stop", "weights_versions": [3]}
     assert output.metrics.tool_calls > 0
 
 

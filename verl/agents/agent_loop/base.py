@@ -55,7 +55,7 @@ def output_of(
         prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
         response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
         kept_tokens=conversation.kept_tokens, num_turns=num_turns, metrics=metrics or AgentLoopMetrics(),
-        extra_fields=fields,
+        extra_fields={**fields, "weights_versions": [version for version, _, _ in conversation.versions]},
     )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ class AsyncLLMServerManager:
             raise ValueError("leave image_data, video_data and audio_data out: rollout servers take token ids only")
         sampling = dict(sampling_params)
         if "max_new_tokens" in sampling:
-            sampling["max_tokens"] = sampling.pop("max_new_tokens")
+            given = sampling.pop("max_new_tokens")
+            sampling["max_tokens"] = min(given, sampling.get("max_tokens", given))
         log_probs, seed = bool(sampling.pop("logprobs", False)), sampling.pop("seed", None)
         if unknown := sorted(set(sampling) - {*SAMPLING, "kept_tokens"}):
             known = ", ".join([*SAMPLING, "logprobs", "kept_tokens", "seed"])

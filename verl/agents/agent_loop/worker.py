@@ -119,7 +119,6 @@ class AgentLoopWorker:
                 self._finished.put_nowait(None)
         result = self._batch_of([output for output in outputs if not reports or is_lost(output)])
         result.meta_info["prefix"] = [manager.prompt_tokens, manager.cached_tokens]
-        result.meta_info["weights_versions"] = sorted(manager.versions - {None})
         return result
 
     def _batch_of(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
@@ -161,6 +160,7 @@ class AgentLoopWorker:
                     f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput"
                 )
             loop.check_prompt(output.prompt_ids)
+            output.extra_fields.setdefault("weights_versions", list(self.server_manager.versions))
         except (ServerUnreachable, ConversationTooLong) as error:
             logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
             return None

@@ -140,7 +140,8 @@ class _Conversations:
     async def serve(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                self.environment = await stack.enter_async_context(load_environment(self.settings))
+                self.environment = load_environment(self.settings)
+                await stack.enter_async_context(self.environment)
             except Exception as error:
                 self.connection.send(("failed", None, f"{type(error).__name__}: {error}"))
                 return

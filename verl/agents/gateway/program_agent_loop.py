@@ -183,9 +183,12 @@ def environment_of(url: str, token: str) -> dict[str, str]:
 
 
 def row_of(columns: dict[str, Any]) -> dict[str, Any]:
-    """What a program gets of a row: its messages as `prompt`, and its other columns as far as JSON has them."""
-    row = {}
-    for name, value in {"prompt": columns.get("raw_prompt"), **columns}.items():
+    """What a program gets of a row: its messages as `prompt`, and its other columns as far as JSON has them.
+
+    TypeError for messages that JSON does not have.
+    """
+    row = {"prompt": json.loads(json.dumps(columns.get("raw_prompt"), default=_of_numpy))}
+    for name, value in columns.items():
         if name not in ("raw_prompt", "raw_prompt_ids", "request_id", "trajectory", "agent_name"):
             with contextlib.suppress(TypeError, ValueError):
                 row[name] = json.loads(json.dumps(value, default=_of_numpy))

@@ -91,10 +91,14 @@ class ExecutionWorker:
 
         granted = asyncio.ensure_future(self._acquire())
         try:
-            await asyncio.shield(granted)
+            token = await asyncio.shield(granted)
+        except asyncio.CancelledError:
+            granted.add_done_callback(give_back)
+            raise
+        try:
             yield
         finally:
-            granted.add_done_callback(give_back)
+            await asyncio.shield(self._release(token))
 
     async def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T:
         """The result of `fn`, which is awaited if it is a coroutine function; its exceptions pass through."""

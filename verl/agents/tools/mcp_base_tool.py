@@ -31,6 +31,8 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict]:
         """The server's answer; RuntimeError with its text where it reports an error."""
+        if self.server is None:
+            raise RuntimeError(f"{self.name!r} has no MCP server; make it by an entry of the tools' file")
         now = time.monotonic()
         start = max(now, self._next)
         self._next = start + self._interval

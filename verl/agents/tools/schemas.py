@@ -149,5 +149,5 @@ class ToolResult(BaseModel):
 
     response: ToolResponse
     reward: float | None = None
-    metrics: dict[str, Any] = {}
+    metrics: dict[Any, Any] = {}
     failure: str | None = None

@@ -57,7 +57,7 @@ def sampling_arguments(given: dict[str, Any], room: int, vocab_size: int) -> dic
     has another type or is out of range.
     """
     try:
-        fields = SamplingFields.model_validate(given)
+        fields = SamplingFields.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise ValueError(_first_problem(error, "sampling_params")) from None
     named = {name: value for name, value in fields if value is not None}
@@ -75,5 +75,6 @@ def _first_problem(error: ValidationError, *where: str) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join([*where, *map(str, first["loc"])]) or "the body"
     if first["type"] == "extra_forbidden":
-        return f"{key} is unknown; known are: {', '.join(SamplingFields.model_fields)}"
+        known = f"known are: {', '.join(SamplingFields.model_fields)}"
+        return f"{key} is unknown, or another name of a parameter that is given, too; {known}"
     return f"{key}={reprlib.repr(first['input'])}: {first['msg']}"

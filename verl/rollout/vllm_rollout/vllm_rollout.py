@@ -346,7 +346,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         rows = torch.cat([heads.reshape(-1, 2), tokens], dim=1)
         if not request.log_probs:
             return rows, torch.empty(len(rows), 0)
-        values = [sampled_log_probs(answer) for _, answer in answers]
+        for _, answer in answers:
+            flat = answer.logprobs
+            if [flat.token_ids[start] for start in flat.start_indices] != list(answer.token_ids):
+                raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
+        values = [sampled_log_probs(answer.logprobs) for _, answer in answers]
         return rows, right_padded(values, request.limit, 0.0, torch.float32)
 
     def _records_masks(self, request: GenerationRequest) -> bool:
@@ -403,15 +407,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         )  # fmt: skip
 
 
-def sampled_log_probs(answer: Any) -> list[float]:
-    """The log-probs of a completion's tokens, which are the first of each position in vLLM's FlatLogprobs.
-
-    RuntimeError if they are those of other tokens.
-    """
-    flat = answer.logprobs
-    if [flat.token_ids[start] for start in flat.start_indices] != list(answer.token_ids):
-        raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
-    return [flat.logprobs[start] for start in flat.start_indices]
+def sampled_log_probs(log_probs: Any) -> list[float]:
+    """Of vLLM's FlatLogprobs those of the sampled tokens, which are the first of each position."""
+    return [log_probs.logprobs[start] for start in log_probs.start_indices]
 
 
 def kept_tokens(log_probs: Any) -> list[np.ndarray]:

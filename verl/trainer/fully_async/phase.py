@@ -158,6 +158,7 @@ class SeparateRolloutPhase(RolloutPhase):
         samples = [sample for group in groups for sample in group.samples]
         output = batch_of([sample.output for sample in samples], self.rollout_config, self.tokenizer.pad_token_id)
         columns = output.non_tensor_batch
+        columns.pop("weights_versions", None)
         oldest = []
         for group in groups:
             for sample in group.samples:
@@ -182,6 +183,7 @@ class SeparateRolloutPhase(RolloutPhase):
         rows = conversations_of(asked, GenerationRequest.from_batch(asked, self.rollout_config), self.rollout_config)
         output = self.rollouter.call(self.rollouter.worker.generate_sequences(rows))
         metrics = conversation_metrics(output.meta_info["metrics"], output.non_tensor_batch.get("end_reason", ()))
+        output.non_tensor_batch.pop("weights_versions", None)
         output = use_loop_scores(output)
         samples = self._samples(prompts, output, asked.meta_info["n"], step)
         return without_lost(samples)[0], reduce_metrics(metrics)

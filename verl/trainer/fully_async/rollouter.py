@@ -213,7 +213,10 @@ class Rollouter:
     # For other threads.
 
     def call(self, coroutine: Coroutine, what: str = "a call did not end", limit: float | None = None) -> Any:
-        """What a coroutine in the loop returns or raises; after `limit` seconds, RuntimeError that names `what`."""
+        """What a coroutine in the loop returns or raises.
+
+        After `limit` seconds the error of `check_servers`, or a RuntimeError that names `what`.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         wait([future], limit)
         if future.done():

@@ -15,6 +15,7 @@ from loguru import logger
 from verl.algos import advantage, kl
 from verl.algos.advantage import as_torch_index
 from verl.algos.log_prob_metrics import calculate_debug_metrics
+from verl.algos.names import COMPARES_SAMPLES
 from verl.algos.policy_loss import LOSS_COLUMNS
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
@@ -302,13 +303,13 @@ def compute_advantage(
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
         reward = data.batch["token_level_rewards"].sum(-1).mean().item()
-        cause = (
-            "Student and teacher agree." if adv_estimator == "opd" else
-            "The samples of each prompt have equal rewards: check the reward function, and whether the prompts are too "
-            "easy or too hard for the model."
+        cause = "student and teacher agree" if adv_estimator == "opd" else (
+            "the samples of each prompt have equal rewards: check the reward function, and whether the prompts are too "
+            "easy or too hard for the model"
         )  # fmt: skip
+        why = f" Probably {cause}." if adv_estimator in (*COMPARES_SAMPLES, "opd") else ""
         logger.warning(
-            f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0. {cause}"
+            f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0.{why}"
         )
     return data
 

@@ -118,7 +118,7 @@ class RolloutCheck:
         return requested and self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
 
     def is_due(self, update: int) -> bool:
-        """Whether to compare after weight update `update`, counted from 1: the first, and then every `every`-th."""
+        """Whether to compare after weight update `update`, counted from 1: the first, then by verify_weights_every."""
         return self.applies and (update - 1) % self.rollout.verify_weights_every == 0
 
     @property

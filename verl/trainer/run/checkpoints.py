@@ -207,7 +207,8 @@ class Checkpoints:
             return Origin(continues, start=start)
         others = begin_run(root, path)
         if others:
-            names = ", ".join(f"global_step_{step}" for step in others)
+            names = ", ".join(f"global_step_{step}" for step in others[:5])
+            names += f" and {len(others) - 5} more" if len(others) > 5 else ""
             logger.warning(
                 f"{root} has {names} of another run, or of later steps that this run left. This run does not resume "
                 "from them and does not rotate them out; it replaces one when it saves the same step. To continue one, "

@@ -136,11 +136,11 @@ class RunLog:
             files += [written_by("file", *names)[0], generations]
             logs.append(JsonlLog(generations))
         if not continues or origin.leaves:
-            new_names = {path: set_aside(path, copy=continues) for path in files}
+            new_names = [(path, set_aside(path, copy=continues)) for path in files]
             for key in ("rollout_data_dir", "validation_data_dir"):
                 if folder := trainer.get(key):
-                    new_names[folder] = set_dumps_aside(Path(folder).expanduser(), step if continues else -1)
-            for path, new_name in new_names.items():
+                    new_names.append((folder, set_dumps_aside(Path(folder).expanduser(), step if continues else -1)))
+            for path, new_name in new_names:
                 if new_name is not None:
                     logger.info("{} of an earlier run is kept as {}", path, new_name.name)
         if not trainer.get("val_only"):  # which trains no step again
@@ -148,7 +148,10 @@ class RunLog:
                 log.cut_after(step)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
-        """Print large shares of what the run left out, then where its results are; `checkpoint`: its newest step."""
+        """Print large shares of what the run left out, then where its results are.
+
+        `checkpoint` is the step of the newest checkpoint, None without one.
+        """
         if not self.writes:
             return
         done, total = self.last_step, self.total_steps
