@@ -171,13 +171,14 @@ def test_a_manager_of_agent_loops_is_made_from_a_client(monkeypatch):
 def test_requests_take_what_later_versions_pass(monkeypatch):
     from tests.helpers.configs import compose_ppo
     from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.replica import TokenOutput
 
     config = compose_ppo("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async")
     client = LLMServerClient(config, load_balancer_handle=None, server_handles=[])
 
     class Server:
         async def generate(self, rid, prompt_ids, sampling, log_probs):
-            return SimpleNamespace(token_ids=[7], cached_tokens=0)
+            return TokenOutput(token_ids=[7])
 
     client.clients = [Server()]
     request = {"prompt_ids": [1], "sampling_params": {}, "priority": 5, "mm_processor_kwargs": {}, "tag": "x"}

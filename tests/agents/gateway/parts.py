@@ -42,6 +42,7 @@ class Engine:
     running: int = 0
     most: int = 0
     prompt_tokens = cached_tokens = 0
+    versions = frozenset()
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, turn=None):
         self.running += 1
