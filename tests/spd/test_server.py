@@ -109,7 +109,11 @@ def test_a_server_on_a_cpu_has_its_dtype_unless_an_argument_names_another(tmp_pa
 def test_a_server_sees_the_gpus_that_it_is_given(tmp_path):
     server = LocalVllmServer("model", tmp_path / "log", 64, gpus=["2", "5"])
     try:
-        assert psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,5"
+        environment = {}
+        while "CUDA_VISIBLE_DEVICES" not in environment:  # the process may not be the server yet
+            time.sleep(0.01)
+            environment = psutil.Process(server.pid).environ()
+        assert environment["CUDA_VISIBLE_DEVICES"] == "2,5"
     finally:
         server.stop()
 
