@@ -160,6 +160,7 @@ class AgentLoopWorker:
                     f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput"
                 )
             loop.check_prompt(output.prompt_ids)
+            # A loop that does not return the versions of its turns: weights do not change within a step.
             output.extra_fields.setdefault("weights_versions", list(self.server_manager.versions))
         except (ServerUnreachable, ConversationTooLong) as error:
             logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
